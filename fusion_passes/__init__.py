@@ -2,14 +2,10 @@
 
 `canonicalize` rewrites the patterns of different exporters to one canonical form, and `fuse` applies the fusions in
 order. Both work in place on an `onnx_ir.Model` and never read a weight. `lower` has the passes of individual targets;
-sd_ort/optimize/targets.py selects them.
+sd_ort/optimize/targets.py selects them. This module imports none of them, so that `weight_recipes` costs no onnx_ir.
 """
 
 from __future__ import annotations
 
-from fusion_passes.canonicalize import CANONICAL, canonicalize, why_not_fused
-from fusion_passes.fuse import FUSIONS, fuse
-from fusion_passes.operators import OPERATORS
-from fusion_passes.operators.definition import CONTRIB, DOMAIN
-
-__all__ = ["CANONICAL", "CONTRIB", "DOMAIN", "FUSIONS", "OPERATORS", "canonicalize", "fuse", "why_not_fused"]
+DOMAIN = "sd_ort"
+CONTRIB = "com.microsoft"  # domain of ONNX Runtime's kernels, some with the same names and signatures

@@ -10,13 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 WeightRecipe = str | list[Any]
+# NumPy's dtypes by the names of ONNX.
+DTYPES = {"FLOAT": np.float32, "FLOAT16": np.float16, "BFLOAT16": ml_dtypes.bfloat16, "DOUBLE": np.float64}
 KEY = "fusion_passes.recipe"
 STRIP = 128  # columns of a matrix copied at once, or 4 times the filters of a convolution: blocks that fit in caches
 # Taps of a 3-tap filter on a 2x upsampled row, by the parity of the output pixel, that read each of two input pixels.
@@ -31,7 +35,7 @@ def interleave(heads: int, *weights: np.ndarray) -> np.ndarray:
 
 def cast(dtype: str, values: np.ndarray) -> np.ndarray:
     """Round to `dtype`. Finite values are clamped to its finite range: a mask of -3.4e38 must not become -infinity."""
-    target = ir.DataType[dtype].numpy()
+    target = np.dtype(DTYPES[dtype])
     if values.dtype == target:
         return values
     values = as_float32(values)

@@ -12,8 +12,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,18 +30,17 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import read_ahead, scratch_folder
-from sd_ort.core.interrupts import in_threads
+from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.paths import output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.export import DEFAULT_OPSET, templates
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
-from sd_ort.graphs.timestep import make_timestep_1d
+from sd_ort.graphs.unet import make_timestep_1d
 from sd_ort.optimize import unoptimized
 from sd_ort.optimize.optimizer import optimize_component, optimize_components
 from sd_ort.optimize.options import OptimizeOptions
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime.provider_table import PROVIDERS
 from sd_ort.runtime.session import blaming, check_opens
 
 
@@ -83,27 +81,9 @@ def optimize(
             "--config, --controlnet, --ip-adapter, --image-encoder, --vae and --unsafe-pickle go with a checkpoint: "
             f"{source} is none."
         )
-    if (model := pipeline_folder.bare_model(Path(source))) is not None:
+    if (model := pipeline_folder.standalone_model(Path(source))) is not None:
         return _optimize_file(model, output, resolved, note, on_progress)
     return _optimize_folder(Path(source), output, resolved, note, on_progress)
-
-
-@contextmanager
-def optimized_folder(
-    model: str, provider: str, output: Path | None, config: str | None, on_progress: ProgressCallback
-) -> Iterator[Path]:
-    """Yield the folder of a checkpoint that is optimized for a provider: `output`, else a temporary folder.
-
-    The dtype is float16, and float32 for the CPU. `config`: as in `CheckpointOptions`. Raises as `optimize`.
-    """
-    row = PROVIDERS.get(provider)
-    target = "portable" if row is None else row.target or provider
-    dtype = "float32" if provider == "cpu" else "float16"
-    with tempfile.TemporaryDirectory(prefix="sd-ort-") as scratch:
-        folder = output or Path(scratch) / "model"
-        options = CheckpointOptions(config)
-        optimize(model, folder, target=target, dtype=dtype, checkpoint=options, on_progress=on_progress)
-        yield folder
 
 
 # --- Pipeline folders -----------------------------------------------------------------------------------------------
@@ -314,7 +294,7 @@ def _optimize_file(
                 )
             check_opens(optimized)
 
-        in_threads(optimize_one, [name], at_once=1)
+        run_interruptible(optimize_one, [name], at_once=1)
         try:
             if optimized.with_name(data.name).exists():
                 optimized.with_name(data.name).rename(data)

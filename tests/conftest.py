@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnxruntime
 import pytest
-from small_presets import mini, smalls
+from small_presets import export_with, mini, smalls
 
 from sd_ort import cli
 from sd_ort.checkpoints.presets import PRESETS
@@ -76,6 +76,19 @@ def default_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return shared_export("sd15-mini", "dynamo", run_folder, tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def controlled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`small_export` with a ControlNet. Do not change it."""
+    components = ["unet", "controlnet"]
+    return export_with(small_export, tmp_path_factory.mktemp("control") / "raw", "sd15-controlnet-small", components)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_model_cache() -> None:
+    """Each change of the code adds entries to the cache of optimized checkpoints."""
+    os.environ.setdefault("SD_ORT_CACHE_GB", "1")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def small_presets() -> None:
     """`sd15-small` and the like, and `sd15-mini`, beside the real presets."""
@@ -119,7 +132,7 @@ def sd_ort(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     """Run `sd-ort ARGS...` as a shell would: (exit code, stdout, stderr)."""
 
     # No second process for each of a thousand runs: tests/hostile has those that need it.
-    monkeypatch.setattr("sd_ort.core.files.guarded", contextlib.nullcontext)
+    monkeypatch.setattr("sd_ort.core.files.with_watchdog", contextlib.nullcontext)
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sd-ort", *map(str, args)])

@@ -110,3 +110,15 @@ def test_what_differs_by_system_is_in_one_header() -> None:
     found = {str(path.relative_to(ROOT / "custom_ops")) for path in sources if re.search(calls, path.read_text())}
     # bfloat16.h asks Linux for its matrix units, and does without them elsewhere.
     assert found == {"common/platform.h", "interface.h", "common/bfloat16.h"}
+
+
+def test_scripts_do_not_patch_the_path() -> None:
+    """Shared modules are imported as `scripts.<folder>.<module>`. Only an application's checkout is put on the path."""
+    patching = {str(path) for path, tree in trees().items() if path.startswith("scripts/") and _patches_path(tree)}
+    applications = {"comfyui_host", "comfyui_page", "webui_run", "webui_serve"}
+    allowed = {f"scripts/checks/{name}.py" for name in applications}
+    assert {path for path in patching if not path.startswith("scripts/amd/")} == allowed
+
+
+def _patches_path(tree: ast.Module) -> bool:
+    return any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in ast.walk(tree))

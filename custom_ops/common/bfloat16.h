@@ -33,25 +33,6 @@ struct GemmBlock {
   int64_t first[kMaxTaps];  // first row of each tap
 };
 
-// Scratch memory of a thread, reused between calls and aligned to cache lines.
-class ThreadScratch {
- public:
-  ~ThreadScratch() { delete[] memory_; }
-  uint16_t* get(int64_t count) {
-    if (count > count_) {
-      delete[] memory_;
-      count_ = 0;
-      memory_ = new uint16_t[count + 32];
-      count_ = count;
-    }
-    return memory_ + (64 - reinterpret_cast<uintptr_t>(memory_) % 64) % 64 / sizeof(uint16_t);
-  }
-
- private:
-  uint16_t* memory_ = nullptr;
-  int64_t count_ = 0;
-};
-
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 
 // kLanes floats rounded to bfloat16 in the upper halves of the lanes, as by bfloat16_bits().

@@ -23,7 +23,7 @@ inline int64_t multiply_sizes(int64_t size, int64_t times) {
 }  // namespace sd_ort
 
 // Host code of kernels returns null or an error message: returns the message of `expression` if there is one.
-#define SD_ORT_RETURN_ERROR(expression)                   \
-  do {                                                    \
-    if (const char* error_ = (expression)) return error_; \
+#define SD_ORT_RETURN_ERROR(expression)                                   \
+  do {                                                                    \
+    if (const char* returned_error = (expression)) return returned_error; \
   } while (false)

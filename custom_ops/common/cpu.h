@@ -329,9 +329,28 @@ inline Floats erf(Floats x) {
 
 inline Floats gelu(Floats x) { return 0.5f * x * (1.f + erf(x * 0.70710678f)); }
 
+// Scratch memory of a thread, reused between calls and aligned to cache lines.
+template <class T>
+class ThreadScratch {
+ public:
+  ~ThreadScratch() { delete[] memory_; }
+  T* get(int64_t count) {
+    if (count > count_) {
+      delete[] memory_;
+      count_ = 0;
+      memory_ = new T[count + 64 / sizeof(T)];
+      count_ = count;
+    }
+    return memory_ + (64 - reinterpret_cast<uintptr_t>(memory_) % 64) % 64 / sizeof(T);
+  }
+
+ private:
+  T* memory_ = nullptr;
+  int64_t count_ = 0;
+};
+
 // Rows of `length` elements per task of a row-wise kernel: enough to make the cost of a task negligible.
 inline int64_t rows_per_task(int64_t length) { return length >= 16384 ? 1 : 16384 / (length > 0 ? length : 1); }
-inline int64_t count_tasks(int64_t rows, int64_t rows_per_task) { return (rows + rows_per_task - 1) / rows_per_task; }
 
 }  // namespace SD_ORT_ISA
 }  // namespace sd_ort

@@ -445,20 +445,20 @@ __device__ inline Operand<T> from_pieces(const Pieces& pieces) {
 template <class T, bool kSmall>
 struct HeldOperand {
   static constexpr bool kOwnPiece = kWideOperands && kSmall;
-  std::conditional_t<kOwnPiece, Pieces, Operand<T>> held;
+  std::conditional_t<kOwnPiece, Pieces, Operand<T>> stored;
 
   __device__ void hold(const Pieces& pieces) {
     if constexpr (kOwnPiece) {
-      held = pieces;
+      stored = pieces;
     } else {
-      held = from_pieces<T>(pieces);
+      stored = from_pieces<T>(pieces);
     }
   }
   __device__ Operand<T> get() const {
     if constexpr (kOwnPiece) {
-      return from_pieces<T>(held);
+      return from_pieces<T>(stored);
     } else {
-      return held;
+      return stored;
     }
   }
 };

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from fusion_passes import CONTRIB
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize import (
     attention,
@@ -21,7 +22,6 @@ from fusion_passes.canonicalize.attention import concatenated_keys, onnx_attenti
 from fusion_passes.canonicalize.opset import OPSET, SHAPES_SINCE, declare_opset, why_not_fused
 from fusion_passes.canonicalize.shape_folding import fold_shapes, set_channel_counts, simplify_reshape_targets
 from fusion_passes.graph_pass import Pass, PassOutcome
-from fusion_passes.operators.definition import CONTRIB
 from fusion_passes.rule import apply_rules
 from fusion_passes.shapes import types
 

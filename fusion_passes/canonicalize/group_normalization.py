@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import PassCase
-from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 from fusion_passes.weight_recipes import record_recipe
 

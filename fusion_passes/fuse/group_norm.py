@@ -12,8 +12,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes.graph_pass import PassCase
-from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 

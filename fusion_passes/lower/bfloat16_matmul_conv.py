@@ -16,9 +16,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome
-from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 MIN_CHANNELS = 32

@@ -22,11 +22,11 @@ from collections import Counter
 import numpy as np
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_value, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower import nhwc_layout
-from fusion_passes.operators.definition import DOMAIN
 
 # (batch size, channels, dtype) -> zeros (N, 1, 1, C) for the skip of SkipGroupNorm.
 ZeroSkips = dict[tuple[str, int, ir.DataType | None], ir.Value]

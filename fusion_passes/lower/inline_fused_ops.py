@@ -10,10 +10,10 @@ from collections import Counter
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from fusion_passes import DOMAIN
 from fusion_passes.canonicalize.shape_folding import fold_shapes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome
 from fusion_passes.operators import function_bodies
-from fusion_passes.operators.definition import DOMAIN
 
 
 def inline_fused_ops(*op_types: str) -> Pass:

@@ -24,11 +24,11 @@ from functools import partial
 
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import new_derived_initializer, replace_value
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower import fold_bias, linear_split_gelu, nhwc_layout, pack_qkv
-from fusion_passes.operators.definition import DOMAIN
 
 
 @dataclass

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import replace_value
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
-from fusion_passes.operators.definition import DOMAIN
 
 
 def linear_split_gelu(model: ir.Model) -> PassOutcome:

@@ -20,13 +20,14 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.cleanup import clean_up
 from fusion_passes.graph_edits import new_derived_initializer, new_initializer
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower.nhwc_regions import RegionBoundary, choose_regions
 from fusion_passes.operators import BY_NAME
-from fusion_passes.operators.definition import DOMAIN, FusedOperator
+from fusion_passes.operators.definition import FusedOperator
 from fusion_passes.shapes.infer import infer
 from fusion_passes.shapes.rules import integer_scales
 from fusion_passes.shapes.shape_info import ShapeInfo

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import new_derived_initializer, replace_value, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.lower import nhwc_layout, upsample_nearest
-from fusion_passes.operators.definition import DOMAIN
 
 
 def subpixel_conv(model: ir.Model) -> PassOutcome:

@@ -18,10 +18,10 @@ from math import ceil, floor
 
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes.graph_edits import replace_value
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.lower import nhwc_layout
-from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.shapes.infer import infer
 from fusion_passes.shapes.rules import integer_scales
 from fusion_passes.shapes.shape_info import ShapeInfo

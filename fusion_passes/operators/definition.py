@@ -9,9 +9,6 @@ import onnx_ir as ir
 
 from fusion_passes.shapes.shape_info import Shape, ShapeInfo
 
-DOMAIN = "sd_ort"
-CONTRIB = "com.microsoft"  # domain of ONNX Runtime's kernels, some with the same names and signatures
-
 
 def always(node: ir.Node) -> bool:
     """Return True: ONNX Runtime's CPU provider has a kernel, or the operator is never moved to `CONTRIB`."""

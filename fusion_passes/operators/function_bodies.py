@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import onnx
 import onnx_ir as ir
 
+from fusion_passes import DOMAIN
 from fusion_passes.operators import BY_NAME
-from fusion_passes.operators.definition import DOMAIN
 
 
 def attach(model: ir.Model, nodes: Iterable[ir.Node]) -> None:

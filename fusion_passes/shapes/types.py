@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes.operators import BY_NAME
-from fusion_passes.operators.definition import CONTRIB, DOMAIN
 from fusion_passes.shapes.onnx_inference import STANDARD_DOMAINS, infer_node
 from fusion_passes.shapes.rules import BROADCAST, RULES, SAME_AS_FIRST_INPUT
 from fusion_passes.shapes.shape_info import ShapeInfo

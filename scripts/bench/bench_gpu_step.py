@@ -26,7 +26,6 @@ import gc
 import json
 import re
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -37,12 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from gpu_models import DEVICE, export_raw, fill, limits, random_inputs, random_module
-
+from scripts.bench.gpu_models import DEVICE, export_raw, fill, limits, random_inputs, random_module
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.core import pipeline_folder
@@ -52,6 +46,7 @@ from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
 from sd_ort.runtime import bound_run, machine, providers, session
+from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
 
 ROUNDS = 7
 VENDOR = "cuda" if DEVICE == "cuda" else "simulated"  # of our own provider

@@ -26,15 +26,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch_ops import ATTENTION, TORCH, Tensors
 
 from custom_ops.libraries import GpuLibrary
 from custom_ops.operator_spec import CustomOperator, OperatorCase, load
+from scripts.bench.torch_ops import ATTENTION, TORCH, Tensors
 from sd_ort.runtime import build
 
 NOT_IN_CONTRIB = ("upsample_nearest", "subpixel_shuffle")

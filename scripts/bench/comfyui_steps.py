@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,12 +28,9 @@ from unittest import mock
 import click
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
-
-from check_report import report
-from comfyui_expected import GUIDANCE, PROMPT, SEED, euler, ours, psnr
-from comfyui_host import as_prompt, run, start, with_model
-
+from scripts.checks.check_report import report
+from scripts.checks.comfyui_expected import GUIDANCE, PROMPT, SEED, euler, ours, psnr
+from scripts.checks.comfyui_host import as_prompt, run, start, with_model
 from sd_ort import StableDiffusionPipeline
 from sd_ort.integrations.application_installers import CONTENT, HERE
 from sd_ort.integrations.managed_folder import install_folder

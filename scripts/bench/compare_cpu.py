@@ -38,7 +38,6 @@ from sd_ort.runtime.glibc_malloc import given_back
 from sd_ort.runtime.library import library_path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures")]
 MODEL = "unet/model.onnx"
 BATCH = 2
 TURNS = {32: 5, 64: 2}  # latent edge -> measured steps of each engine, after one that is not counted
@@ -267,8 +266,9 @@ def unpack(source: Path, scratch: Path) -> Path:
     """The model.onnx of an export folder, or of a graph without weights, made whole with random ones."""
     if source.is_dir():
         return source / MODEL
-    import graph_fixtures
     import onnx
+
+    from scripts.fixtures import graph_fixtures
 
     graph_fixtures.GRAPHS = source.parent
     path = scratch / source.name.partition(".onnx")[0] / MODEL

@@ -144,8 +144,7 @@ def graphs(folder: Path | None, exports: Path | None, scratch: Path) -> list[tup
     """(export, component, model.onnx) of what is compared."""
     if folder is not None:
         return [(folder.name, p.parent.name, p) for p in sorted(folder.glob("*/model.onnx"))]
-    sys.path.insert(0, str(ROOT / "scripts" / "fixtures"))
-    import graph_fixtures
+    from scripts.fixtures import graph_fixtures
 
     found = {}
     for path in sorted(exports.glob("[!.]*-tiny-*/*/model.onnx")) if exports is not None else []:

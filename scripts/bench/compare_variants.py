@@ -61,8 +61,8 @@ def folders(work: Path, target: str, steps: int) -> dict[str, Path]:
         "raw": lambda out: export("demo", out, on_progress=print),
         "plain": lambda out: optimize(work / "raw", out, target=target, on_progress=print),
         "hoisted": lambda out: optimize(work / "raw", out, target=target, hoist=True, on_progress=print),
-        "merged": lambda out: merge(work / "plain", out, steps=steps, report=print),
-        "hoisted-merged": lambda out: merge(work / "hoisted", out, steps=steps, report=print),
+        "merged": lambda out: merge(work / "plain", out, steps=steps, on_progress=print),
+        "hoisted-merged": lambda out: merge(work / "hoisted", out, steps=steps, on_progress=print),
     }
     for name, make in makers.items():
         make(work / name)

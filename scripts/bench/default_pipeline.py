@@ -28,27 +28,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from scripts.bench.gpu_models import fill
+from sd_ort.benchmark.engine_selection import target_of
+from sd_ort.checkpoints.checkpoint import class_name, model_class
+from sd_ort.checkpoints.open import open_checkpoint
+from sd_ort.checkpoints.presets import open_preset
+from sd_ort.checkpoints.signatures import MODEL_OF
+from sd_ort.core import metrics, pipeline_folder
+from sd_ort.core.files import write_text
+from sd_ort.export.exporter import export, save_config
+from sd_ort.runtime import machine
+from sd_ort.stages import optimize
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from gpu_models import fill  # noqa: E402
-
-from sd_ort.benchmark.engine_selection import target_of  # noqa: E402
-from sd_ort.checkpoints.checkpoint import class_name, model_class  # noqa: E402
-from sd_ort.checkpoints.open import open_checkpoint  # noqa: E402
-from sd_ort.checkpoints.presets import open_preset  # noqa: E402
-from sd_ort.checkpoints.signatures import MODEL_OF  # noqa: E402
-from sd_ort.core import metrics, pipeline_folder  # noqa: E402
-from sd_ort.core.files import write_text  # noqa: E402
-from sd_ort.export.exporter import export, save_config  # noqa: E402
-from sd_ort.runtime import machine  # noqa: E402
-from sd_ort.stages import optimize  # noqa: E402
 
 PROMPT = "a red circle left of a small blue square on a white background"
 SIZES = {"sd15": 512, "sdxl": 1024, "sd15-tiny": 64, "sdxl-tiny": 64}
 FIRST = """
 import sys, time
-sys.path.insert(0, {root!r})
 from sd_ort import StableDiffusionPipeline
 pipeline = StableDiffusionPipeline.from_pretrained({folder!r}, {provider!r})
 loaded = time.time()

@@ -9,14 +9,12 @@ Reads sd15.json, sdxl.json and fidelity.json, those that exist.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from sd_ort.core.files import read_json, write_text
 
-from sd_ort.core.files import read_json, write_text  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = {"sd15": "SD 1.5, 512², 50 steps", "sdxl": "SDXL, 1024², 30 steps"}
 ENGINES = {

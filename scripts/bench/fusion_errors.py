@@ -19,9 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from compare_fusion import measured_with
-
-from sd_ort.benchmark.ablation import ablation_steps
+from scripts.bench.compare_fusion import measured_with
+from sd_ort.benchmark.engine_builds import ablation_steps
 from sd_ort.core import pipeline_folder
 from sd_ort.inspect.verify import verify
 from sd_ort.optimize.optimizer import optimize_component

@@ -22,18 +22,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import onnxscript.optimizer
+from onnxruntime.transformers.optimizer import optimize_model
+
+from fusion_passes.lower import nhwc_layout
+from scripts.fixtures import other_architectures
+from sd_ort.optimize.targets import PORTABLE, TARGETS, Target
+
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures")]
-
-import onnx  # noqa: E402
-import onnx_ir as ir  # noqa: E402
-import onnxruntime as ort  # noqa: E402
-import onnxscript.optimizer  # noqa: E402
-import other_architectures  # noqa: E402
-from onnxruntime.transformers.optimizer import optimize_model  # noqa: E402
-
-from fusion_passes.lower import nhwc_layout  # noqa: E402
-from sd_ort.optimize.targets import PORTABLE, TARGETS, Target  # noqa: E402
 
 NHWC = Target("nhwc", lowering_passes=(nhwc_layout.PASS,))
 HEAD = ["graph", "nodes", "attention", "group norm", *TARGETS, "error", "onnxscript", "ORT level 2", "ORT transformers"]

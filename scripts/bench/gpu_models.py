@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import lzma
-import sys
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
 import onnx
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF

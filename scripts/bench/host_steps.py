@@ -12,7 +12,6 @@ rounds' ratios.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +21,10 @@ import click
 import numpy as np
 import torch
 
+from scripts.checks.check_report import report
+from scripts.checks.host_tensors_gpu import in_diffusers, models_of
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.metrics import psnr
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
-
-from check_report import report
-from host_tensors_gpu import in_diffusers, models_of
 
 PROMPT = "a red circle on a blue background"
 MIN_PSNR = 40.0

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,10 +28,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from measure_templates import checkpoint
-
+from scripts.bench.measure_templates import checkpoint
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.core.files import read_json, write_json, write_text

@@ -25,8 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from fusion_passes.canonicalize import canonicalize
+from fusion_passes.fuse import fuse
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts" / "fixtures"))
 BLOCK = 1 << 24  # random numbers drawn at once; weights are cut from it, from another place each
 
 
@@ -165,11 +167,10 @@ def _is_sparse(source: Path) -> bool:
 
 def growth(repeats: int = 1) -> dict[str, Any]:
     """CPU seconds of canonicalization, fusion and lowering for each committed graph, and the exponent over nodes."""
-    import graph_fixtures
     import onnx_ir as ir
 
-    import fusion_passes
     from fusion_passes.graph_pass import run_all
+    from scripts.fixtures import graph_fixtures
     from sd_ort.optimize.targets import TARGETS
 
     rows = []
@@ -182,8 +183,8 @@ def growth(repeats: int = 1) -> dict[str, Any]:
                 model = ir.load(path)
                 nodes = sum(1 for _ in model.graph)
                 started = time.process_time()
-                fusion_passes.canonicalize(model)
-                fusion_passes.fuse(model)
+                canonicalize(model)
+                fuse(model)
                 run_all(model, TARGETS["cuda"].lowering_passes)
                 best = min(best, time.process_time() - started)
             rows.append({"graph": name, "nodes": nodes, "cpu_seconds": round(best, 3)})
@@ -214,7 +215,7 @@ def main() -> None:
             make_pipeline(preset, options.work / preset, options.holes)
     if options.only_make:
         return
-    from compare_fusion import measured_with
+    from scripts.bench.compare_fusion import measured_with
 
     path = ROOT / "results" / "optimize_time.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"pipelines": {}}

@@ -109,9 +109,9 @@ def checkpoint(preset: str, seed: int, folder: Path) -> None:
 
 def single_file(folder: Path, out: Path) -> None:
     """The checkpoint in `folder` as one file with LDM's names, in fp16."""
-    sys.path.append(str(Path(__file__).parents[1] / "fixtures"))
     from safetensors.torch import load_file, save_file
-    from save_single_file import single_file as renamed
+
+    from scripts.fixtures.save_single_file import single_file as renamed
 
     class Stored:
         """As much of a model as its weights' names ask for."""

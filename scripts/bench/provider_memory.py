@@ -18,27 +18,25 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from scripts.checks.fused_hashes import filled
+from sd_ort.core.pipeline_folder import DATA, MODEL
+from sd_ort.export.templates import BUNDLED
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime import build, machine
+from sd_ort.runtime.library import PROVIDER_LIBRARIES
+from sd_ort.runtime.providers import plugin_devices
+from sd_ort.runtime.session import DTYPES
+
 os.environ["SD_ORT_SIMULATED_IDLE"] = "1"
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "checks")]
-
-import numpy as np  # noqa: E402
-import onnx  # noqa: E402
-import onnxruntime as ort  # noqa: E402
-from fused_hashes import filled  # noqa: E402
-
-from sd_ort.core.pipeline_folder import DATA, MODEL  # noqa: E402
-from sd_ort.export.templates import BUNDLED  # noqa: E402
-from sd_ort.optimize.optimizer import optimize_component  # noqa: E402
-from sd_ort.optimize.targets import TARGETS  # noqa: E402
-from sd_ort.runtime import build, machine  # noqa: E402
-from sd_ort.runtime.library import PROVIDER_LIBRARIES  # noqa: E402
-from sd_ort.runtime.providers import plugin_devices  # noqa: E402
-from sd_ort.runtime.session import DTYPES  # noqa: E402
 
 MIB = 1 << 20
 

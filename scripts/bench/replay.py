@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
-from pathlib import Path
 
 os.environ["SD_ORT_SIMULATED_IDLE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 

@@ -59,8 +59,7 @@ def draw(model: object, out: Path) -> dict[str, Any]:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A .json file.")
 @click.option("--runs", type=click.IntRange(1), default=3, show_default=True)
 def main(out: Path, runs: int) -> None:
-    sys.path.append(str(FIXTURES))
-    from make_second_demo import by_night
+    from scripts.fixtures.make_second_demo import by_night
 
     with tempfile.TemporaryDirectory() as scratch:
         file, first, second = (Path(scratch) / name for name in ("second.safetensors", "first.png", "second.png"))

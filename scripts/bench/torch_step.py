@@ -21,7 +21,6 @@ import datetime
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,16 +28,12 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
-
-from bench_gpu_step import Contender, profile  # noqa: E402
-from gpu_models import DEVICE, random_module  # noqa: E402
-
-from sd_ort.checkpoints.presets import PRESETS  # noqa: E402
-from sd_ort.core.files import write_text  # noqa: E402
-from sd_ort.runtime import machine  # noqa: E402
-from sd_ort.torch import optimize, reset_status, status  # noqa: E402
+from scripts.bench.bench_gpu_step import Contender, profile
+from scripts.bench.gpu_models import DEVICE, random_module
+from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.core.files import write_text
+from sd_ort.runtime import machine
+from sd_ort.torch import optimize, reset_status, status
 
 NO_GRAPH, OPTIMIZE_NO_GRAPH = "eager, no graph", "eager + optimize, no graph"
 AS_CALLED = "eager + optimize, as called"

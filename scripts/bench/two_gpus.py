@@ -32,18 +32,14 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-
-from default_pipeline import PROMPT, SIZES, say, where  # noqa: E402
-
-from sd_ort import StableDiffusionPipeline  # noqa: E402
-from sd_ort.core import metrics  # noqa: E402
-from sd_ort.core.files import write_text  # noqa: E402
-from sd_ort.core.pipeline_folder import MODEL  # noqa: E402
-from sd_ort.graphs.partition import partition_graph  # noqa: E402
-from sd_ort.pipelines.device.guidance_split import Side, SplitStep  # noqa: E402
-from sd_ort.pipelines.device.loop import DeviceLoop  # noqa: E402
+from scripts.bench.default_pipeline import PROMPT, SIZES, say, where
+from sd_ort import StableDiffusionPipeline
+from sd_ort.core import metrics
+from sd_ort.core.files import write_text
+from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.graphs.partition import partition_graph
+from sd_ort.pipelines.device.guidance_split import Side, SplitStep
+from sd_ort.pipelines.device.loop import DeviceLoop
 
 ALIKE_DB = 40.0  # PSNR of pictures that differ by rounding alone
 BATCHES = 8  # of a measurement of images a second

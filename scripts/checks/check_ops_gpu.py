@@ -30,8 +30,6 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf, prod
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from custom_ops import GPU_OPERATORS
 from custom_ops.check import candidates
 from custom_ops.check.memory import GUARD_BYTES, DeviceMemory

@@ -92,7 +92,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "provider_wheels.json")
     out = parser.parse_args().out
-    sys.path.insert(0, str(ROOT))
     from sd_ort.runtime.provider_table import PROVIDERS
 
     results = {extra: check(extra) for extra in ("rocm", "migraphx")}

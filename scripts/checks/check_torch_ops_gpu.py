@@ -22,18 +22,14 @@ from typing import Any
 import torch
 from diffusers.models.resnet import ResnetBlock2D
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures"), str(ROOT / "scripts/bench")]
-
-from gpu_models import random_module  # noqa: E402
-from torch_calls import NAMES, RandomTensors, calls  # noqa: E402
-
-from sd_ort.benchmark.engines.pytorch import torch_pipeline  # noqa: E402
-from sd_ort.core.metrics import psnr, relative_l2_error  # noqa: E402
-from sd_ort.runtime.machine import commit, machine  # noqa: E402
-from sd_ort.torch import kernels, operators, optimize, reset_status, restore, status  # noqa: E402
-from sd_ort.torch.modules import winograd  # noqa: E402
-from sd_ort.torch.operators import registration  # noqa: E402
+from scripts.bench.gpu_models import random_module
+from scripts.fixtures.torch_calls import NAMES, RandomTensors, calls
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.core.metrics import psnr, relative_l2_error
+from sd_ort.runtime.machine import commit, machine
+from sd_ort.torch import kernels, operators, optimize, reset_status, restore, status
+from sd_ort.torch.modules import winograd
+from sd_ort.torch.operators import registration
 
 # Maximum relative L2 error.
 LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -29,8 +29,10 @@ import click
 import diffusers
 import numpy as np
 import torch
-from check_report import report
-from comfyui_expected import (
+from PIL import Image
+
+from scripts.checks.check_report import report
+from scripts.checks.comfyui_expected import (
     MODEL,
     SIDE,
     ours,
@@ -38,10 +40,8 @@ from comfyui_expected import (
     ours_inpainted,
     psnr,
 )
-from comfyui_host import as_prompt, run, start, with_model
-from demo_files import save_checkpoint, save_loras
-from PIL import Image
-
+from scripts.checks.comfyui_host import as_prompt, run, start, with_model
+from scripts.checks.demo_files import save_checkpoint, save_loras
 from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
 from sd_ort.integrations.application_installers import CONTENT, HERE

@@ -13,7 +13,8 @@ from typing import Any
 import click
 import numpy as np
 from PIL import Image
-from stubs import stub_missing
+
+from scripts.checks.stubs import stub_missing
 
 
 class Server:

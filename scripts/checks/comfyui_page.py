@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from browser import free_port, opened
-from stubs import stub_missing
+
+from scripts.checks.browser import free_port, opened
+from scripts.checks.stubs import stub_missing
 
 HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "integrations" / "comfyui"
 LARGEST = 200_000  # bytes of a picture in the repository

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import diffusers
 import torch
 from safetensors.torch import save_file
 
+from scripts.fixtures.save_single_file import save
 from sd_ort import demo
 from sd_ort.checkpoints.diffusers_folder import open_folder
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
-
-from save_single_file import save
 
 MODEL = Path(demo.__file__).parent / "model"
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"

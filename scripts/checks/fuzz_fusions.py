@@ -10,14 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures")]
-
-from random_graphs import Graph, Mixed, difference  # noqa: E402
-
-from sd_ort.runtime.machine import commit, machine, versions  # noqa: E402
+from scripts.fixtures.random_graphs import Graph, Mixed, difference
+from sd_ort.runtime.machine import commit, machine, versions
 
 
 def main() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from check_report import report
 from packaging.utils import canonicalize_name
+
+from scripts.checks.check_report import report
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = ("torch", "diffusers", "transformers", "onnxruntime", "numpy", "protobuf", "pillow")

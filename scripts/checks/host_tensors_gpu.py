@@ -27,8 +27,8 @@ import click
 import diffusers
 import numpy as np
 import torch
-from check_report import report
 
+from scripts.checks.check_report import report
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.metrics import psnr
 from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae

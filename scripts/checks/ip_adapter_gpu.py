@@ -12,7 +12,6 @@ float32 and in half precision, and with what it draws without looking at the pic
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures"), str(ROOT / "scripts" / "measure")]
-
-import ip_adapters  # noqa: E402
-from default_pipeline import PROMPT, SIZES, device_of, models, where  # noqa: E402
-
-from sd_ort import StableDiffusionPipeline  # noqa: E402
-from sd_ort.benchmark.engine_selection import target_of  # noqa: E402
-from sd_ort.checkpoints.open import CheckpointOptions  # noqa: E402
-from sd_ort.checkpoints.presets import open_preset  # noqa: E402
-from sd_ort.core.files import write_json  # noqa: E402
-from sd_ort.core.metrics import psnr  # noqa: E402
-from sd_ort.stages import optimize  # noqa: E402
+from scripts.bench.default_pipeline import PROMPT, SIZES, device_of, models, where
+from scripts.fixtures import ip_adapters
+from sd_ort import StableDiffusionPipeline
+from sd_ort.benchmark.engine_selection import target_of
+from sd_ort.checkpoints.open import CheckpointOptions
+from sd_ort.checkpoints.presets import open_preset
+from sd_ort.core.files import write_json
+from sd_ort.core.metrics import psnr
+from sd_ort.stages import optimize
 
 STARTED = time.perf_counter()
 

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures")]
+import onnx_ir as ir
 
-import onnx_ir as ir  # noqa: E402
-import other_architectures  # noqa: E402
-from mutations import fused, mutate  # noqa: E402
-
-from sd_ort.runtime.machine import commit, machine, versions  # noqa: E402
+from scripts.fixtures import other_architectures
+from scripts.fixtures.mutations import fused, mutate
+from sd_ort.runtime.machine import commit, machine, versions
 
 SMALL = 700  # nodes
 

@@ -19,8 +19,8 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from check_report import report
 
+from scripts.checks.check_report import report
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.metrics import psnr
 from sd_ort.export.exporter import export

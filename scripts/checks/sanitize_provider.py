@@ -21,12 +21,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from sd_ort.runtime import build, machine
+from sd_ort.runtime.headers import find_headers
+from sd_ort.runtime.library import PROVIDER_LIBRARIES
 
-from sd_ort.runtime import build, machine  # noqa: E402
-from sd_ort.runtime.headers import find_headers  # noqa: E402
-from sd_ort.runtime.library import PROVIDER_LIBRARIES  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
 # Of tests/custom_ops.

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from check_report import report
+
+from scripts.checks.check_report import report
 
 Wanted = dict[str, dict[str, list[str] | None]]
 

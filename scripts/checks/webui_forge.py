@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from demo_files import MODEL
+
+from scripts.checks.demo_files import MODEL
 
 FLAGS = ("--api", "--always-cpu", "--all-in-fp32", "--skip-torch-cuda-test", "--skip-version-check",
          "--no-download-sd-model")  # fmt: skip

@@ -32,14 +32,14 @@ from typing import Any
 import click
 import numpy as np
 import yaml  # type: ignore[import-untyped]
-from browser import free_port, opened
-from check_report import report
-from comfyui_expected import psnr
-from demo_files import MODEL, save_checkpoint, save_loras
 from PIL import Image
-from webui_forge import FLAGS as FORGE_FLAGS
-from webui_forge import choice, choose, described, is_forge
 
+from scripts.checks.browser import free_port, opened
+from scripts.checks.check_report import report
+from scripts.checks.comfyui_expected import psnr
+from scripts.checks.demo_files import MODEL, save_checkpoint, save_loras
+from scripts.checks.webui_forge import FLAGS as FORGE_FLAGS
+from scripts.checks.webui_forge import choice, choose, described, is_forge
 from sd_ort.integrations.application_installers import CONTENT
 from sd_ort.integrations.managed_folder import install_folder
 

@@ -23,13 +23,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from sd_ort.core.cache import cache_folder
+from sd_ort.runtime import build, machine
+from sd_ort.runtime.headers import find_headers
+from sd_ort.runtime.library import sources_hash
 
-from sd_ort.core.cache import cache_folder  # noqa: E402
-from sd_ort.runtime import build, machine  # noqa: E402
-from sd_ort.runtime.headers import find_headers  # noqa: E402
-from sd_ort.runtime.library import sources_hash  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 MINGW = "x86_64-w64-mingw32-g++-posix"
 VENDORS = {"hip": ["-D__HIP_PLATFORM_AMD__"], "cuda": []}

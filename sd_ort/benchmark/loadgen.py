@@ -1,8 +1,8 @@
-"""MLCommons' LoadGen: it decides when queries come, takes the times, and writes MLPerf's official logs.
+"""MLCommons' LoadGen: schedules queries, measures their latencies, and writes MLPerf's official logs.
 
-A query is one image, query i with prompt i. LoadGen hands queries over as they come; threads here draw what waits, one
-of them up to a batch at a time, or as many as keep replicas busy, and tell LoadGen when each is done.
-`pip install 'sd-ort[mlperf]'` brings it.
+A query is one image; query i has prompt i. LoadGen issues queries; threads here generate the waiting ones, either one
+thread up to a batch at a time, or several to keep replicas busy, and report each completion to LoadGen.
+`pip install 'sd-ort[mlperf]'` installs it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ MODEL = "stable-diffusion-xl"  # MLPerf's name for its text-to-image task
 SCENARIOS = ("SingleStream", "Offline", "Server")
 LOGS = "mlperf_log_"  # + summary.txt, detail.txt, accuracy.json
 
-Draw = Callable[[Sequence[int]], Sequence[np.ndarray]]  # numbers of prompts -> their images, uint8 (H, W, 3)
+Generate = Callable[[Sequence[int]], Sequence[np.ndarray]]  # prompt indices -> images, uint8 (H, W, 3)
 
 
 @dataclass(frozen=True)
-class Load:
-    """What LoadGen is asked for. `count`: queries, None for as many and as long as MLPerf's rules ask for.
+class LoadGenSettings:
+    """One LoadGen run.
 
-    `samples`: prompts there are. `rate`: the server's arrivals a second. `accuracy`: every prompt once, images logged.
-    `callers`: threads that draw at once; where there are several, each draws one prompt at a time.
+    Args:
+        samples: number of prompts.
+        count: number of queries; None: count and duration of MLPerf's rules.
+        rate: arrivals per second in the Server scenario.
+        accuracy: one query per prompt, with logged images.
+        callers: threads that generate at once; several generate one prompt at a time each.
     """
 
     scenario: str
@@ -48,15 +52,16 @@ class Load:
 
 
 def require() -> None:
-    """Raise InputError unless LoadGen is installed."""
+    """Raise InputError if LoadGen is not installed."""
     if importlib.util.find_spec("mlperf_loadgen") is None:
         raise InputError("MLPerf's LoadGen is not installed: pip install 'sd-ort[mlperf]'.")
 
 
-def run(draw: Draw, load: Load, out: Path) -> dict[str, Any]:
-    """Run one scenario; LoadGen's logs and the user.conf lie in `out`, and what they say is returned.
+def run(generate: Generate, load: LoadGenSettings, out: Path) -> dict[str, Any]:
+    """Run one scenario; return the results in LoadGen's logs, which are in `out` with user.conf.
 
-    Raises SdOrtError when an engine fails while it draws.
+    Raises:
+        SdOrtError: if an engine fails.
     """
     import mlperf_loadgen as loadgen
 
@@ -69,54 +74,54 @@ def run(draw: Draw, load: Load, out: Path) -> dict[str, Any]:
     logs = loadgen.LogSettings()
     logs.enable_trace = False
     logs.log_output.outdir, logs.log_output.prefix = str(out), LOGS
-    system = System(draw, load.batch, loadgen, load.callers)
+    system = SystemUnderTest(generate, load.batch, loadgen, load.callers)
     sut = loadgen.ConstructSUT(system.issue, lambda: None)
-    library = loadgen.ConstructQSL(load.samples, load.samples, lambda numbers: None, lambda numbers: None)
+    library = loadgen.ConstructQSL(load.samples, load.samples, lambda indices: None, lambda indices: None)
     try:
         system.serve(lambda: loadgen.StartTestWithLogSettings(sut, library, settings, logs))
     finally:
         loadgen.DestroyQSL(library)
         loadgen.DestroySUT(sut)
-    found = parse((out / f"{LOGS}summary.txt").read_text(errors="replace"))
-    return found | {"queries": system.queries}
+    summary = (out / f"{LOGS}summary.txt").read_text(errors="replace")
+    return parse(summary) | {"queries": system.queries}
 
 
-class System:
-    """The system under test: a queue of queries, and the threads that draw them."""
+class SystemUnderTest:
+    """A queue of queries, and the threads that generate their images."""
 
-    def __init__(self, draw: Draw, batch: int, loadgen: Any, callers: int = 1) -> None:
-        self.draw, self.loadgen, self.callers = draw, loadgen, callers
+    def __init__(self, generate: Generate, batch: int, loadgen: Any, callers: int = 1) -> None:
+        self.generate, self.loadgen, self.callers = generate, loadgen, callers
         self.batch = batch if callers == 1 else 1
         self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.queries = 0  # that were drawn
-        self.counting = threading.Lock()
+        self.queries = 0  # generated
+        self.lock = threading.Lock()
         self.failure: BaseException | None = None
 
     def issue(self, samples: Sequence[Any]) -> None:
-        """LoadGen's call: queries that have come."""
+        """Enqueue queries; LoadGen's callback."""
         for sample in samples:
             self.waiting.put((sample.id, sample.index))
 
     def serve(self, test: Callable[[], None]) -> None:
-        """Draw until `test` ends. After a failure or an interrupt queries are answered undrawn, and it is raised."""
-        ended = threading.Thread(target=test, daemon=True)
-        drawing = [threading.Thread(target=self._draw_all, daemon=True) for _ in range(self.callers)]
-        for each in [*drawing, ended]:
-            each.start()
+        """Answer queries until `test` ends; re-raise a failure or interrupt, after which answers have no images."""
+        test_thread = threading.Thread(target=test, daemon=True)
+        callers = [threading.Thread(target=self._serve_queue, daemon=True) for _ in range(self.callers)]
+        for thread in [*callers, test_thread]:
+            thread.start()
         try:
-            while ended.is_alive():
-                ended.join(0.2)  # LoadGen holds no Python lock, but a join without end would hold Ctrl-C
+            while test_thread.is_alive():
+                test_thread.join(0.2)  # a join without timeout would block Ctrl-C
         except KeyboardInterrupt as interrupt:
             self.failure = interrupt
-            ended.join()
-        for _ in drawing:
+            test_thread.join()
+        for _ in callers:
             self.waiting.put(None)
-        for each in drawing:
-            each.join()
+        for thread in callers:
+            thread.join()
         if self.failure is not None:
             raise self.failure
 
-    def _draw_all(self) -> None:
+    def _serve_queue(self) -> None:
         while (first := self.waiting.get()) is not None:
             samples = [first]
             while len(samples) < self.batch and not self.waiting.empty():
@@ -126,30 +131,29 @@ class System:
                 return
 
     def _answer(self, samples: Sequence[tuple[int, int]]) -> None:
-        """Draw a batch and hand its images over, which LoadGen copies where it logs them."""
+        """Generate a batch and pass on its images, which LoadGen copies if it logs them."""
         images: Sequence[np.ndarray] = ()
         if self.failure is None:
             try:
-                images = [np.ascontiguousarray(image) for image in self.draw([number for _, number in samples])]
-                with self.counting:
+                images = [np.ascontiguousarray(image) for image in self.generate([index for _, index in samples])]
+                with self.lock:
                     self.queries += len(samples)
             except SdOrtError as error:
                 self.failure = error
-        where = [(image.ctypes.data, image.nbytes) for image in images] or [(0, 0)] * len(samples)
-        response = self.loadgen.QuerySampleResponse
+        data = [(image.ctypes.data, image.nbytes) for image in images] or [(0, 0)] * len(samples)
         self.loadgen.QuerySamplesComplete(
-            [response(identity, *place) for (identity, _), place in zip(samples, where, strict=True)]
+            [self.loadgen.QuerySampleResponse(id_, *span) for (id_, _), span in zip(samples, data, strict=True)]
         )
 
 
 # --- Rules ----------------------------------------------------------------------------------------------------------
 
 
-def _rules(load: Load, out: Path) -> dict[str, Any]:
-    """LoadGen's settings by name: MLPerf's own for this task, then what `load` asks for."""
+def _rules(load: LoadGenSettings, out: Path) -> dict[str, Any]:
+    """Return LoadGen's settings by name: MLPerf's own for this task, changed by `load`."""
     config = out / "user.conf"
     write_text(config, f"*.Server.target_qps = {load.rate}\n*.Offline.target_qps = {load.rate}\n")
-    # LoadGen reads the rules it carries once a process, for the first scenario that asks: each gets a process.
+    # LoadGen reads its rules once per process, for the first scenario: each scenario gets a process.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         rules = pool.submit(read_rules, str(config), load.scenario).result()
     rules |= {"server_target_qps": load.rate, "offline_expected_qps": load.rate}
@@ -160,34 +164,33 @@ def _rules(load: Load, out: Path) -> dict[str, Any]:
 
 
 def read_rules(config: str, scenario: str) -> dict[str, Any]:
-    """The numbers that LoadGen sets for this task, in a process that has not asked before."""
+    """Return the numeric settings of LoadGen for this task; call it once per process."""
     import mlperf_loadgen as loadgen
 
     settings = loadgen.TestSettings()
     if loadgen.TestSettings.FromConfig(settings, config, MODEL, scenario, 1):
         raise SdOrtError(f"LoadGen does not read {config}.")
-    numbers = {name: getattr(settings, name) for name in dir(settings) if not name.startswith("_")}
-    return {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+    values = {name: getattr(settings, name) for name in dir(settings) if not name.startswith("_")}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
-# --- What LoadGen says ----------------------------------------------------------------------------------------------
+# --- Logs -----------------------------------------------------------------------------------------------------------
 
-# Lines of mlperf_log_summary.txt: the name here, and what they begin with.
-_RATES = {"Samples per second": "images_per_s", "Completed samples per second": "images_per_s"}
+_RATES = ("Samples per second", "Completed samples per second")
 _LATENCY = re.compile(r"(?:([\d.]+) percentile|(Mean|Max)) latency \(ns\)\s*:\s*(\d+)$")
 
 
 def parse(summary: str) -> dict[str, Any]:
-    """mlperf_log_summary.txt -> valid (bool), images_per_s, and latency_s by percentile ("p50", ..., "mean", "max")."""
+    """Return valid (bool), images_per_s, and latency_s by "p50", ..., "mean", "max" from mlperf_log_summary.txt."""
     found: dict[str, Any] = {"latency_s": {}}
     for line in map(str.strip, summary.splitlines()):
         name, _, value = (part.strip() for part in line.partition(":"))
         if name in _RATES:
-            found[_RATES[name]] = float(value)
+            found["images_per_s"] = float(value)
         elif name == "Result is":
             found["valid"] = value == "VALID"
         elif match := _LATENCY.match(line):
-            percentile, other, nanoseconds = match.groups()
-            key = f"p{float(percentile):g}" if percentile else other.lower()
+            percentile, statistic, nanoseconds = match.groups()
+            key = f"p{float(percentile):g}" if percentile else statistic.lower()
             found["latency_s"][key] = int(nanoseconds) / 1e9
     return found

@@ -1,22 +1,20 @@
-"""MLPerf Inference's text-to-image task, driven by its own LoadGen (`benchmark.loadgen`).
+"""MLPerf Inference's text-to-image task, driven by its LoadGen (`benchmark.loadgen`).
 
     SingleStream   one query after another: 90th percentile of the latency
     Offline        all queries at once: images per second
-    Server         queries arrive as a Poisson process and wait: 99th percentile of the latency, wait included
+    Server         queries arrive as a Poisson process and wait: 99th percentile of the latency, including the wait
 
-By its rules (mlcommons/inference_policies, Inference v5.1) SDXL draws COCO-2014 captions at 1024 x 1024 in 20
+By the rules (mlcommons/inference_policies, Inference v5.1) SDXL generates COCO-2014 captions at 1024 x 1024 in 20
 EulerDiscrete steps with guidance 8, all from one latent, for at least ten minutes, and the server's 99th percentile is
-at most 20 s: `official`. Otherwise model, size, steps and counts are those asked for, and a note says that this is no
-valid MLPerf result.
+at most 20 s: `official`. Other models, sizes, steps and counts get a note that the result is no valid MLPerf result.
 
-What is driven is one engine in a process of its own, or, with `Options.gpus` or `Options.replicas`, the replicas of
-`sd-ort serve` (`benchmark.replicas`).
+LoadGen drives one engine in its own process, or the replicas of `sd-ort serve` (`benchmark.replicas`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,18 +24,20 @@ import numpy as np
 
 from sd_ort.benchmark import loadgen, quality, replicas
 from sd_ort.benchmark.engines import interface
-from sd_ort.benchmark.engines.interface import Engine, Settings
-from sd_ort.benchmark.loadgen import Load
-from sd_ort.benchmark.report_file import Record
-from sd_ort.benchmark.runner import Prepared, prepare
+from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
+from sd_ort.benchmark.loadgen import LoadGenSettings
+from sd_ort.benchmark.report_file import ReportFile
+from sd_ort.benchmark.runner import BuiltEngine, build_engines
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.files import JSON_LIMIT
 from sd_ort.core.pipeline_folder import read_index
+from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.demo import fidelity
 from sd_ort.runtime import device_meters
 
-# Captions in the style of COCO's, ours, for models that draw more than the demo's shapes.
+CAPTION_LIMIT = 2000  # characters; COCO's longest caption has 251
+# Captions in the style of COCO's, written for sd-ort, for models that generate more than the demo's shapes.
 CAPTIONS = (
     "a dog sleeping on a couch next to a lamp",
     "two people riding bicycles along a river",
@@ -48,19 +48,24 @@ CAPTIONS = (
     "a cat looking out of an open window",
     "a plate of pasta with tomatoes and basil",
 )
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """`queries`: images per scenario. `load`: the server's arrivals per second, as a share of Offline's images per
-    second. `official`: MLPerf's counts, durations and settings instead. `accuracy`: also an accuracy run, which logs
-    every image. `captions`: a file of prompts. `clip`: a folder with a CLIP model; `inception` and `fid_stats`:
-    Inception's weights and the statistics of the photographs, for FID. `gpus`, `replicas`: so many replicas, one a GPU
-    or all on one device, instead of one engine."""
+    """Options of an MLPerf run.
+
+    Args:
+        queries: images per scenario.
+        server_load: arrivals per second in Server, as a share of Offline's images per second.
+        official: MLPerf's counts, durations and settings.
+        accuracy: adds an accuracy run, which logs every image.
+        captions: file of prompts.
+        clip: folder with a CLIP model; `inception`, `fid_stats`: weights and photograph statistics for FID.
+        gpus, replicas: number of replicas, one per GPU or all on one device, instead of one engine.
+    """
 
     queries: int = 32
-    load: float = 0.8
+    server_load: float = 0.8
     official: bool = False
     accuracy: bool = False
     captions: Path | None = None
@@ -72,64 +77,69 @@ class Options:
 
 
 def run(
-    contenders: Sequence[Engine],
-    settings: Settings,
+    engines: Sequence[Engine],
+    settings: BenchmarkSettings,
     out: Path,
     options: Options,
     *,
     notes: Sequence[str] = (),
     work: Path | None = None,
     jobs: int = 1,
-    say: Say = lambda _: None,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
-    """Put one engine after another under LoadGen; the report is returned and kept in `out`/mlperf.json.
+    """Run LoadGen on one engine after another; return the report, which is saved in `out`/mlperf.json.
 
-    LoadGen's logs lie in `out`/mlperf/<engine>/<scenario>. The largest batch of `settings.batches` is the most that
-    Offline and Server draw at once. A failing engine is a row with its reason; on an interrupt what was measured is
-    kept. Raises InputError for captions or weights that cannot be used, before anything is drawn.
+    LoadGen's logs are in `out`/mlperf/<number>/<scenario>. Offline and Server use batches up to the largest of
+    `settings.batches`. A failing engine is a row with its reason; an interrupt keeps the measurements.
+
+    Raises:
+        InputError: for invalid captions, weights or engines, before anything is generated.
     """
     loadgen.require()
     if settings.component:
         raise InputError("--mlperf draws images: leave out --component.")
     quality.check(options.clip, options.inception, options.fid_stats)
     captions = read_captions(options.captions) if options.captions else None
+    note = (
+        f"{options.queries} queries per scenario, Server at {options.server_load:.0%} of Offline's rate: "
+        "not a valid MLPerf result."
+    )
     if options.official:
-        settings = official_settings(contenders, settings)
-        about = "MLPerf's counts and settings; valid only with its 5000 captions, weights and review."
-    else:
-        about = (
-            f"{options.queries} queries per scenario, Server at {options.load:.0%} of Offline's rate: "
-            "not a valid MLPerf result."
-        )
-    record = Record(settings, out, [*notes, about], "mlperf")
-    record.report["mlperf"] = {"queries": options.queries, "load": options.load, "official": options.official}
+        settings = official_settings(engines, settings)
+        note = "MLPerf's counts and settings; valid only with its 5000 captions, weights and review."
+    report = ReportFile(settings, out, [*notes, note], "mlperf")
+    names = ["queries", "server_load", "official"]
     if options.gpus or options.replicas:
-        for engine in contenders:
-            replicas.openings(engine, settings, options.gpus, options.replicas)  # what cannot be raises here
-        record.report["mlperf"] |= {"gpus": options.gpus, "replicas": options.replicas}
+        names += ["gpus", "replicas"]
+        for engine in engines:
+            replicas.replica_configs(engine, settings, options.gpus, options.replicas)  # raises InputError
+    report.report["mlperf"] = {name: getattr(options, name) for name in names}
     meter = device_meters.open_meter(settings.provider)
-    rows: list[dict[str, Any]] = record.report["engines"]
+    rows: list[dict[str, Any]] = report.report["engines"]
 
     def save() -> None:
         for row in rows:
             if row["status"] == "running":
                 row |= {"status": "failed", "reason": "interrupted"}
-        record.write()
+        report.write()
 
-    with record.kept(save):
-        for item in prepare(contenders, settings, work or out / "work", jobs, say):
-            rows.append({"label": item.engine.label, "model": item.engine.model, "status": "running"})
-            record.write()
+    with report.saving(save):
+        for built in build_engines(engines, settings, work or out / "work", jobs, on_progress):
+            rows.append({"label": built.engine.label, "model": built.engine.model, "status": "running"})
+            report.write()
             logs = out / "mlperf" / f"{len(rows)}"
-            _measure(item, settings, meter, options, captions, logs, rows[-1], record.write, say)
-            record.write()
-    return record.report
+            try:
+                _measure(built, settings, meter, options, captions, logs, report, on_progress)
+            except SdOrtError as error:
+                rows[-1] |= {"status": "failed", "reason": str(error)}
+            report.write()
+    return report.report
 
 
-def official_settings(contenders: Sequence[Engine], settings: Settings) -> Settings:
-    """The rules' steps, guidance, size and single latent. Raises InputError for a model that is not SDXL with Euler."""
-    for engine in contenders:
-        folder = Path(engine.raw or engine.directory)
+def official_settings(engines: Sequence[Engine], settings: BenchmarkSettings) -> BenchmarkSettings:
+    """Return settings with the rules' steps, guidance, size and latent. Raises InputError if not SDXL with Euler."""
+    for engine in engines:
+        folder = Path(engine.raw_export or engine.directory)
         index = read_index(folder) if folder.is_dir() else {}
         scheduler = (index.get("scheduler") or ["", ""])[1]
         if "XL" not in index.get("_class_name", "") or scheduler != "EulerDiscreteScheduler":
@@ -140,92 +150,91 @@ def official_settings(contenders: Sequence[Engine], settings: Settings) -> Setti
 
 
 def _measure(
-    item: Prepared,
-    settings: Settings,
+    built: BuiltEngine,
+    settings: BenchmarkSettings,
     meter: device_meters.Meter,
     options: Options,
     captions: Sequence[str] | None,
     logs: Path,
-    row: dict[str, Any],
-    save: Callable[[], None],
-    say: Say,
+    report: ReportFile,
+    on_progress: ProgressCallback,
 ) -> None:
-    """Load one engine and fill its row, scenario by scenario."""
+    """Fill the last row of the report, scenario by scenario."""
+    engine, row = built.engine, report.report["engines"][-1]
     count = None if options.official else options.queries
-    prompts = captions or prompts_for(item.engine.model, count or len(CAPTIONS), settings.seed)
-    try:
-        with _opened(item, settings, meter, options, prompts) as draw:
-            draw.warm_up()
-            rate = 1.0
-            for name in loadgen.SCENARIOS:
-                say(f"{item.engine.label}: {name}")
-                single = name == "SingleStream"
-                load = Load(name, len(prompts), 1 if single else draw.batch, count, rate,
-                            callers=1 if single else draw.callers)  # fmt: skip
-                row[name] = loadgen.run(draw, load, logs / name)
-                if name == "Offline":
-                    rate = options.load * row[name]["images_per_s"]
-                row[name] |= {"batch": load.batch, "mean_batch": draw.mean_batch()}
-                row[name] |= {"rate_per_s": rate} if name == "Server" else {}
-                save()
-            if options.accuracy:
-                say(f"{item.engine.label}: accuracy")
-                load = Load("Offline", len(prompts), draw.batch, count, rate, accuracy=True, callers=draw.callers)
-                loadgen.run(draw, load, logs / "accuracy")
-        row["quality"] = quality.scores(item.engine.model, prompts, draw.images, options.clip, options.inception,
-                                        options.fid_stats)  # fmt: skip
-        row["status"] = "ok"
-    except SdOrtError as error:
-        row |= {"status": "failed", "reason": str(error)}
+    prompts = captions or prompts_for(engine.model, count or len(CAPTIONS), settings.seed)
+    rate = 1.0
+    with _backend(built, settings, meter, options, prompts) as backend:
+        backend.warm_up()
+        for name in loadgen.SCENARIOS:
+            on_progress(f"{engine.label}: {name}")
+            batch, callers = (1, 1) if name == "SingleStream" else (backend.batch, backend.callers)
+            load = LoadGenSettings(name, len(prompts), batch, count, rate, callers=callers)
+            row[name] = loadgen.run(backend, load, logs / name) | {"batch": batch, "mean_batch": backend.mean_batch()}
+            if name == "Offline":
+                rate = options.server_load * row[name]["images_per_s"]
+            if name == "Server":
+                row[name]["rate_per_s"] = rate
+            report.write()
+        if options.accuracy:
+            on_progress(f"{engine.label}: accuracy")
+            load = LoadGenSettings("Offline", len(prompts), backend.batch, count, rate, True, backend.callers)
+            loadgen.run(backend, load, logs / "accuracy")
+    weights = options.clip, options.inception, options.fid_stats
+    row["quality"] = quality.scores(engine.model, prompts, backend.images, *weights)
+    row["status"] = "ok"
 
 
 @contextmanager
-def _opened(
-    item: Prepared, settings: Settings, meter: device_meters.Meter, options: Options, prompts: Sequence[str]
-) -> Iterator[Drawer | replicas.Replicas]:
-    """What LoadGen drives. Raises SdOrtError for an engine that cannot be used."""
-    if item.failure:
-        raise SdOrtError(item.failure)
+def _backend(
+    built: BuiltEngine,
+    settings: BenchmarkSettings,
+    meter: device_meters.Meter,
+    options: Options,
+    prompts: Sequence[str],
+) -> Iterator[WorkerBackend | replicas.ReplicaBackend]:
+    """Yield what LoadGen drives. Raises SdOrtError if the engine cannot be used."""
+    if built.failure:
+        raise SdOrtError(built.failure)
     if options.gpus or options.replicas:
-        with replicas.on_ray(item.engine, prompts, settings, options.gpus, options.replicas) as several:
-            yield several
+        with replicas.on_ray(built.engine, prompts, settings, options.gpus, options.replicas) as backend:
+            yield backend
         return
-    with Worker(item.engine, meter) as worker:
+    with Worker(built.engine, meter) as worker:
         worker.load(settings)
         if worker.failure:
             raise SdOrtError(worker.failure)
-        yield Drawer(worker, prompts, max(settings.batches))
+        yield WorkerBackend(worker, prompts, max(settings.batches))
 
 
-class Drawer:
-    """Draws prompts by number on a worker, up to `batch` at once, and keeps the last image of each."""
+class WorkerBackend:
+    """Generates prompts by index on a worker, up to `batch` at once; `images`: the last image of each prompt."""
 
     callers = 1
 
     def __init__(self, worker: Worker, prompts: Sequence[str], batch: int) -> None:
         self.worker, self.prompts, self.batch = worker, prompts, batch
         self.images: dict[int, np.ndarray] = {}
-        self.drawn: list[int] = []  # sizes of batches
+        self.batches: list[int] = []  # sizes since the last call of mean_batch
 
     def warm_up(self) -> None:
-        """Draw one image, and the largest batch."""
+        """Generate one image, and the largest batch."""
         for batch in dict.fromkeys((1, self.batch)):
             self([i % len(self.prompts) for i in range(batch)])
-        self.drawn.clear()
+        self.batches.clear()
 
-    def __call__(self, numbers: Sequence[int]) -> list[np.ndarray]:
-        """Draw a batch, uint8 images (H, W, 3). Raises SdOrtError when the engine fails."""
-        prompts = [self.prompts[i] for i in numbers]
-        result, _ = self.worker.call(interface.draw_batch, len(prompts), prompts, 0)
+    def __call__(self, indices: Sequence[int]) -> list[np.ndarray]:
+        """Generate a batch of uint8 images (H, W, 3). Raises SdOrtError if the engine fails."""
+        result, _ = self.worker.call(interface.run_batch, len(indices), [self.prompts[i] for i in indices], 0)
         images = list(result["images"])
-        self.images |= dict(zip(numbers, images, strict=True))
-        self.drawn.append(len(numbers))
+        self.images |= dict(zip(indices, images, strict=True))
+        self.batches.append(len(indices))
         return images
 
     def mean_batch(self) -> float:
-        """Images a batch of what was drawn since this was last asked."""
-        mean = float(np.mean(self.drawn or [0]))
-        self.drawn.clear()
+        """Return the mean batch size since the last call."""
+        mean = float(np.mean(self.batches or [0]))
+        self.batches.clear()
         return mean
 
 
@@ -233,28 +242,30 @@ class Drawer:
 
 
 def prompts_for(model: str, count: int, seed: int) -> list[str]:
-    """The demo model's unseen prompts, or captions in turn."""
+    """Return prompts that the demo model was not trained on, or for other models CAPTIONS repeated."""
     if model == "demo":
         return list(fidelity.unseen_prompts(count, seed))
     return [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
 
 
 def read_captions(path: Path) -> list[str]:
-    """The captions of COCO-2014's captions_val2014.json, one per image, of MLPerf's table of them (.tsv, a column
-    `caption`), or of a text file, one per line. Raises InputError for a file that is none of these."""
+    """Return the captions of COCO-2014's captions_val2014.json (one per image), MLPerf's .tsv, or a text file.
+
+    The .tsv has a column `caption`, a text file one prompt per line. Raises InputError for other files.
+    """
     try:
         if path.stat().st_size > JSON_LIMIT:
             raise InputError(f"{path} is larger than {JSON_LIMIT >> 20} MiB: give a file of captions.")
         text = path.read_text()
         if path.suffix == ".json":
-            first = {str(entry["image_id"]): entry["caption"] for entry in reversed(json.loads(text)["annotations"])}
-            found = list(first.values())
+            entries = reversed(json.loads(text)["annotations"])  # the first caption of an image counts
+            captions = list({str(entry["image_id"]): entry["caption"] for entry in entries}.values())
         elif path.suffix == ".tsv":
             header, *rows = (line.split("\t") for line in text.splitlines())
-            found = [row[header.index("caption")] for row in rows]
+            captions = [row[header.index("caption")] for row in rows]
         else:
-            found = text.splitlines()
-        captions = [" ".join(caption.split()) for caption in found if caption.strip()]
+            captions = text.splitlines()
+        captions = [" ".join(caption.split()) for caption in captions if caption.strip()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise InputError(
             f"{path} holds no captions: give COCO's captions JSON, a .tsv, or a prompt per line."
@@ -264,23 +275,20 @@ def read_captions(path: Path) -> list[str]:
     return captions
 
 
-CAPTION_LIMIT = 2000  # characters; COCO's longest has 251
-
-
 # --- The table ------------------------------------------------------------------------------------------------------
 
 
 def to_table(report: dict[str, Any]) -> str:
-    """One line per engine."""
+    """Return one line per engine, and the notes."""
     lines = []
     for row in report["engines"]:
         if row["status"] != "ok":
             lines.append(f"{row['label']} failed: {row['reason']}")
             continue
-        single, served, score = row["SingleStream"]["latency_s"], row["Server"], row["quality"]["fidelity_percent"]
-        right = f"{score:.0f} % right" if isinstance(score, float) else "quality not scored"
+        single, server, score = row["SingleStream"]["latency_s"], row["Server"], row["quality"]["fidelity_percent"]
+        fidelity_note = f"{score:.0f} % right" if isinstance(score, float) else "quality not scored"
         lines.append(
             f"{row['label']}: SingleStream p90 {single['p90']:.2f} s; Offline {row['Offline']['images_per_s']:.2f}/s; "
-            f"Server at {served['rate_per_s']:.2f}/s p99 {served['latency_s']['p99']:.2f} s; {right}"
+            f"Server at {server['rate_per_s']:.2f}/s p99 {server['latency_s']['p99']:.2f} s; {fidelity_note}"
         )
     return "\n".join([*lines, *report["notes"]])

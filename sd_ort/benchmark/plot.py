@@ -1,4 +1,4 @@
-"""Two plots as inline SVG: horizontal bars with their spread, and lines. Text colors follow the page's."""
+"""Plots as inline SVG: horizontal bars with their spread, and lines. The text has the page's color."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = LABELS + BARS + NUMBERS
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its length, its spread from `low` to `high` (None for none), color, and what stands behind it."""
+    """One bar: length `value`, spread from `low` to `high` (None: no spread), and the text behind it."""
 
     label: str
     value: float
@@ -24,27 +24,28 @@ class Bar:
 
 
 def bars(rows: Sequence[Bar]) -> str:
-    """Horizontal bars from zero, one a row, the longest (spread included) as wide as the plot."""
-    longest = max((max(row.value, row.high or 0) for row in rows), default=0) or 1
+    """Return horizontal bars from zero; the longest, including its spread, has the width of the plot."""
+    scale = BARS / (max((max(row.value, row.high or 0) for row in rows), default=0) or 1)
     parts = []
     for i, row in enumerate(rows):
         top, middle = i * ROW + 3, i * ROW + ROW / 2
-        length = BARS * row.value / longest
-        parts.append(f'<text x="{LABELS - 8}" y="{middle + 4}" text-anchor="end">{escape(row.label)}</text>')
-        parts.append(
-            f'<rect x="{LABELS}" y="{top}" width="{length:.1f}" height="{ROW - 6}" rx="2" fill="{row.color}"/>'
-        )
-        end = length
+        end = length = scale * row.value
+        parts += [
+            _text(LABELS - 8, middle + 4, row.label, "end"),
+            f'<rect x="{LABELS}" y="{top}" width="{length:.1f}" height="{ROW - 6}" rx="2" fill="{row.color}"/>',
+        ]
         if row.low is not None and row.high is not None and row.high > row.low:
-            low, end = BARS * row.low / longest, BARS * row.high / longest
-            parts.append(f'<path d="M{LABELS + low:.1f} {middle}H{LABELS + end:.1f}" stroke="currentColor"/>')
-        parts.append(f'<text x="{LABELS + max(length, end) + 6:.1f}" y="{middle + 4}">{escape(row.text)}</text>')
-    return _svg(WIDTH, max(1, len(rows)) * ROW, parts)
+            end = scale * row.high
+            parts.append(
+                f'<path d="M{LABELS + scale * row.low:.1f} {middle}H{LABELS + end:.1f}" stroke="currentColor"/>'
+            )
+        parts.append(_text(LABELS + max(length, end) + 6, middle + 4, row.text))
+    return _svg(max(1, len(rows)) * ROW, parts)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line: its points (x, y) in order of x, and its color."""
+    """One line through the points (x, y), in order of x."""
 
     label: str
     points: tuple[tuple[float, float], ...]
@@ -52,45 +53,49 @@ class Line:
 
 
 def lines(rows: Sequence[Line], x_title: str, y_title: str, height: int = 260) -> str:
-    """Lines over a logarithmic x axis with a tick at every x there is, and y from zero; labels at the right end."""
+    """Return lines over a logarithmic x axis with a tick at every x, and y from zero; labels are at the right end."""
     ticks = sorted({x for row in rows for x, _ in row.points})
     top = max((y for row in rows for _, y in row.points), default=0) or 1
     step = _round_step(top / 4)
     left, right, bottom = 60, WIDTH - 260, height - 40
     span = math.log(ticks[-1] / ticks[0]) or 1
 
-    def at(x: float, y: float) -> tuple[float, float]:
+    def position(x: float, y: float) -> tuple[float, float]:
         return left + (right - left) * math.log(x / ticks[0]) / span, bottom - (bottom - 12) * y / top
 
     parts = []
     for i in range(int(top / step) + 1):
-        y = at(ticks[0], i * step)[1]
+        y = position(ticks[0], i * step)[1]
         parts.append(f'<path d="M{left} {y:.1f}H{right}" stroke="currentColor" opacity=".15"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{i * step:g}</text>')
-    for x in ticks:
-        parts.append(f'<text x="{at(x, 0)[0]:.1f}" y="{bottom + 18}" text-anchor="middle">{x:g}</text>')
-    parts.append(f'<text x="{(left + right) / 2}" y="{height - 4}" text-anchor="middle">{escape(x_title)}</text>')
-    parts.append(f'<text x="{left - 44}" y="10">{escape(y_title)}</text>')
-    free = 12.0  # labels at the right, from top to bottom, never on one another
+        parts.append(_text(left - 6, y + 4, f"{i * step:g}", "end"))
+    parts += [_text(position(x, 0)[0], bottom + 18, f"{x:g}", "middle") for x in ticks]
+    parts += [_text((left + right) / 2, height - 4, x_title, "middle"), _text(left - 44, 10, y_title)]
+    label_y = 12.0  # labels must not overlap: each is at least 15 px below the one before
     for row in sorted(rows, key=lambda row: -row.points[-1][1]):
-        points = [at(x, y) for x, y in row.points]
+        points = [position(x, y) for x, y in row.points]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         parts.append(f'<path d="M{path}" fill="none" stroke="{row.color}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{row.color}"/>' for x, y in points]
         x, y = points[-1]
-        free = max(free, y + 4)
-        parts.append(f'<text x="{right + 34}" y="{free:.1f}">{escape(row.label)}</text>')
-        parts.append(f'<path d="M{x + 5:.1f} {y:.1f}L{right + 30} {free - 4:.1f}" stroke="{row.color}" opacity=".5"/>')
-        free += 15
-    return _svg(WIDTH, int(max(height, free)), parts)
+        label_y = max(label_y, y + 4)
+        parts.append(_text(right + 34, label_y, row.label))
+        leader = f"M{x + 5:.1f} {y:.1f}L{right + 30} {label_y - 4:.1f}"
+        parts.append(f'<path d="{leader}" stroke="{row.color}" opacity=".5"/>')
+        label_y += 15
+    return _svg(int(max(height, label_y)), parts)
 
 
 def _round_step(value: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Return the next of 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value)
 
 
-def _svg(width: int, height: int, parts: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg"'
+def _text(x: float, y: float, text: str, anchor: str | None = None) -> str:
+    alignment = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text x="{x:.0f}" y="{y:.1f}"{alignment}>{escape(text)}</text>'
+
+
+def _svg(height: int, parts: Sequence[str]) -> str:
+    head = f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" xmlns="http://www.w3.org/2000/svg"'
     return f'{head} font-size="{FONT}" fill="currentColor" font-family="inherit">' + "".join(parts) + "</svg>"

@@ -1,12 +1,11 @@
-"""Where the time goes in one component: by operator class and by site, from ONNX Runtime's own profile.
+"""Time of one component by operator and by site, from ONNX Runtime's profile.
 
-ONNX Runtime writes one event a node and run. A node's site is the module of the torch model it came from (see
-`check.explain`), found through the name of the node in our file; nodes that ONNX Runtime made itself, or that came out
-of a function, are looked up by the longest name they start with.
+ONNX Runtime writes one event per node and run. The site of a node is its torch module (`inspect.explain`), found by the
+node's name; nodes that ONNX Runtime added, or that came out of a function, match the longest node name that is a prefix
+of theirs.
 
-On a GPU a node's event is only the time to launch its kernels. Our own provider adds the device's time of each of its
-nodes. Where torch can record kernels (CUPTI, roctracer) they are recorded beside, and each belongs to the node in whose
-event it was launched.
+On a GPU a node's event only covers the launch of its kernels. The sd-ort provider adds the device time of each node. If
+torch can record kernels (CUPTI, roctracer), each kernel counts for the node during whose event it was launched.
 """
 
 from __future__ import annotations
@@ -20,30 +19,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sd_ort.benchmark.engines.interface import Engine, Settings
-from sd_ort.benchmark.report_file import Record
-from sd_ort.benchmark.runner import Prepared, prepare
+from sd_ort.benchmark.engines import interface
+from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
+from sd_ort.benchmark.report_file import ReportFile
+from sd_ort.benchmark.runner import BuiltEngine, build_engines
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core import files
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.graphs.load import load
 from sd_ort.graphs.scopes import scope
 from sd_ort.runtime.device_meters import Meter
 
-STEP = "sd-ort step"
-KERNEL = "_kernel_time"  # what ONNX Runtime puts behind a node's name
-WARMUP = 3  # calls: kernels are chosen, memory is reserved
-MAX_SHIFT = 200  # us that a call may need to get from Python into ONNX Runtime
-HOTTEST = 40
-SITE_DEPTH = 2  # modules of a site's name that rows are grouped by: down_blocks.0
+STEP = "sd-ort step"  # name of a call in torch's trace
+KERNEL = "_kernel_time"  # ONNX Runtime's suffix of node names
+WARMUP = 3  # calls, in which kernels are chosen and memory is reserved
+MAX_SHIFT = 200  # us from the Python call to ONNX Runtime's start of the run
+HOTTEST = 40  # rows by site and operator
+SITE_DEPTH = 2  # modules of a site's name by which rows are grouped: down_blocks.0
 OTHER = "(made by ONNX Runtime)"
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Event:
-    """One node in one run: name, operator, provider, start and duration in us, the run and its start, and the site."""
+    """One node in one run: start and duration in us; `run_start`: start of the run in us."""
 
     name: str
     operator: str
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One GPU kernel: its duration in us, its run, and when it was launched, in us since that run's step began."""
+    """One GPU kernel: duration, and launch time since the start of the run's step, in us."""
 
     name: str
     duration: float
@@ -66,107 +66,99 @@ class Kernel:
 
 
 def run(
-    contenders: Sequence[Engine],
-    settings: Settings,
+    engines: Sequence[Engine],
+    settings: BenchmarkSettings,
     out: Path,
     *,
     notes: Sequence[str] = (),
     work: Path | None = None,
     jobs: int = 1,
-    say: Say = lambda _: None,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
-    """Profile the ONNX engines one by one; the report is returned and kept in `out`/profile.json.
+    """Profile the ONNX engines one by one; return the report, which is saved in `out`/profile.json.
 
-    Beside it lies one `trace-<label>.json` an engine, for ui.perfetto.dev or chrome://tracing. `settings.component`,
-    or the UNet, is called `settings.steps` times at the first batch size after a warm-up.
+    `settings.component`, or the UNet, is called `settings.steps` times at the first batch size, after a warm-up. Each
+    engine also gets a `trace-<label>.json` for ui.perfetto.dev or chrome://tracing.
     """
     settings = replace(settings, component=settings.component or "unet", batches=settings.batches[:1])
-    record = Record(settings, out, notes, "profile")
-    rows: list[dict[str, Any]] = record.report["engines"]
-    chosen = [engine for engine in contenders if engine.engine == "onnxruntime" and not engine.graph]
-    if not chosen:
+    report = ReportFile(settings, out, notes, "profile")
+    rows: list[dict[str, Any]] = report.report["engines"]
+    onnx_engines = [engine for engine in engines if engine.engine == "onnxruntime" and not engine.graph]
+    if not onnx_engines:
         raise InputError("--profile reads ONNX Runtime's profile: give a pipeline folder, and no graph capture.")
-    with record.kept(record.write):
-        for item in prepare(chosen, settings, work or out / "work", jobs, say):
-            say(f"profiling {item.engine.label}")
-            rows.append({"label": item.engine.label, "model": item.engine.model, **_profile(item, settings, out)})
-            record.write()
-    return record.report
+    with report.saving(report.write):
+        for built in build_engines(onnx_engines, settings, work or out / "work", jobs, on_progress):
+            on_progress(f"profiling {built.engine.label}")
+            row = {"label": built.engine.label, "model": built.engine.model}
+            try:
+                rows.append({**row, "status": "ok", **_profile(built, settings, out)})
+            except SdOrtError as error:
+                rows.append({**row, "status": "failed", "reason": str(error)})
+            report.write()
+    return report.report
 
 
-def _profile(item: Prepared, settings: Settings, out: Path) -> dict[str, Any]:
-    """One engine's row; its trace is written to `out`."""
-    try:
-        with Worker(item.engine, Meter(), item.failure) as worker, tempfile.TemporaryDirectory() as scratch:
-            if worker.failure:
-                raise SdOrtError(worker.failure)
-            result, _ = worker.call(record_profile, item.engine, settings, Path(scratch))
-            trace = json.loads(Path(result["profile"]).read_text())
-            nodes = node_events(trace, settings.steps)
-            kernels = kernel_events(json.loads(Path(result["kernels"]).read_text())) if result["kernels"] else []
-        sites = site_names(Path(item.engine.directory) / str(settings.component) / MODEL)
-        nodes, clock = by_device(nodes, trace)
-        events = with_sites(nodes, sites)
-        if kernels:
-            events, clock = by_kernels(events, kernels), "kernels"
-        name = f"trace-{item.engine.label.replace(' ', '-')}.json"
-        files.write_json(out / name, to_trace(events, in_turn=clock != "nodes"))
-        return {"status": "ok", "trace": name, "clock": clock, **summary(events)}
-    except SdOrtError as error:
-        return {"status": "failed", "reason": str(error)}
+def _profile(built: BuiltEngine, settings: BenchmarkSettings, out: Path) -> dict[str, Any]:
+    """Return trace, clock and summary of one engine, and write its trace."""
+    engine = built.engine
+    with Worker(engine, Meter(), built.failure) as worker, tempfile.TemporaryDirectory() as scratch:
+        if worker.failure:
+            raise SdOrtError(worker.failure)
+        paths, _ = worker.call(record_profile, engine, settings, Path(scratch))
+        trace = json.loads(Path(paths["profile"]).read_text())
+        kernels = kernel_events(json.loads(Path(paths["kernels"]).read_text())) if paths["kernels"] else []
+    nodes, clock = by_device(node_events(trace, settings.steps), trace)
+    events = with_sites(nodes, site_names(Path(engine.directory) / str(settings.component) / MODEL))
+    if kernels:
+        events, clock = by_kernels(events, kernels), "kernels"
+    name = f"trace-{engine.label.replace(' ', '-')}.json"
+    files.write_json(out / name, to_trace(events, sequential=clock != "nodes"))
+    return {"trace": name, "clock": clock, **summary(events)}
 
 
 # --- Recording, in the engine's process -----------------------------------------------------------------------------
 
 
-def record_profile(engine: Engine, settings: Settings, scratch: Path) -> dict[str, Any]:
-    """Run the component with profiling on: paths of ONNX Runtime's profile, and of torch's or None without kernels."""
-    from sd_ort.benchmark.engines import interface
-
+def record_profile(engine: Engine, settings: BenchmarkSettings, scratch: Path) -> dict[str, Any]:
+    """Run the component with profiling; return the paths of ONNX Runtime's profile and torch's (None: no kernels)."""
     return interface.with_plain_errors(_record, engine, settings, scratch)
 
 
-def _record(engine: Engine, settings: Settings, scratch: Path) -> dict[str, Any]:
+def _record(engine: Engine, settings: BenchmarkSettings, scratch: Path) -> dict[str, Any]:
     from sd_ort.benchmark.engines import ort
-    from sd_ort.benchmark.engines.interface import component_call
 
     model = ort.open_model(engine, settings, profile=scratch / "ort")
-    feeds = component_call(engine, settings, settings.batches[0]).feeds
+    feeds, _ = interface.component_call(engine, settings, settings.batches[0])
     step, _ = ort.bind(model, ort.all_feeds(engine, settings, feeds), settings)
     for _ in range(WARMUP):
         step()
-    kernels = scratch / "torch.json" if settings.provider != "cpu" and _torch_sees_gpu() else None
+    kernels = None if settings.provider == "cpu" else _record_kernels(step, settings.steps, scratch / "torch.json")
     if kernels is None:
         for _ in range(settings.steps):
             step()
-    else:
-        _with_kernels(step, settings.steps, kernels)
-    return {"profile": model.session.end_profiling(), "kernels": kernels and str(kernels)}
+    return {"profile": model.session.end_profiling(), "kernels": kernels}
 
 
-def _torch_sees_gpu() -> bool:
+def _record_kernels(step: Callable[[], Any], count: int, path: Path) -> str | None:
+    """Call `step` under torch's profiler, which records every kernel of the process; None if torch has no GPU."""
     import torch
 
-    return torch.cuda.is_available()
-
-
-def _with_kernels(step: Callable[[], Any], count: int, path: Path) -> None:
-    """Call `step` under torch's profiler, which sees every kernel of the process; write its trace to `path`."""
-    import torch
-
+    if not torch.cuda.is_available():
+        return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(count):
             with torch.profiler.record_function(STEP):
                 step()
     profiler.export_chrome_trace(str(path))
+    return str(path)
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------
 
 
 def node_events(trace: Sequence[Mapping[str, Any]], runs: int) -> list[Event]:
-    """The nodes of the last `runs` runs of an ONNX Runtime profile, in order, each with its time in us."""
+    """Return the nodes of the last `runs` runs in an ONNX Runtime profile, in order of time."""
     starts = sorted((e["ts"], e["ts"] + e["dur"]) for e in trace if e.get("name") == "model_run")[-runs:]
     if not starts:
         raise SdOrtError("ONNX Runtime's profile holds no run.")
@@ -184,18 +176,18 @@ def node_events(trace: Sequence[Mapping[str, Any]], runs: int) -> list[Event]:
 
 
 def by_device(events: Sequence[Event], trace: Sequence[Mapping[str, Any]]) -> tuple[list[Event], str]:
-    """The events with the device's times, which our provider tells ONNX Runtime, and the clock that they are of then:
-    "device", or "nodes" where it told none."""
-    told = [
-        e["args"] | {"name": e["name"]} for e in trace if e.get("cat") == "Kernel" and "node_ts" in e.get("args", {})
-    ]
-    times = {(each["name"], int(each["node_ts"])): float(each["device_us"]) for each in told}
-    made = [replace(event, duration=times.get((event.name, int(event.start)), event.duration)) for event in events]
-    return made, "device" if times else "nodes"
+    """Return the events with the sd-ort provider's device times and "device", or unchanged and "nodes"."""
+    times = {
+        (e["name"], int(e["args"]["node_ts"])): float(e["args"]["device_us"])
+        for e in trace
+        if e.get("cat") == "Kernel" and "node_ts" in e.get("args", {})
+    }
+    timed = [replace(event, duration=times.get((event.name, int(event.start)), event.duration)) for event in events]
+    return timed, "device" if times else "nodes"
 
 
 def kernel_events(trace: Mapping[str, Any]) -> list[Kernel]:
-    """The GPU kernels (and copies) in torch's trace, each with the time of its launch relative to its step's start."""
+    """Return the GPU kernels and copies in torch's trace."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     steps = sorted(e["ts"] for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation")
     launches = {
@@ -215,10 +207,10 @@ def kernel_events(trace: Mapping[str, Any]) -> list[Kernel]:
 
 
 def by_kernels(events: Sequence[Event], kernels: Sequence[Kernel]) -> list[Event]:
-    """The events with the time of the kernels launched in each instead of their own; the rest is one event a run.
+    """Return the events with the times of the kernels launched during each; other kernels are one event per run.
 
-    The two clocks are aligned at the start of each run; what is left, the way from Python into the run, is the shift
-    that puts most launches inside an event.
+    The two clocks are aligned at the start of each run. The remaining shift, from Python into the run, is the one with
+    which most launches are inside an event.
     """
     starts: dict[int, list[float]] = defaultdict(list)
     members: dict[int, list[Event]] = defaultdict(list)
@@ -227,63 +219,53 @@ def by_kernels(events: Sequence[Event], kernels: Sequence[Kernel]) -> list[Event
         members[event.run].append(event)
 
     def owner(kernel: Kernel, shift: float) -> Event | None:
-        at = kernel.launch - shift
-        index = bisect.bisect_right(starts[kernel.run], at) - 1
+        launch = kernel.launch - shift
+        index = bisect.bisect_right(starts[kernel.run], launch) - 1
         event = members[kernel.run][index] if index >= 0 else None
-        return event if event is not None and at <= event.start - event.run_start + event.duration else None
+        return event if event is not None and launch <= event.start - event.run_start + event.duration else None
 
     shift = max(range(MAX_SHIFT), key=lambda s: sum(owner(kernel, s) is not None for kernel in kernels))
     times: dict[Event | int, float] = defaultdict(float)
     for kernel in kernels:
         times[owner(kernel, shift) or kernel.run] += kernel.duration
-    made = [replace(event, duration=times[event]) for event in events]
-    rest = [Event("", "(other kernels)", "", 0, t, run, 0) for run, t in times.items() if isinstance(run, int)]
-    return [*made, *rest]
+    others = [Event("", "(other kernels)", "", 0, t, run, 0) for run, t in times.items() if isinstance(run, int)]
+    return [*(replace(event, duration=times[event]) for event in events), *others]
 
 
 def site_names(path: Path) -> dict[str, str]:
-    """Name -> module scope, of every node of a model that knows its module, and of the values it makes.
+    """Return the module scope of each node name and output name of a model.
 
-    ONNX Runtime names some nodes it makes after the value they make, as in `conv2d_nchwc`.
+    ONNX Runtime names some nodes that it adds after their output, as in `conv2d_nchwc`.
     """
     names: dict[str, str] = {}
     for node in load(path).graph:
-        if found := scope(node):
-            names |= {str(output.name): found for output in node.outputs} | {str(node.name): found}
-    return {name: found for name, found in names.items() if name not in ("", "None")}
+        if site := scope(node):
+            names |= {str(output.name): site for output in node.outputs} | {str(node.name): site}
+    return {name: site for name, site in names.items() if name not in ("", "None")}
 
 
 def with_sites(events: Iterable[Event], sites: Mapping[str, str]) -> list[Event]:
-    """The events with their sites: the node's own, or that of the longest node name theirs starts with."""
-    names = sorted(sites)
+    """Return the events with the site of the node, or of the longest node name that theirs starts with."""
 
     def site(name: str) -> str:
-        if name in sites:
-            return sites[name]
-        index = bisect.bisect_right(names, name) - 1
-        while index >= 0 and names[index][:1] == name[:1]:
-            if name.startswith(names[index]):
-                return sites[names[index]]
-            index -= 1
-        return OTHER
+        prefixes = (name[:length] for length in range(len(name), 0, -1))
+        return next((sites[prefix] for prefix in prefixes if prefix in sites), OTHER)
 
     return [replace(event, site=site(event.name)) for event in events]
 
 
 def summary(events: Sequence[Event]) -> dict[str, Any]:
-    """Time by operator class, by group of sites, and by site and operator: ms per call, nodes per call, share."""
+    """Return the times by operator, by group of sites, and by site and operator: ms and nodes per call, share."""
     runs = len({event.run for event in events})
     total = sum(event.duration for event in events) or 1.0
 
     def table(key: Callable[[Event], str]) -> list[dict[str, Any]]:
-        times: dict[str, float] = defaultdict(float)
-        counts: dict[str, int] = defaultdict(int)
+        durations: dict[str, list[float]] = defaultdict(list)
         for event in events:
-            times[key(event)] += event.duration
-            counts[key(event)] += 1
+            durations[key(event)].append(event.duration)
         rows = [
-            {"name": name, "ms": time / 1e3 / runs, "count": counts[name] / runs, "share": time / total}
-            for name, time in times.items()
+            {"name": name, "ms": sum(us) / 1e3 / runs, "count": len(us) / runs, "share": sum(us) / total}
+            for name, us in durations.items()
         ]
         return sorted(rows, key=lambda row: -row["ms"])
 
@@ -295,31 +277,28 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def to_trace(events: Sequence[Event], *, in_turn: bool) -> dict[str, Any]:
-    """Chrome's trace format: a track a provider, events named after operators, sites in their arguments.
+def to_trace(events: Sequence[Event], *, sequential: bool) -> dict[str, Any]:
+    """Return the events in Chrome's trace format: one track per provider, named after operators, sites as arguments.
 
-    `in_turn`: times of a device have no start of their own here: the events are laid end to end, in their nodes' order.
+    `sequential`: device times have no start, so events follow each other without gaps in the order of the nodes.
     """
     tracks = sorted({event.provider for event in events})
-    made: list[dict[str, Any]] = [
+    entries: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": i, "name": "thread_name", "args": {"name": name or "other"}}
         for i, name in enumerate(tracks)
     ]
     cursor = 0.0
     for event in events:
-        start = cursor if in_turn else event.start
+        start = cursor if sequential else event.start
         cursor += event.duration
         arguments = {"node": event.name, "site": event.site, "run": event.run}
-        track = tracks.index(event.provider)
-        made.append(
-            {"ph": "X", "pid": 1, "tid": track, "ts": start, "dur": event.duration, "name": event.operator}
-            | {"cat": event.site.split(".")[0], "args": arguments}
-        )
-    return {"displayTimeUnit": "ms", "traceEvents": made}
+        entry = {"ph": "X", "pid": 1, "tid": tracks.index(event.provider), "ts": start, "dur": event.duration}
+        entries.append(entry | {"name": event.operator, "cat": event.site.split(".")[0], "args": arguments})
+    return {"displayTimeUnit": "ms", "traceEvents": entries}
 
 
 def to_table(report: dict[str, Any]) -> str:
-    """Time by operator class, engine by engine, then by site."""
+    """Return the times by operator, then by site, for each engine."""
     lines = []
     for row in report["engines"]:
         if row["status"] != "ok":

@@ -1,4 +1,4 @@
-"""How good pictures are: the demo's shapes read back, CLIP score and FID. What cannot be scored here says why."""
+"""Quality of generated images: fidelity of the demo's shapes, CLIP score and FID, or why a score is not available."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import numpy as np
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.demo import fidelity
 
-NEEDS = "torchmetrics is not installed: pip install 'sd-ort[mlperf]'"
-
 
 def check(clip: Path | None, inception: Path | None, fid_stats: Path | None) -> None:
-    """Raise InputError for weights or statistics that cannot be used, before minutes of drawing."""
+    """Raise InputError for unusable weights or statistics, before minutes of generation."""
     if clip is not None and not (clip / "config.json").is_file():
         raise InputError(f"{clip} holds no CLIP model: give a folder with config.json, weights and tokenizer.")
     if (inception is None) != (fid_stats is None):
@@ -26,7 +24,7 @@ def check(clip: Path | None, inception: Path | None, fid_stats: Path | None) -> 
     if fid_stats is not None:
         read_statistics(fid_stats)
     if (clip or inception) and importlib.util.find_spec("torchmetrics") is None:
-        raise InputError(f"{NEEDS}.")
+        raise InputError("torchmetrics is not installed: pip install 'sd-ort[mlperf]'.")
 
 
 def scores(
@@ -37,21 +35,23 @@ def scores(
     inception: Path | None = None,
     fid_stats: Path | None = None,
 ) -> dict[str, Any]:
-    """Scores of the pictures drawn, uint8 (H, W, 3) by number of prompt; a reason for each that cannot be had."""
-    numbers = sorted(images)
-    asked, drawn = [prompts[i] for i in numbers], [images[i] for i in numbers]
-    found: dict[str, Any] = {"fidelity_percent": "only the demo model's pictures can be read back"}
+    """Return the scores of `images`, uint8 (H, W, 3) by prompt index; a reason for each score that is missing."""
+    indices = sorted(images)
+    image_prompts, generated = [prompts[i] for i in indices], [images[i] for i in indices]
+    results: dict[str, Any] = {
+        "fidelity_percent": "only the demo model's pictures can be read back",
+        "clip_score": clip_score(image_prompts, generated, clip) if clip else "no CLIP weights: give --clip DIR",
+        "fid": "no Inception weights: give --inception and --fid-stats",
+    }
     if model == "demo":
-        found["fidelity_percent"] = 100 * fidelity.score(asked, drawn).share
-    found["clip_score"] = clip_score(asked, drawn, clip) if clip else "no CLIP weights: give --clip DIR"
-    found["fid"] = "no Inception weights: give --inception and --fid-stats"
+        results["fidelity_percent"] = 100 * fidelity.score(image_prompts, generated).share
     if inception and fid_stats:
-        found["fid"] = fid(drawn, inception, fid_stats)
-    return found
+        results["fid"] = fid(generated, inception, fid_stats)
+    return results
 
 
 def clip_score(prompts: Sequence[str], images: Sequence[np.ndarray], clip: Path) -> float | str:
-    """Mean CLIP score (100 x cosine) by torchmetrics with the model in the folder `clip`, or why there is none."""
+    """Return torchmetrics' mean CLIP score (100 x cosine) with the model in the folder `clip`, or a reason."""
     import torch
     from torchmetrics.multimodal import CLIPScore
     from transformers import CLIPModel, CLIPProcessor
@@ -66,36 +66,35 @@ def clip_score(prompts: Sequence[str], images: Sequence[np.ndarray], clip: Path)
 
 
 def fid(images: Sequence[np.ndarray], feature: Any, fid_stats: Path) -> float | str:
-    """Frechet Inception distance by torchmetrics to photographs of known statistics, or why there is none.
+    """Return torchmetrics' Frechet Inception distance to photographs of known statistics, or a reason.
 
-    `feature`: Inception's weights as torch-fidelity has them (.pth), or a module that makes features of uint8
-    (B, 3, H, W).
+    `feature`: Inception's weights in torch-fidelity's format (.pth), or a module from uint8 (B, 3, H, W) to features.
     """
     import torch
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     mean, covariance = read_statistics(fid_stats)
     try:
-        if isinstance(feature, Path):
-            metric = FrechetInceptionDistance(2048, feature_extractor_weights_path=str(feature))
-        else:
-            metric = FrechetInceptionDistance(feature)
+        weights = {"feature": 2048, "feature_extractor_weights_path": str(feature)}
+        metric = FrechetInceptionDistance(**weights if isinstance(feature, Path) else {"feature": feature})
         metric.set_dtype(torch.float64)
         for image in images:
             metric.update(torch.from_numpy(image.copy()).permute(2, 0, 1)[None], real=False)
-        # The photographs' sums, as if they had been seen: n of them with this mean and covariance.
+        # The sums of n photographs with this mean and covariance.
         n, mu = 1000, torch.from_numpy(mean)
         metric.real_features_sum = n * mu
         metric.real_features_cov_sum = (n - 1) * torch.from_numpy(covariance) + n * torch.outer(mu, mu)
         metric.real_features_num_samples = torch.tensor(n)
         return float(metric.compute())
-    except Exception as error:  # torch-fidelity missing, weights of another network, too few pictures
+    except Exception as error:  # torch-fidelity missing, weights of another network, too few images
         return f"FID cannot be computed: {first_line(error)}"
 
 
 def read_statistics(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Mean (F,) and covariance (F, F) of the photographs' features, float64: `mu` and `sigma` of an .npz, as MLPerf's
-    val2014.npz has them. Raises InputError for another file."""
+    """Return mean (F,) and covariance (F, F), float64, of the photographs' features from an .npz.
+
+    Its arrays are `mu` and `sigma`, as in MLPerf's val2014.npz. Raises InputError for other files.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             mean, covariance = np.asarray(file["mu"], np.float64), np.asarray(file["sigma"], np.float64)

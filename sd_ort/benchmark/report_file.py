@@ -1,8 +1,10 @@
-"""What a run of the benchmark keeps: cases, their numbers, and the files they are written to."""
+"""The report of a benchmark run: saved as JSON and CSV while it grows, and a table for the terminal."""
 
 from __future__ import annotations
 
+import csv
 import datetime
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sd_ort.benchmark.engines.interface import Settings
-from sd_ort.benchmark.tables import to_csv
+from sd_ort.benchmark.engines.interface import BenchmarkSettings
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core import files
 from sd_ort.runtime import machine
@@ -19,13 +20,11 @@ from sd_ort.runtime import machine
 FORMAT = 2
 
 
-class Record:
-    """The report of a run: kept on disk as it grows, so that an interrupt loses nothing that was measured."""
+class ReportFile:
+    """Report of a run in `out`/<kind>.json, saved after each measurement, so that an interrupt loses nothing."""
 
-    def __init__(self, settings: Settings, out: Path, notes: Sequence[str], kind: str = "benchmark") -> None:
-        """`out`: the folder of <kind>.json, <kind>.csv and the images."""
-        self.out = out
-        self.settings = settings
+    def __init__(self, settings: BenchmarkSettings, out: Path, notes: Sequence[str], kind: str = "benchmark") -> None:
+        self.settings, self.out = settings, out
         self.workers: list[Worker] = []
         self.report: dict[str, Any] = {
             "format": FORMAT,
@@ -44,21 +43,21 @@ class Record:
         }
 
     def save(self) -> None:
-        """Write what is known now. Raises OutputError when `out` cannot be written."""
+        """Write the measurements of the workers as JSON and CSV. Raises OutputError if `out` cannot be written."""
         rows = []
         for batch in self.settings.batches:
-            cases = [(worker, worker.cases[batch]) for worker in self.workers if batch in worker.cases]
-            first = next(((worker, case) for worker, case in cases if case.step_ms), None)
-            if first is not None and self.report["baseline"] is None:
-                self.report["baseline"] = first[0].engine.label
-            rows += [worker.row(case, first[1] if first else None, self.settings) for worker, case in cases]
+            measured = [(w, w.measurements[batch]) for w in self.workers if batch in w.measurements]
+            baseline = next(((worker, m) for worker, m in measured if m.step_ms), None)
+            if baseline is not None and self.report["baseline"] is None:
+                self.report["baseline"] = baseline[0].engine.label
+            rows += [worker.row(m, baseline[1] if baseline else None, self.settings) for worker, m in measured]
         self.report["engines"] = rows
         self.write()
         files.write_text(self.out / f"{self.report['kind']}.csv", to_csv(self.report))
 
     @contextmanager
-    def kept(self, save: Callable[[], None]) -> Iterator[None]:
-        """However the block ends, the report says so and is saved: it is `finished`, `interrupted`, or neither."""
+    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+        """Mark the report as `finished` or `interrupted`, or neither after an error, and save it."""
         try:
             yield
             self.report["finished"] = True
@@ -69,5 +68,125 @@ class Record:
             save()
 
     def write(self) -> None:
-        """Write the report as it is. Raises OutputError when `out` cannot be written."""
+        """Write the report as JSON. Raises OutputError if `out` cannot be written."""
         files.write_json(self.out / f"{self.report['kind']}.json", self.report)
+
+
+# --- Tables ---------------------------------------------------------------------------------------------------------
+
+# Columns and units (s, MB) of onnxruntime/python/tools/transformers/models/stable_diffusion/benchmark.py.
+CSV_COLUMNS = (
+    "model_name directory engine version provider disable_safety_checker height width steps batch_size batch_count "
+    "num_prompts average_latency median_latency first_run_memory_MB second_run_memory_MB enable_cuda_graph"
+).split()
+
+
+def to_csv(report: dict[str, Any]) -> str:
+    """Return the engines that ran, with the columns of ONNX Runtime's Stable Diffusion benchmark.
+
+    Latencies are in s per batch. Memory is the device's on a GPU, if it is readable. In component mode a latency is one
+    call's, and `steps` is 1.
+    """
+    settings, versions = report["settings"], report["versions"]
+    onnxruntime = next((v for name, v in versions.items() if name.startswith("onnxruntime")), "")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    for row in report["engines"]:
+        if row["status"] != "ok" or "step_ms" not in row:
+            continue
+        device = "device_" if "device_first_run_memory_MB" in row else ""
+        key, scale = ("image_s", row["batch"]) if "image_s" in row else ("step_ms", 1e-3)
+        columns = {
+            "model_name": " ".join(filter(None, (row["model"], settings["component"]))),
+            "version": versions.get(row["engine"], onnxruntime),
+            "provider": settings["provider"],
+            "disable_safety_checker": True,
+            "steps": settings["steps"] if "image_s" in row else 1,
+            "batch_size": row["batch"],
+            "batch_count": len(row[key]["values"]),
+            "num_prompts": 1,
+            "average_latency": row[key]["mean"] * scale,
+            "median_latency": row[key]["median"] * scale,
+            "first_run_memory_MB": row[f"{device}first_run_memory_MB"],
+            "second_run_memory_MB": row[f"{device}second_run_memory_MB"],
+            "enable_cuda_graph": row["graph"] or row["variant"] in ("graph", "compile"),
+        }
+        writer.writerow(row | columns)
+    return text.getvalue()
+
+
+def to_table(report: dict[str, Any]) -> str:
+    """Return the report as an aligned table, followed by the failures and the notes."""
+    lines = [[name for name, _ in COLUMNS]]
+    failures = []
+    for row in report["engines"]:
+        if row["status"] != "ok":
+            failures.append(f"{row['label']} (batch {row['batch']}) failed: {row['reason']}")
+        if "step_ms" in row:
+            lines.append([cell(row) for _, cell in COLUMNS])
+    used = [i for i in range(len(COLUMNS)) if i == 0 or any(line[i] != "-" for line in lines[1:])]
+    lines = [[line[i] for i in used] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [
+        "  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))])
+        for name, *cells in lines
+    ]
+    return "\n".join([*table, *failures, *filter(None, [ratio_note(report)]), *report["notes"]])
+
+
+def _format(key: str, spec: str, unit: str = "") -> Callable[[dict[str, Any]], str]:
+    def cell(row: dict[str, Any]) -> str:
+        value = row.get(key)
+        value = value["median"] if isinstance(value, dict) else value
+        return "-" if value is None else f"{value:{spec}}{unit}"
+
+    return cell
+
+
+def format_speedup(row: dict[str, Any]) -> str:
+    """Return a row's speed-up and spread, without a number if rounds disagree on which engine is faster."""
+    ratio = row.get("image_speedup", row.get("step_speedup"))
+    if not ratio:
+        return "-"
+    if ratio["min"] == ratio["max"] == 1:
+        return "1.00x"  # the baseline itself
+    spread = f"({ratio['min']:.2f}-{ratio['max']:.2f})"
+    if ratio["min"] < 1 < ratio["max"]:
+        return f"no difference measured {spread}"
+    return f"{ratio.get('of_medians', ratio['median']):.2f}x {spread}"  # reports before November 2026: median only
+
+
+def ratio_note(report: dict[str, Any]) -> str:
+    """Return a line that explains the column `faster`, or "" if no engine ran."""
+    if report["baseline"] is None:
+        return ""
+    unit = "a call" if report["settings"]["component"] else "an image"
+    return (
+        f"faster: {report['baseline']}'s median time of {unit} over the row's; in brackets the lowest and highest "
+        "ratio of a round."
+    )
+
+
+def _format_error(row: dict[str, Any]) -> str:
+    return "not finite" if "error" in row and row["error"] is None else _format("error", ".1e")(row)
+
+
+# Header and cell of a row; columns with only "-" are not shown.
+COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("engine", lambda row: row["label"]),
+    ("batch", lambda row: str(row["batch"])),
+    ("dtype", lambda row: row.get("precision", "-")),
+    ("step", _format("step_ms", ".2f", " ms")),
+    ("image", _format("image_s", ".3f", " s")),
+    ("faster (spread)", format_speedup),
+    ("host memory", _format("peak_memory_MB", ".0f", " MB")),
+    ("device memory", _format("device_peak_memory_MB", ".0f", " MB")),
+    ("energy", _format("energy_J", ".2f", " J")),
+    ("make", _format("make_s", ".1f", " s")),
+    ("load", _format("load_s", ".1f", " s")),
+    ("first run", _format("first_run_s", ".2f", " s")),
+    ("tuning", _format("tuning_s", ".1f", " s")),
+    ("PSNR", _format("psnr_db", ".1f", " dB")),
+    ("error", _format_error),
+)

@@ -1,13 +1,13 @@
-"""Engines side by side in one run: latency a UNet step and an image, memory, energy, time to load, the image's error.
+"""Comparison of engines in one run: latency of a UNet step and of an image, memory, energy, load time, image error.
 
-Every engine lives in a process of its own, so that its memory is its own and its crash is only a row in the table. All
-draw the same prompts from the same seed. Runs go in turn (A B C A B C ...), so that a machine that slows down slows
-all of them, and ratios are taken within a round. What was measured is on disk after every run.
+Each engine has its own process, so its memory is separate and a crash is only a failed row. All generate the same
+prompts from the same seed. Rounds alternate between engines (A B C A B C ...), so a machine that slows down affects
+all, and ratios are taken within a round. Measurements are saved after every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.benchmark import engine_builds
-from sd_ort.benchmark.engines.interface import Engine, Settings
-from sd_ort.benchmark.report_file import Record
+from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
+from sd_ort.benchmark.report_file import ReportFile
 from sd_ort.benchmark.worker import Worker, tuners
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import components
+from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.runtime import device_meters, tuning
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import is_plugin, provider_named
@@ -27,121 +28,121 @@ from sd_ort.runtime.providers import is_plugin, provider_named
 
 def run(
     engines: Sequence[Engine],
-    settings: Settings,
+    settings: BenchmarkSettings,
     out: Path,
     *,
     kind: str = "benchmark",
     notes: Sequence[str] = (),
     work: Path | None = None,
     jobs: int = 1,
-    say: Callable[[str], None] = lambda _: None,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
-    """Measure the engines; the report is returned, and kept in `out` as <kind>.json, .csv and one PNG an engine.
+    """Measure engines; return the report, which is saved in `out` as <kind>.json and .csv, and one PNG per engine.
 
-    Folders that engines still need are made below `work`, and engines loaded, `jobs` at a time. An engine that fails is
-    a row with `status` "failed" and its `reason`. On an interrupt the report is marked `interrupted`, and
-    KeyboardInterrupt goes on.
+    Missing folders are built below `work`; `jobs` engines are built or loaded at once. A failing engine is a row with
+    `status` "failed" and its `reason`. An interrupt marks the report `interrupted` and raises KeyboardInterrupt.
     """
     meter = device_meters.open_meter(settings.provider)
-    record = Record(settings, out, [*notes, *notes_on(settings, meter)], kind)
+    report = ReportFile(settings, out, [*notes, *notes_on(settings, meter)], kind)
     if jobs > 1:
-        record.report["notes"].append(
+        report.report["notes"].append(
             f"{jobs} folders were made and {jobs} engines loaded at a time: those times suffer."
         )
-    with record.kept(record.save):
-        prepared = prepare(engines, settings, work or out / "work", jobs, say)
-        for group in [[item] for item in prepared] if settings.sequential else [prepared]:
-            measure(group, settings, record, meter, jobs, say)
-    return record.report
+    with report.saving(report.save):
+        built = build_engines(engines, settings, work or out / "work", jobs, on_progress)
+        for group in [[engine] for engine in built] if settings.sequential else [built]:
+            measure(group, settings, report, meter, jobs, on_progress)
+    return report.report
 
 
 @dataclass
-class Prepared:
-    """An engine whose folder exists, with the seconds it took to make, or the reason why it does not."""
+class BuiltEngine:
+    """An engine whose folder exists, with its build time in seconds, or the reason why it could not be built."""
 
     engine: Engine
     seconds: float | None = None
     failure: str | None = None
 
 
-def prepare(
-    engines: Sequence[Engine], settings: Settings, work: Path, jobs: int, say: Callable[[str], None]
-) -> list[Prepared]:
-    """Make the folders that engines need; engines of the same recipe share one."""
+def build_engines(
+    engines: Sequence[Engine], settings: BenchmarkSettings, work: Path, jobs: int, on_progress: ProgressCallback
+) -> list[BuiltEngine]:
+    """Build missing folders of engines below `work`; engines with equal build specs share one."""
 
-    def make(key: tuple[str, tuple[str, ...]]) -> Prepared:
-        raw, recipe = Path(key[0]), key[1]
-        engine = next(e for e in engines if (e.raw, e.make) == key)
-        say(f"making {engine.label}")
+    def build(key: tuple[str, tuple[str, ...]]) -> BuiltEngine:
+        raw, spec = Path(key[0]), key[1]
+        engine = next(e for e in engines if (e.raw_export, e.build_spec) == key)
+        on_progress(f"making {engine.label}")
         try:
-            wanted = [settings.component] if settings.component else components(raw)
-            folder, seconds = engine_builds.make(recipe, raw, work, wanted)
+            names = [settings.component] if settings.component else components(raw)
+            folder, seconds = engine_builds.build_folder(spec, raw, work, names)
         except SdOrtError as error:
-            return Prepared(engine, failure=str(error))
-        return Prepared(replace(engine, directory=str(folder)), seconds)
+            return BuiltEngine(engine, failure=str(error))
+        return BuiltEngine(replace(engine, directory=str(folder)), seconds)
 
-    keys = list(dict.fromkeys((engine.raw, engine.make) for engine in engines if engine.make))
+    keys = list(dict.fromkeys((engine.raw_export, engine.build_spec) for engine in engines if engine.build_spec))
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        made = dict(zip(keys, pool.map(make, keys), strict=True))
+        built = dict(zip(keys, pool.map(build, keys), strict=True))
     results = []
     for engine in engines:
-        folder = made.get((engine.raw, engine.make), Prepared(engine))
-        results.append(replace(folder, engine=replace(engine, directory=folder.engine.directory)))
+        result = built.get((engine.raw_export, engine.build_spec), BuiltEngine(engine))
+        results.append(replace(result, engine=replace(engine, directory=result.engine.directory)))
     return results
 
 
 def measure(
-    group: Sequence[Prepared],
-    settings: Settings,
-    record: Record,
+    group: Sequence[BuiltEngine],
+    settings: BenchmarkSettings,
+    report: ReportFile,
     meter: device_meters.Meter,
     jobs: int,
-    say: Callable[[str], None],
+    on_progress: ProgressCallback,
 ) -> None:
-    """Run engines in turn, one batch size after another: one batch each, round after round, warm-up rounds first."""
+    """Run engines at one batch size after another: warm-up rounds first, one batch of each engine per round."""
     workers: list[Worker] = []
 
     def load(worker: Worker) -> None:
-        say(f"loading {worker.engine.label} ({worker.engine.directory})")
+        on_progress(f"loading {worker.engine.label} ({worker.engine.directory})")
         worker.load(settings)
 
     with ExitStack() as running:
-        for item in group:
-            workers.append(running.enter_context(Worker(item.engine, meter, item.failure)))
-            workers[-1].loaded = {} if item.seconds is None else {"make_s": item.seconds}
-            record.workers.append(workers[-1])
+        for built in group:
+            worker = running.enter_context(Worker(built.engine, meter, built.failure))
+            worker.loaded = {} if built.seconds is None else {"make_s": built.seconds}
+            workers.append(worker)
+            report.workers.append(worker)
         with ThreadPoolExecutor(max(1, jobs)) as pool:
             for _ in pool.map(load, workers):
-                record.save()
+                report.save()
         rounds = settings.warmup + settings.runs
         for batch in settings.batches:
             for index in range(rounds):
-                say(f"batch {batch}, round {index + 1} of {rounds}{' (warm-up)' if index < settings.warmup else ''}")
+                warmup = " (warm-up)" if index < settings.warmup else ""
+                on_progress(f"batch {batch}, round {index + 1} of {rounds}{warmup}")
                 for worker in workers:
-                    worker.draw(batch, counted=index >= settings.warmup)
-                    record.save()
+                    worker.run(batch, timed=not warmup)
+                    report.save()
             if batch == settings.batches[0]:
                 for worker in workers:
-                    worker.save_image(record.out)
+                    worker.save_image(report.out)
 
 
-def notes_on(settings: Settings, meter: device_meters.Meter) -> list[str]:
-    """What a reader of the numbers has to know."""
+def notes_on(settings: BenchmarkSettings, meter: device_meters.Meter) -> list[str]:
+    """Return notes for readers of the measurements: on tuning, the op library, the order of runs and energy."""
     notes = []
     if settings.tuning:
         notes.append(_tuning_note(settings.provider))
-    if library_path() is None and not is_plugin(settings.provider):  # ours brings its kernels along
+    if library_path() is None and not is_plugin(settings.provider):  # the sd-ort provider contains its kernels
         notes.append("no custom-op library was found: fused operators ran as plain ONNX functions.")
     if settings.sequential:
         notes.append("engines ran one after the other: ratios compare different moments.")
     energy = "of the whole device, idle power included" if meter.energy_J() is not None else meter.note
-    notes.append(f"energy: {energy}.")
-    return notes
+    return [*notes, f"energy: {energy}."]
 
 
 def _tuning_note(provider: str) -> str:
-    if found := tuners(provider):
-        return f"--tuning was on: {' and '.join(found)} kernels were searched for the fastest."
+    if owners := tuners(provider):
+        return f"--tuning was on: {' and '.join(owners)} kernels were searched for the fastest."
     missing = provider_named(provider).ep in tuning.GPU_LIBRARIES
     advice = ", and no op library is built for it (sd-ort build-ops)" if missing else ""
     return f"--tuning changed nothing: the {provider} provider has no tunable operators{advice}."

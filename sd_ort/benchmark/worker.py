@@ -1,4 +1,4 @@
-"""An engine in a process of its own: started, asked for batches, its memory and its end watched."""
+"""One engine in its own process, and its measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from sd_ort.benchmark.engines import interface
-from sd_ort.benchmark.engines.interface import Engine, Settings
+from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
 from sd_ort.core import files, metrics
 from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import device_meters, tuning
@@ -27,10 +27,10 @@ from sd_ort.runtime.providers import provider_named
 
 
 @dataclass
-class Measured:
-    """What was measured of one engine at one batch size, one entry a counted round; memory from the warm-up on, in MB.
+class EngineMeasurements:
+    """Measurements of one engine at one batch size: one entry per timed round; memory in MB, also of warm-up rounds.
 
-    Device memory is what the engine's process held of it.
+    Device memory is that of the engine's process.
     """
 
     batch: int
@@ -47,99 +47,101 @@ class Measured:
 
 
 class Worker:
-    """An engine in a process of its own, and what was measured of it."""
+    """An engine in its own process, with its measurements by batch size."""
 
     def __init__(self, engine: Engine, meter: device_meters.Meter, failure: str | None = None) -> None:
-        """Start the process; nothing is loaded yet. `failure`: why there is nothing to load."""
-        self.engine = engine
-        self.meter = meter
+        """Start the process without loading the engine. `failure`: why it cannot be loaded."""
+        self.engine, self.meter, self.failure = engine, meter, failure
         self.pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=interface.start_process)
         self.process = psutil.Process(self.pool.submit(os.getpid).result())
         self.loaded: dict[str, Any] = {}
-        self.failure = failure
         self.dead = False
-        self.cases: dict[int, Measured] = {}
+        self.measurements: dict[int, EngineMeasurements] = {}
 
-    def load(self, settings: Settings) -> None:
-        """Open the engine; a failure becomes the row's reason."""
+    def load(self, settings: BenchmarkSettings) -> None:
+        """Load the engine; a failure becomes the reason in its rows."""
         if self.failure is None:
             try:
                 loaded, _ = self.call(interface.load, self.engine, settings)
-                self.loaded = {**self.loaded, **loaded}
+                self.loaded |= loaded
             except SdOrtError as error:
                 self.failure = str(error)
-        self.cases = {batch: Measured(batch, failure=self.failure) for batch in settings.batches}
+        self.measurements = {batch: EngineMeasurements(batch, failure=self.failure) for batch in settings.batches}
 
-    def draw(self, batch: int, *, counted: bool) -> None:
-        """Run one batch, unless this size or the engine has failed; a warm-up leaves only its memory and image."""
-        case = self.cases[batch]
-        if case.failure or self.dead:
-            case.failure = case.failure or self.failure
+    def run(self, batch: int, *, timed: bool) -> None:
+        """Run one batch unless this size or the engine failed before; warm-ups record only memory and images."""
+        measured = self.measurements[batch]
+        if measured.failure or self.dead:
+            measured.failure = measured.failure or self.failure
             return
         try:
-            result, watch = self.call(interface.draw_batch, batch)
+            result, usage = self.call(interface.run_batch, batch)
         except SdOrtError as error:
-            case.failure = str(error)
+            measured.failure = str(error)
             return
-        case.images, case.output, case.size = result["images"], result["output"], result["size"]
-        case.memory.append(result["memory_MB"])
-        if watch.peak:
-            case.device_memory.append(watch.peak)
-        if case.first_run_s is None:
-            case.first_run_s = result["seconds"]
-        if counted:
-            case.step_ms.append(1e3 * median(result["steps"]))
-            if case.images is not None:
-                case.image_s.append(result["seconds"] / len(case.images))
-            if watch.joules:  # 0: the counter, which is read every 0.1 s or so, did not move in this round
-                case.energy_J.append(watch.joules / (batch if case.images is not None else len(result["steps"])))
+        measured.images, measured.output, measured.size = result["images"], result["output"], result["size"]
+        measured.memory.append(result["memory_MB"])
+        if usage.peak:
+            measured.device_memory.append(usage.peak)
+        if measured.first_run_s is None:
+            measured.first_run_s = result["seconds"]
+        if timed:
+            measured.step_ms.append(1e3 * median(result["steps"]))
+            if measured.images is not None:
+                measured.image_s.append(result["seconds"] / len(measured.images))
+            if usage.joules:  # 0 if the counter, which changes every 0.1 s or so, did not change in this round
+                count = len(result["steps"]) if measured.images is None else batch
+                measured.energy_J.append(usage.joules / count)
 
     def call(
         self, function: Callable[..., dict[str, Any]], *arguments: Any
     ) -> tuple[dict[str, Any], device_meters.Watch]:
-        """Run a function in the process, the device watched meanwhile. Raises SdOrtError when it fails or is ended."""
-        with device_meters.watching(self.meter, self.process.pid) as watch:
+        """Run a function in the process and measure its device usage. Raises SdOrtError if it fails or is killed."""
+        with device_meters.watching(self.meter, self.process.pid) as usage:
             try:
                 result = self.pool.submit(function, *arguments).result()
             except BrokenProcessPool:
                 self.dead = True
                 self.failure = self.failure or "its process was ended by the system: most likely it ran out of memory"
                 raise SdOrtError(self.failure) from None
-        return result, watch
+        return result, usage
 
-    def row(self, case: Measured, baseline: Measured | None, settings: Settings) -> dict[str, Any]:
-        """One row of the report. Speed-ups, PSNR and error are relative to `baseline`, None while nothing has run.
+    def row(
+        self, measured: EngineMeasurements, baseline: EngineMeasurements | None, settings: BenchmarkSettings
+    ) -> dict[str, Any]:
+        """Return one row of the report; speed-ups, PSNR and error are relative to `baseline`, if there is one.
 
-        `step_ms` is one call of the UNet (or component) for the whole batch, guidance included; `image_s` is the time
-        of a batch over its images. There is no PSNR between images of different sizes.
+        `step_ms` is one call of the UNet (or component) for the batch, guidance included; `image_s` is the time of a
+        batch divided by its images. Images of different sizes have no PSNR.
         """
-        row = {**asdict(self.engine), "batch": case.batch, "status": "failed" if case.failure else "ok", **self.loaded}
-        if case.failure:
-            row["reason"] = case.failure
-        row |= memory_of("", case.memory) | memory_of("device_", case.device_memory)
-        if case.memory:
-            row["peak_memory_MB"] = max([*case.memory, self.loaded["load_memory_MB"]])
-        if not case.step_ms:
+        status = "failed" if measured.failure else "ok"
+        row = {**asdict(self.engine), "batch": measured.batch, "status": status, **self.loaded}
+        if measured.failure:
+            row["reason"] = measured.failure
+        row |= memory_columns("", measured.memory) | memory_columns("device_", measured.device_memory)
+        if measured.memory:
+            row["peak_memory_MB"] = max([*measured.memory, self.loaded["load_memory_MB"]])
+        if not measured.step_ms:
             return row
-        row["height"], row["width"] = case.size
-        row["first_run_s"] = case.first_run_s
-        for name, values in (("image_s", case.image_s), ("step_ms", case.step_ms), ("energy_J", case.energy_J)):
-            if values:
+        row["height"], row["width"] = measured.size
+        row["first_run_s"] = measured.first_run_s
+        for name in ("image_s", "step_ms", "energy_J"):
+            if values := getattr(measured, name):
                 row[name] = metrics.summary(values)
-        if settings.tuning and is_tuned(self.engine, settings.provider) and case.image_s:
-            row["tuning_s"] = max(0.0, (case.first_run_s or 0) - case.batch * median(case.image_s))
+        if settings.tuning and is_tuned(self.engine, settings.provider) and measured.image_s:
+            row["tuning_s"] = max(0.0, (measured.first_run_s or 0) - measured.batch * median(measured.image_s))
         if baseline is not None and baseline.step_ms:
-            row["step_speedup"] = speedup(case.step_ms, baseline.step_ms)
-            if case.image_s and baseline.image_s:
-                row["image_speedup"] = speedup(case.image_s, baseline.image_s)
-            row |= difference(case, baseline)
+            row["step_speedup"] = speedup(measured.step_ms, baseline.step_ms)
+            if measured.image_s and baseline.image_s:
+                row["image_speedup"] = speedup(measured.image_s, baseline.image_s)
+            row |= difference(measured, baseline)
         return row
 
     def save_image(self, out: Path) -> None:
-        """Write the first image drawn as `<label>.png`."""
+        """Write the first image as `<label>.png`."""
         from PIL import Image
 
-        images = next((case.images for case in self.cases.values() if case.images is not None), None)
+        images = next((m.images for m in self.measurements.values() if m.images is not None), None)
         if images is not None:
             buffer = io.BytesIO()
             Image.fromarray(images[0]).save(buffer, "PNG")
@@ -149,25 +151,21 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the process: at once when something else than an engine's failure, such as Ctrl-C, ended the block."""
+        """End the process, immediately after any exception but an engine's failure (such as Ctrl-C)."""
         if kind is not None and not issubclass(kind, SdOrtError):
-            self.kill()
+            self.failure = self.failure or "the run was interrupted before it began"
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.process.kill()
         self.pool.shutdown()
-
-    def kill(self) -> None:
-        """End the process, in the middle of a run too."""
-        self.failure = self.failure or "the run was interrupted before it began"
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.process.kill()
 
 
 def image_name(label: str) -> str:
-    """File name of an engine's picture."""
+    """Return the file name of an engine's image."""
     return "".join(c if c.isalnum() or c in ".+" else "-" for c in label) + ".png"
 
 
-def memory_of(prefix: str, values: Sequence[float]) -> dict[str, float]:
-    """First and second run's peak memory, as ONNX Runtime's benchmark reports it, and the largest."""
+def memory_columns(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the peak memory of the first run, of the second (as ONNX Runtime's benchmark reports), and of all."""
     if not values:
         return {}
     first, second, peak = values[0], values[min(1, len(values) - 1)], max(values)
@@ -175,32 +173,33 @@ def memory_of(prefix: str, values: Sequence[float]) -> dict[str, float]:
     return {prefix + name: value for name, value in zip(names, (first, second, peak), strict=True)}
 
 
-def difference(case: Measured, baseline: Measured) -> dict[str, Any]:
-    """PSNR in dB of images, relative error (L2) of a component's output; None where it holds NaN or infinity."""
-    if case.images is not None and baseline.images is not None and case.images.shape == baseline.images.shape:
-        return {"psnr_db": median(map(metrics.psnr, case.images, baseline.images))}
-    if case.output is not None and baseline.output is not None and case.output.shape == baseline.output.shape:
-        error = metrics.relative_l2_error(case.output, baseline.output)
+def difference(measured: EngineMeasurements, baseline: EngineMeasurements) -> dict[str, Any]:
+    """Return the PSNR of images in dB, or the relative L2 error of a component's output (None: not finite)."""
+    if measured.images is not None and baseline.images is not None and measured.images.shape == baseline.images.shape:
+        return {"psnr_db": median(map(metrics.psnr, measured.images, baseline.images))}
+    if measured.output is not None and baseline.output is not None and measured.output.shape == baseline.output.shape:
+        error = metrics.relative_l2_error(measured.output, baseline.output)
         return {"error": error if np.isfinite(error) else None}
     return {}
 
 
 def speedup(times: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
-    """How often faster than the baseline: `of_medians`, the two medians' ratio, and the summary of the ratios of each
-    round, in which both ran. Where all rounds were measured `of_medians` lies within that spread."""
-    paired = metrics.summary([base / own for base, own in zip(baseline, times, strict=False)])
-    return {"of_medians": median(baseline) / median(times), **paired}
+    """Return the ratio of the medians (`of_medians`) and the summary of the ratios of rounds in which both ran.
+
+    If all rounds were measured, `of_medians` lies within the spread of the ratios.
+    """
+    ratios = metrics.summary([base / own for base, own in zip(baseline, times, strict=False)])
+    return {"of_medians": median(baseline) / median(times), **ratios}
 
 
 def is_tuned(engine: Engine, provider: str) -> bool:
-    """Whether --tuning means something to an engine."""
+    """Return whether --tuning affects an engine."""
     return engine.engine == "onnxruntime" and bool(tuners(provider, library=engine.library))
 
 
 def tuners(provider: str, *, library: bool = True) -> list[str]:
-    """What --tuning turns on: the provider's own search for its fastest kernels, that of the op library, or nothing."""
-    entry = provider_named(provider)
-    found = [f"the {provider} provider's"] if entry.tuning else []
+    """Return the owners of the kernels that --tuning searches: the provider, the op library, or none."""
+    owners = [f"the {provider} provider's"] if provider_named(provider).tuning else []
     if library and tuning.gpu_library(provider, library_path()) is not None:
-        found.append("the op library's")
-    return found
+        owners.append("the op library's")
+    return owners

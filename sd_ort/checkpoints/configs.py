@@ -1,6 +1,6 @@
-"""The config.json of a model, read and checked: what the pipelines, stages and inputs take from it has the right type.
+"""Reads the config.json of models, and checks the types of all values that are used.
 
-Limits are far above any model of the families; they keep a file from asking for any amount of work or memory.
+Limits are far above any model of the families; they bound the work and memory that a malicious file can cause.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import mismatch, read_json
+from sd_ort.core.files import read_json, schema_mismatch
 from sd_ort.core.pipeline_folder import COMPONENTS, model_name, read_index
 
 
 class Config(dict[str, Any]):
-    """A config whose entries are attributes too, as those of diffusers' models."""
+    """A config whose entries are also attributes, as in diffusers."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -25,55 +25,54 @@ class Config(dict[str, Any]):
 
 
 def component_config(folder: Path, component: str, *, required: bool = False) -> dict[str, Any]:
-    """config.json of a component; when its folder has none, {} or, if it is `required`, what its graph shows
-    (`family.guessed`).
+    """Return the config.json of a component; without one, {} or, if `required`, the config inferred from its graph.
 
-    Raises InputError for one that is damaged, and for a graph that does not show what is needed.
+    Raises InputError for a damaged config, and a graph from which it cannot be inferred.
     """
     path = folder / component / "config.json"
     if path.is_file() or not required:
         return read_config(path) if path.is_file() else {}
     from sd_ort.checkpoints.config_inference import infer_configs
 
-    found = infer_configs(folder)
-    return _checked(path, found[component], CONFIG) if component in found else read_config(path)
+    inferred = infer_configs(folder)
+    return _checked(path, inferred[component], CONFIG) if component in inferred else read_config(path)
 
 
 def model_config(model: Path) -> dict[str, Any]:
-    """config.json beside an ONNX file called as a component of a pipeline is; {} for other files, and without one."""
+    """Return the config.json next to the ONNX file of a component; {} for other files, and without one."""
     return component_config(model.parent.parent, model.parent.name) if model_name(model) in COMPONENTS else {}
 
 
-def read_config(path: Path, otherwise: str | None = None) -> dict[str, Any]:
-    """Return a model's config. Raises InputError if it is damaged, or missing, for the reason `otherwise`."""
-    config = read_json(path, otherwise)
+def read_config(path: Path, missing_message: str | None = None) -> dict[str, Any]:
+    """Return a model's config. Raises InputError if it is damaged, or missing, for the reason `missing_message`."""
+    config = read_json(path, missing_message)
     if isinstance(adapter := config.get("ip_adapter"), dict) and "rows" in adapter:  # its name until 2026-11
         adapter.setdefault("hidden_state_length", adapter.pop("rows"))
     return _checked(path, config, CONFIG)
 
 
-# Pipelines whose class in diffusers mends what folders of 2022 have in their scheduler's configuration.
-MENDING = re.compile(r"StableDiffusion(Img2Img|Inpaint)?Pipeline$")
+# Pipelines whose class in diffusers corrects the scheduler config of folders from 2022.
+CORRECTED_PIPELINES = re.compile(r"StableDiffusion(Img2Img|Inpaint)?Pipeline$")
 
 
 def scheduler_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a pipeline's scheduler, as diffusers' class of that pipeline uses it: those of Stable
-    Diffusion, neither XL nor with a ControlNet, set `steps_offset` to 1, and inpainting skips PNDM's Runge-Kutta steps.
+    """Return the config of a pipeline's scheduler as diffusers' class of that pipeline uses it.
 
-    Raises InputError when it, or the pipeline's index, is missing or damaged.
+    Stable Diffusion, except XL and ControlNet, sets `steps_offset` to 1, and inpainting skips PNDM's Runge-Kutta steps.
+    Raises InputError if the config or the pipeline's index is missing or damaged.
     """
     path = folder / "scheduler" / "scheduler_config.json"
     config = _checked(path, read_json(path), SCHEDULER)
-    kind = str(read_index(folder).get("_class_name", ""))
-    if MENDING.search(kind):
+    pipeline = str(read_index(folder).get("_class_name", ""))
+    if CORRECTED_PIPELINES.search(pipeline):
         config = {**config, "steps_offset": 1}
-        if "Inpaint" in kind and config.get("_class_name") == "PNDMScheduler":
+        if "Inpaint" in pipeline and config.get("_class_name") == "PNDMScheduler":
             config["skip_prk_steps"] = True
     return config
 
 
-def _checked(path: Path, config: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    if wrong := mismatch(config, like):
+def _checked(path: Path, config: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    if wrong := schema_mismatch(config, schema):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
     return config
 
@@ -82,13 +81,13 @@ def _count(limit: int) -> Any:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
 
 
-def _counts(limit: int, most: int) -> Any:
-    one = _count(limit)
-    return lambda value: isinstance(value, list) and 1 <= len(value) <= most and all(map(one, value))
+def _counts(limit: int, max_length: int) -> Any:
+    is_count = _count(limit)
+    return lambda value: isinstance(value, list) and 1 <= len(value) <= max_length and all(map(is_count, value))
 
 
-def _either(*kinds: Any) -> Any:
-    return lambda value: any(kind(value) for kind in kinds)
+def _either(*checks: Any) -> Any:
+    return lambda value: any(check(value) for check in checks)
 
 
 def _number(value: Any) -> bool:
@@ -99,7 +98,7 @@ _WIDTH = _count(1 << 16)
 
 
 def _ip_adapter(value: Any) -> bool:
-    """What `family.ip_adapter` records of a UNet's IP-Adapter: the rest of it decides the graph and is not read."""
+    """Check the entry of `checkpoints.ip_adapter`; its other values are not read from the file."""
     if not isinstance(value, dict) or not _WIDTH(value.get("width")):
         return False
     layers = value.get("layers")

@@ -1,4 +1,4 @@
-"""Models fetched from the Hugging Face hub, or found in its cache."""
+"""Downloads from the Hugging Face hub, and its cache."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ def is_hub_id(name: str) -> bool:
 
 
 def download_pipeline(hub_id: str) -> Path:
-    """Fetch a pipeline from the Hugging Face hub, or find it in its cache. Raises InputError when that fails."""
+    """Return the folder of a pipeline from the hub or its cache. Raises InputError if that fails."""
     from diffusers import DiffusionPipeline
 
     return _fetch(hub_id, lambda: DiffusionPipeline.download(hub_id, use_safetensors=True))
 
 
 def download_model(hub_id: str) -> Path:
-    """Fetch a single model, such as a ControlNet, from the hub. Raises InputError when that fails."""
+    """Return the folder of a single model, such as a ControlNet. Raises InputError if that fails."""
     from huggingface_hub import snapshot_download
 
     return _fetch(hub_id, lambda: snapshot_download(hub_id, allow_patterns=["config.json", "*model.safetensors"]))
 
 
 def download_configs(hub_id: str) -> Path:
-    """Fetch the configs, scheduler and tokenizers of a pipeline, no weights. Raises InputError when that fails."""
+    """Return a folder with the configs, scheduler and tokenizers of a pipeline. Raises InputError if that fails."""
     from huggingface_hub import snapshot_download
 
     return _fetch(hub_id, lambda: snapshot_download(hub_id, allow_patterns=["*.json", "*/*.json", "*/merges.txt"]))
 
 
 def cached_pipelines() -> Iterator[tuple[str, Path]]:
-    """The pipelines in the hub's cache, by name, newest first of each: their ids and folders."""
+    """Yield id and folder of the pipelines in the hub's cache, by name, the newest revision first."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -46,7 +46,7 @@ def cached_pipelines() -> Iterator[tuple[str, Path]]:
     except CacheNotFound:
         return
     for repository in repositories:
-        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
+        for revision in sorted(repository.revisions, key=lambda revision: -revision.last_modified):
             if (revision.snapshot_path / "model_index.json").is_file():
                 yield repository.repo_id, revision.snapshot_path
 
@@ -55,7 +55,7 @@ def _fetch(hub_id: str, download: Callable[[], str]) -> Path:
     try:
         with quiet("diffusers", "huggingface_hub"):  # the bars of the download stay
             return Path(download())
-    except Exception as error:  # the hub client raises its own, httpx's and the system's kinds
+    except Exception as error:  # the hub client raises its own errors, httpx's and the system's
         reason = first_line(error).split(" (")[0]
         raise InputError(
             f"{hub_id} is no folder here and cannot be fetched from the hub: check the name and the network, "

@@ -1,4 +1,4 @@
-"""Torch modules with exactly the inputs and outputs of the ONNX graphs: what the exporters trace."""
+"""PyTorch modules with the inputs and outputs of the ONNX graphs, for the exporters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sd_ort.checkpoints.signatures import signature
-from sd_ort.checkpoints.unet_inputs import CONDITIONS
+from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS
 
 
 class TextEncoder(torch.nn.Module):
@@ -28,7 +28,7 @@ class TextEncoder(torch.nn.Module):
 
 
 class UNet(torch.nn.Module):
-    """sample, timestep, encoder_hidden_states and the inputs `names` of the signature -> out_sample."""
+    """sample, timestep, encoder_hidden_states and the inputs `names` -> out_sample."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -38,8 +38,10 @@ class UNet(torch.nn.Module):
     def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> torch.Tensor:
         named = dict(zip(self.names, extra, strict=True))
         options = _denoiser_options(named)
-        if pictured := [named[c.name] for c in CONDITIONS if c.pictured and c.name in named]:
-            options["cross_attention_kwargs"] = self.model.pictures(*pictured)  # type: ignore[operator]
+        adapter = [c.name for c in CONDITIONING_INPUTS if c.is_ip_adapter_input and c.name in named]
+        if adapter:
+            images, scales = (named[name] for name in adapter)
+            options["cross_attention_kwargs"] = self.model.pictures(images, scales)  # type: ignore[operator]
         if residuals := [value for name, value in named.items() if name.startswith("down_block")]:
             options["down_block_additional_residuals"] = tuple(residuals)
             options["mid_block_additional_residual"] = named["mid_block_additional_residual"]
@@ -48,7 +50,7 @@ class UNet(torch.nn.Module):
 
 
 class ControlNet(torch.nn.Module):
-    """The UNet's inputs, an image and a scale -> one residual a skip connection, and one for the middle block."""
+    """The UNet's inputs, an image and a scale -> a residual for each skip connection and for the middle block."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -63,11 +65,10 @@ class ControlNet(torch.nn.Module):
 
 
 def _denoiser_options(named: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What UNet and ControlNet take by keyword, of the inputs `named`."""
-    there = [condition for condition in CONDITIONS if condition.name in named]
-    keywords = [condition for condition in there if not condition.added and not condition.pictured]
-    options: dict[str, Any] = {condition.name: named[condition.name] for condition in keywords}
-    if added := {condition.name: named[condition.name] for condition in there if condition.added}:
+    """Return the keyword arguments of diffusers' UNet and ControlNet for the conditioning inputs among `named`."""
+    specs = [spec for spec in CONDITIONING_INPUTS if spec.name in named and not spec.is_ip_adapter_input]
+    options: dict[str, Any] = {spec.name: named[spec.name] for spec in specs if not spec.in_added_cond_kwargs}
+    if added := {spec.name: named[spec.name] for spec in specs if spec.in_added_cond_kwargs}:
         options["added_cond_kwargs"] = added
     return options
 
@@ -112,7 +113,7 @@ class VaeDecoder(torch.nn.Module):
 
 
 def wrap(component: str, model: torch.nn.Module, sdxl: bool, controlnet: bool) -> torch.nn.Module:
-    """The module of `component`, in eval mode."""
+    """Return the module of `component`, in eval mode. VAE modules lose their unused half."""
     if component.startswith("text_encoder"):
         return TextEncoder(model, sdxl).eval()
     if component == "image_encoder":

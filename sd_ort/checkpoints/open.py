@@ -49,14 +49,14 @@ def open_checkpoint(model: str | None, options: CheckpointOptions = DEFAULT) -> 
             raise InputError(
                 "--controlnet goes with a diffusers folder or a hub id, not with a checkpoint in one file."
             )
-        config = None if options.config is None else _locate(options.config, download_configs)
+        config = None if options.config is None else locate(options.config, download_configs)
         checkpoint = open_single_file(Path(model), config, options.unsafe_pickle)
     else:
         if options.config is not None:
             raise InputError(f"--config goes with a checkpoint in one file: {model} has its own configs.")
-        checkpoint = open_folder(model, _locate(model, download_pipeline))
+        checkpoint = open_folder(model, locate(model, download_pipeline))
         if options.controlnet is not None:
-            checkpoint = add_controlnet(checkpoint, _locate(options.controlnet, download_model))
+            checkpoint = add_controlnet(checkpoint, locate(options.controlnet, download_model))
     if options.vae is not None:
         checkpoint = replace_vae(checkpoint, options.vae, options.unsafe_pickle)
     if options.ip_adapter is not None:
@@ -80,7 +80,7 @@ def _open_preset(options: CheckpointOptions) -> Checkpoint:
     return open_preset(options.preset, options.seed)
 
 
-def _locate(model: str, download: Callable[[str], Path]) -> Path:
+def locate(model: str, download: Callable[[str], Path]) -> Path:
     """Return the folder of a model. Raises InputError if it neither exists nor looks like a hub id."""
     if model == "demo":
         from sd_ort.demo import MODEL_DIR

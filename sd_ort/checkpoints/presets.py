@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model without weights: the diffusers pipeline class, the config of each model and of the scheduler."""
+    """A pipeline without weights: its diffusers class, and the configs of its models and scheduler."""
 
     pipeline: str
     models: dict[str, Config]
@@ -205,7 +205,7 @@ _TINY_HIDDEN = 64
 
 
 def _tiny_model(name: str, config: Config, context: int) -> Config:
-    """The same topology, narrower. `context` is the width of the text embedding the UNet attends to."""
+    """Return a config of the same topology with narrower layers. `context`: cross_attention_dim of the UNet."""
     if name.startswith("text_encoder"):
         narrow = {"hidden_size": _TINY_HIDDEN, "intermediate_size": 4 * _TINY_HIDDEN, "num_attention_heads": 4}
         return config | narrow | {"vocab_size": BYTE_VOCABULARY, "projection_dim": _TINY_HIDDEN}

@@ -1,4 +1,4 @@
-"""Models without weights made whole: random numbers of the right scale, and a tokenizer of bytes."""
+"""Stand-ins for presets: random weights of the right scale, and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def fill_random(model: torch.nn.Module, seed: int) -> None:
-    """Give every parameter its own random values, in place.
+    """Fill all parameters with random values, in place.
 
-    Matrices and convolutions get variance 1/fan_in, so activations keep their scale; norm weights vary around 1 and
-    biases around 0. No two parameters are equal and no bias is zero: exporters merge equal tensors, and a rule that
-    forgets a zero bias would go unnoticed.
+    Matrices and convolutions have variance 1/fan_in, so activations keep their scale; norm weights vary around 1 and
+    biases around 0. All parameters differ, since exporters merge equal tensors, and no bias is zero, since tests would
+    not detect that a rule omits it.
     """
     generator = torch.Generator().manual_seed(seed % 2**63)
     with torch.no_grad():
@@ -25,10 +25,10 @@ def fill_random(model: torch.nn.Module, seed: int) -> None:
 
 
 def write_byte_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Write a CLIP tokenizer without merges: each byte is a token, with another id where it ends a word.
+    """Write a CLIP tokenizer without merges: each byte is a token, with another id at the end of a word.
 
-    Ids are laid out as CLIP's: 0-255 bytes, 256-511 bytes that end a word, and the last two of the vocabulary are
-    start and end of text. A stand-in, so that pipelines with random weights run without a download.
+    Ids 0-255 are bytes, 256-511 bytes that end a word, and the last two of the vocabulary are start and end of text, as
+    in CLIP.
     """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer

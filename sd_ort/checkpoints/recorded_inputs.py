@@ -1,4 +1,4 @@
-"""Runs that the user recorded, for verification and calibration: they take the place of made-up inputs."""
+"""Recorded inputs of components, for verification and calibration instead of synthetic inputs."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ Arrays = dict[str, np.ndarray]
 def load_recorded_inputs(
     path: Path | None, model: str, inputs: Sequence[ir.Value], *, required: bool = False
 ) -> list[Arrays]:
-    """The runs in the .npz `path` for the model called `model` with the graph inputs `inputs`; [] when it has none.
+    """Return the runs in the .npz `path` of `model` with the graph inputs `inputs`; [] if it has none.
 
-    Arrays are called `model/input`, or `model/input/0`, `model/input/1` for several runs; without `model/` they are
-    those of a model by itself. Raises InputError for a file that cannot be read, for a run that lacks an input, has
-    one that the model does not take, or an array that does not fit, and where runs are `required` and there are none.
+    Arrays are named `model/input`, or `model/input/0`, `model/input/1` for several runs; for a single model also
+    without `model/`. Raises InputError for an unreadable file, missing or unknown inputs, arrays of wrong shape or
+    dtype, and if there are no runs but they are `required`.
     """
     if path is None:
         return []
-    known = {str(value.name): value for value in inputs}
+    by_name = {str(value.name): value for value in inputs}
     runs: dict[str, Arrays] = {}
-    for name, array in _arrays(path, model, known).items():
-        value, run = (name, "") if name in known or "/" not in name else name.rsplit("/", 1)
+    for name, array in _arrays(path, model, by_name).items():
+        value, run = (name, "") if name in by_name or "/" not in name else name.rsplit("/", 1)
         runs.setdefault(run, {})[value] = array
     if required and not runs:
-        raise InputError(f"{path} has no runs of {model}: call its arrays {', '.join(known)} (several runs: input/0).")
+        raise InputError(
+            f"{path} has no runs of {model}: call its arrays {', '.join(by_name)} (several runs: input/0)."
+        )
     for run, arrays in runs.items():
-        if arrays.keys() != known.keys():
-            odd = ", ".join(sorted(arrays.keys() ^ known.keys()))
-            raise InputError(f"{path}: run {run or 0} of {model} and the model differ in their inputs: {odd}.")
+        if difference := ", ".join(sorted(arrays.keys() ^ by_name.keys())):
+            raise InputError(f"{path}: run {run or 0} of {model} and the model differ in their inputs: {difference}.")
         for name, array in arrays.items():
-            _check(path, f"{model}/{name}", array, known[name])
+            _check(path, f"{model}/{name}", array, by_name[name])
     return [runs[run] for run in sorted(runs)]
 
 
 def check_recorded(path: Path, models: Collection[str]) -> None:
     """Raise InputError unless the .npz `path` has runs of one of `models`."""
     with _open(path) as file:
-        if not any(_of(name, model) for name in file.files for model in models):
+        if not any(_array_name(name, model) for name in file.files for model in models):
             raise InputError(f"{path} has no runs of {', '.join(models)}: call its arrays component/input[/run].")
 
 
-def _of(name: str, model: str) -> str | None:
-    """What an array's name says behind the model's, or None for another model's array."""
+def _array_name(name: str, model: str) -> str | None:
+    """Return the name of an array without the model's, or None for another model's array."""
     return name.removeprefix(f"{model}/") if name.startswith(f"{model}/") else None
 
 
@@ -63,14 +64,14 @@ def _open(path: Path) -> np.lib.npyio.NpzFile:
     return file
 
 
-def _arrays(path: Path, model: str, known: Iterable[str]) -> Arrays:
-    """The arrays of a model, by their names without the model's."""
+def _arrays(path: Path, model: str, input_names: Iterable[str]) -> Arrays:
+    """Return the arrays of a model, by their names without the model's."""
     with _open(path) as file:
-        names = {name: _of(name, model) for name in file.files}
-        own = {name: name for name in file.files if name in known or name.rpartition("/")[0] in known}
-        wanted = {name: short for name, short in names.items() if short} or own
+        names = {name: _array_name(name, model) for name in file.files}
+        own = {name: name for name in file.files if name in input_names or name.rpartition("/")[0] in input_names}
+        selected = {name: short for name, short in names.items() if short} or own
         try:
-            return {short: file[name] for name, short in wanted.items()}
+            return {short: file[name] for name, short in selected.items()}
         except (OSError, ValueError, EOFError, BadZipFile) as error:
             raise InputError(f"{path} cannot be read ({first_line(error)}): save it with numpy.savez.") from error
 
@@ -82,6 +83,6 @@ def _check(path: Path, name: str, array: np.ndarray, value: ir.Value) -> None:
     )
     if not fits:
         raise InputError(f"{path}: {name} has the shape {list(array.shape)}, the model takes {value.shape}.")
-    is_whole = value.dtype is not None and not value.dtype.is_floating_point()
-    if array.dtype.kind not in ("biu" if is_whole else "fiu"):
+    is_integer = value.dtype is not None and not value.dtype.is_floating_point()
+    if array.dtype.kind not in ("biu" if is_integer else "fiu"):
         raise InputError(f"{path}: {name} is of {array.dtype}, the model takes {value.dtype}.")

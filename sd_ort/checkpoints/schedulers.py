@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.checkpoints.configs import scheduler_config
+from sd_ort.checkpoints.numpy_schedulers import class_name
 from sd_ort.core.errors import InputError, first_line
 
 STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
@@ -77,19 +78,11 @@ def set_timesteps(scheduler: Any, steps: int, **given: Any) -> int:
 def scheduler_class(name: str) -> Any:
     """A diffusers scheduler by class name or short form: "euler", "ddim", "dpmsolver", "euler_ancestral", "unipc"…
 
-    Short forms leave out "Scheduler", then "Discrete" and "Multistep"; case and punctuation do not matter.
-    Raises InputError listing the names when there is none.
+    Short forms are those of `numpy_schedulers.class_name`. Raises InputError listing the names when there is none.
     """
     import diffusers
 
-    classes = [n for n in dir(diffusers) if n.endswith("Scheduler")]
-    key = _key(name)
-    for shorten in (_key, lambda n: _key(n).replace("discrete", "").replace("multistep", "")):
-        found = [n for n in classes if shorten(n) == key]
-        if found:
-            return getattr(diffusers, found[0])
-    raise InputError(f"{name!r} is no diffusers scheduler: use euler, ddim, dpmsolver, unipc or a class name.")
-
-
-def _key(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum()).removesuffix("scheduler")
+    found = class_name(name, [n for n in reversed(dir(diffusers)) if n.endswith("Scheduler")])
+    if found is None:
+        raise InputError(f"{name!r} is no diffusers scheduler: use euler, ddim, dpmsolver, unipc or a class name.")
+    return getattr(diffusers, found)

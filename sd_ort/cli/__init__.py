@@ -12,8 +12,8 @@ from typing import NoReturn
 
 import click
 
-from sd_ort.core.errors import explained
-from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE, begin_command, came
+from sd_ort.core.errors import describe_error
+from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE, begin_command, was_interrupted
 
 # Subcommand -> one line of help. Each lives in sd_ort/cli/<name>.py as `command`.
 COMMANDS = {
@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "Draw images from a prompt.",
     "serve": "Answer requests for images over HTTP, on several GPUs.",
     "benchmark": "Measure latency and memory, engines side by side.",
+    "cache": "List or clear the checkpoints that were optimized before.",
     "tune": "Measure kernel candidates at a model's shapes, ahead of time.",
     "report": "Turn benchmark results into an HTML page, or compare two runs.",
     "build-ops": "Compile the fused operators for CPU, AMD or NVIDIA.",
@@ -81,12 +82,12 @@ def main() -> None:
         click.echo(INTERRUPTED, err=True)
         _leave(130)
     except Exception as error:
-        if came():
+        if was_interrupted():
             click.echo(INTERRUPTED, err=True)
             _leave(130)
         if os.environ.get("SD_ORT_TRACEBACK"):
             raise
-        line, code = explained(error)
+        line, code = describe_error(error)
         click.echo(f"sd-ort: {line}", err=True)
         sys.exit(code)
 

@@ -13,7 +13,18 @@ from sd_ort.core.paths import real
 from sd_ort.runtime.provider_table import PROVIDERS
 
 # Options of --mlperf alone: `benchmark.mlperf.Options`.
-MLPERF = ("queries", "load", "official", "accuracy", "captions", "clip", "inception", "fid_stats", "gpus", "replicas")
+MLPERF = (
+    "queries",
+    "server_load",
+    "official",
+    "accuracy",
+    "captions",
+    "clip",
+    "inception",
+    "fid_stats",
+    "gpus",
+    "replicas",
+)
 
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -55,7 +66,13 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Batches timed.")
 @click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="With --mlperf: per scenario.")
 @click.option(
-    "--load", type=click.FloatRange(0.01, 2), default=0.8, show_default=True, help="Server: share of Offline."
+    "--server-load",
+    "--load",
+    "server_load",
+    type=click.FloatRange(0.01, 2),
+    default=0.8,
+    show_default=True,
+    help="With --mlperf: arrival rate of Server as a share of Offline's.",
 )
 @click.option("--official", is_flag=True, help="With --mlperf: its counts, durations and settings (SDXL, hours).")
 @click.option("--accuracy", is_flag=True, help="With --mlperf: an accuracy run too, which logs every image.")
@@ -120,10 +137,10 @@ def command(
       torch, torch-channels-last, torch-compile, torch-graph, xformers, tensorrt
       openvino, openvino-bf16  one component on the CPU
     """
-    from sd_ort.benchmark import engine_selection, report, runner, tables
-    from sd_ort.benchmark.engines.interface import Settings
+    from sd_ort.benchmark import engine_selection, report, report_file, runner
+    from sd_ort.benchmark.engines.interface import BenchmarkSettings
     from sd_ort.checkpoints.generation_defaults import generation_defaults
-    from sd_ort.cli.generate import choose
+    from sd_ort.cli.model_options import choose_provider
     from sd_ort.core.cache import cache_folder
     from sd_ort.core.pipeline_folder import components
     from sd_ort.runtime.providers import check_provider
@@ -131,7 +148,7 @@ def command(
     for folder in folders:
         components(folder)
     if options["provider"] == "auto":
-        options["provider"] = choose(folders[0], "auto")
+        options["provider"] = choose_provider(folders[0], "auto")
     provider = options["provider"]
     under_load = {name: options.pop(name) for name in MLPERF}
     on_replicas = under_load["gpus"] or under_load["replicas"]
@@ -148,10 +165,16 @@ def command(
         raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
     _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
-    settings = Settings(guidance=generation_defaults(folders[0]).guidance if guidance is None else guidance, **options)
+    settings = BenchmarkSettings(
+        guidance=generation_defaults(folders[0]).guidance if guidance is None else guidance, **options
+    )
     kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"
-    say, made = partial(click.echo, err=True), work or cache_folder() / "benchmark"
-    common: dict[str, Any] = {"notes": [*notes, *remarks], "work": made, "jobs": jobs, "say": say}
+    common: dict[str, Any] = {
+        "notes": [*notes, *remarks],
+        "work": work or cache_folder() / "benchmark",
+        "jobs": jobs,
+        "on_progress": partial(click.echo, err=True),
+    }
     try:
         if mlperf:
             from sd_ort.benchmark import mlperf as stage
@@ -165,7 +188,7 @@ def command(
             text = stage_.to_table(result)
         else:
             result = runner.run(engines, settings, out, kind=kind, **common)
-            text = tables.to_table(result)
+            text = report_file.to_table(result)
     except KeyboardInterrupt:
         click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
         ctx.exit(130)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from custom_ops.nvidia_targets import MEASURED, TARGETS, describe
+
 
 class SpreadCommand(click.Command):
     """`--hip A B` means `--hip A --hip B`, which is all that click itself takes."""
@@ -25,7 +27,12 @@ class SpreadCommand(click.Command):
 @click.command(cls=SpreadCommand)
 @click.option("--cpu/--no-cpu", default=True, show_default=True, help="The library that ONNX Runtime loads.")
 @click.option("--hip", multiple=True, metavar="ARCH...", help="AMD architectures, as gfx90a or gfx1201.")
-@click.option("--cuda", multiple=True, metavar="ARCH...", help="NVIDIA architectures, as sm_90.")
+@click.option(
+    "--cuda",
+    multiple=True,
+    metavar="ARCH...",
+    help=f"NVIDIA architectures: {', '.join(TARGETS)}; measured on {', '.join(MEASURED)}.",
+)
 @click.option(
     "--provider/--no-provider",
     default=None,
@@ -44,5 +51,8 @@ def command(
     """
     from sd_ort.runtime import build
 
+    for target in cuda:
+        if target in TARGETS and target not in MEASURED:
+            click.echo(describe(target), err=True)
     provider = bool(hip or cuda) if provider is None else provider
     build.build(cpu=cpu, hip=hip, cuda=cuda, headers=headers, provider=provider, say=click.echo)

@@ -26,4 +26,4 @@ def command(source: Path, output: Path, steps: int | None, guidance: float | Non
         raise InputError(f"{source} is merged already: give the folder it was made from.")
     from sd_ort.optimize.merge import merge
 
-    merge(source, output, steps=steps, guidance=guidance, scheduler=scheduler, report=click.echo)
+    merge(source, output, steps=steps, guidance=guidance, scheduler=scheduler, on_progress=click.echo)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from sd_ort.core.pipeline_folder import bare_model
+from sd_ort.core.pipeline_folder import standalone_model
 
 
 @click.command()
@@ -92,7 +92,7 @@ def command(
         inputs=inputs,
         hoist=hoist,
     )
-    show(manifest["components"], source if bare_model(source) is not None else output)
+    show(manifest["components"], source if standalone_model(source) is not None else output)
     click.echo(f"Wrote {output}")
 
 

@@ -44,9 +44,8 @@ def command(
     """
     import asyncio
 
-    from sd_ort.cli.generate import choose
+    from sd_ort.cli.model_options import resolve_pipeline_folder
     from sd_ort.core.errors import InputError
-    from sd_ort.core.pipeline_folder import components
     from sd_ort.serving.dispatch import Dispatcher
     from sd_ort.serving.image_jobs import ModelInfo
     from sd_ort.serving.ray_replicas import RayCluster, require
@@ -54,8 +53,7 @@ def command(
 
     if token is not None and not token.strip():
         raise InputError("the token is empty: give one, or none at all.")
-    components(folder)
-    provider = choose(folder, provider)
+    model, (folder, provider) = folder, resolve_pipeline_folder(folder, provider)
     config = ReplicaConfig(folder, {"provider": provider, "scheduler": scheduler})
     configs = replica_configs(config, gpus, replicas, threads)
     require("uvicorn", "starlette", "prometheus_client")
@@ -63,7 +61,7 @@ def command(
     from sd_ort.serving.server import Service, bind_socket, serve
 
     limits = Limits(pixels=max_pixels) if max_pixels else Limits()
-    several_of = f"{len(configs)} x {folder} on {provider}"
+    several_of = f"{len(configs)} x {model} on {provider}"
 
     def ready(model: ModelInfo) -> None:
         named = f"[{host}]" if ":" in host else host

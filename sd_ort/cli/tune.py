@@ -48,14 +48,12 @@ def command(
         return
     if directory is None:
         raise InputError("give the pipeline folder to tune for: sd-ort tune DIR.")
-    from sd_ort.cli.generate import choose
-    from sd_ort.core.pipeline_folder import components as components_of
+    from sd_ort.cli.model_options import choose_provider
     from sd_ort.inspect.tune import tune
 
-    components_of(directory)
     path = tune(
         directory,
-        choose(directory, provider),
+        choose_provider(directory, provider),
         heights=heights,
         widths=widths,
         batches=batches,

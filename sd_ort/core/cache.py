@@ -1,4 +1,4 @@
-"""The user's cache folder: built libraries, downloads, templates, and small files that spare a later process work."""
+"""The user's cache folder: built libraries, optimized checkpoints, downloads, templates and small results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import write_bytes
 
-MOST_FILES = 256  # of one kind; of a few kB each
+MAX_FILES = 256  # of one kind; of a few kB each
 
 
 def cache_folder() -> Path:
@@ -20,36 +20,36 @@ def cache_folder() -> Path:
         raise InputError("this user has no home folder: set HOME, or XDG_CACHE_HOME to a folder to keep.") from error
 
 
-def is_there(path: Path) -> bool:
-    """Whether a file is there and can be reached: a cache that may not be entered is one that holds nothing."""
+def is_reachable_file(path: Path) -> bool:
+    """Whether a file exists and can be reached; False in a folder that may not be entered."""
     try:
         return path.is_file()
     except OSError:
         return False
 
 
-def listed(folder: Path, pattern: str) -> list[Path]:
-    """Files below a folder that match a pattern; none of a folder that may not be entered."""
+def list_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files below a folder that match a pattern; [] of a folder that may not be entered."""
     try:
         return sorted(folder.glob(pattern))
     except OSError:
         return []
 
 
-def kept(name: str) -> Path | None:
-    """The file `kind/key` that an earlier process kept, if there is one."""
+def cached_file(name: str) -> Path | None:
+    """Return the file `kind/key` that an earlier process wrote; None without one."""
     path = cache_folder() / name
-    return path if is_there(path) else None
+    return path if is_reachable_file(path) else None
 
 
-def keep(name: str, data: bytes) -> None:
-    """Keep a file `kind/key` for later processes; where nothing can be written they do the work again.
+def write_cached(name: str, data: bytes) -> None:
+    """Write a file `kind/key` for later processes; does nothing if the cache cannot be written.
 
-    The oldest of a kind go when there are more than `MOST_FILES`.
+    The oldest of a kind go when there are more than `MAX_FILES`.
     """
     path = cache_folder() / name
     with suppress(OutputError, OSError):
         write_bytes(path, data)
         oldest_first = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
-        for file in oldest_first[:-MOST_FILES]:
+        for file in oldest_first[:-MAX_FILES]:
             file.unlink(missing_ok=True)

@@ -1,14 +1,15 @@
-"""Errors a user can mend: the CLI prints their message on one line and exits with their code. Others are bugs."""
+"""Errors that a user can correct: the CLI prints their message on one line and exits with their code."""
 
 import errno
 import re
 
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
-BUG = 70  # exit code of what nobody foresaw (sysexits.h: EX_SOFTWARE)
+BUG = 70  # exit code of an unexpected exception (sysexits.h: EX_SOFTWARE)
+EXPORT_PACKAGES = ("torch", "diffusers", "transformers", "accelerate")  # the extra `export`
 
 
 class SdOrtError(Exception):
-    """Base of all errors whose message tells the user what to do."""
+    """Base of all errors whose message says what to do."""
 
     exit_code = 1
 
@@ -20,13 +21,13 @@ class InputError(SdOrtError):
 
 
 class ProviderError(SdOrtError):
-    """The execution provider asked for is not installed or not really used."""
+    """The requested execution provider is not installed, or ONNX Runtime does not use it."""
 
     exit_code = 3
 
 
 class VerificationError(SdOrtError):
-    """A model's numbers differ from its source by more than the tolerance."""
+    """A model's outputs differ from those of its source by more than the tolerance."""
 
     exit_code = 4
 
@@ -38,17 +39,18 @@ class OutputError(SdOrtError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message without a terminal's color codes, cut to 300 characters, or its
-    type when it has none."""
+    """Return the first non-empty line of an error's message without colors, at most 300 characters, or its type."""
     lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
 
-def explained(error: Exception) -> tuple[str, int]:
-    """One line that says what to do, and the exit code, for any error: the one place that knows families of them."""
+def describe_error(error: Exception) -> tuple[str, int]:
+    """Return one line that says what to do, and the exit code, for any exception."""
     text = first_line(error)
     if isinstance(error, SdOrtError):
         return " ".join(str(error).split()), error.exit_code
+    if isinstance(error, ModuleNotFoundError) and error.name in EXPORT_PACKAGES:
+        return f"this needs {error.name}, which is not installed: pip install 'sd-ort[export]'.", InputError.exit_code
     no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if no_memory or any(sign in text for sign in OUT_OF_MEMORY):
         advice = "choose a smaller size or batch, --low-memory or --vae-tiling, or raise `ulimit -v`"

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear complete or not at all, and JSON that is checked against a schema."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError, OutputError, first_line
-from sd_ort.core.interrupts import guarded
+from sd_ort.core.interrupts import with_watchdog
 
 JSON_LIMIT = 64 << 20  # bytes: the largest met, a tokenizer.json, has 4 MB
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: an interrupt leaves the old one or the new one. Raises OutputError when it cannot."""
+    """Replace a file atomically: an interrupt leaves the old or the new one. Raises OutputError on failure."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes, *, overwrite: bool = True) -> None:
-    """Write a file that appears only when all of it is there; with `overwrite=False` never in another one's place.
-
-    Raises OutputError when the file exists (and may not be replaced), or when it cannot be written.
-    """
+    """Write a file atomically. Raises OutputError on failure, and for an existing file with `overwrite=False`."""
     if not overwrite and path.exists():
         raise OutputError(f"{path} exists: choose another name or pass --overwrite.")
     try:
@@ -48,16 +45,16 @@ def write_bytes(path: Path, data: bytes, *, overwrite: bool = True) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file as a whole."""
+    """Replace a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_ahead(paths: Iterable[Path]) -> None:
-    """Have the system read files into its cache, where they fit into half of the memory; returns at once."""
-    wanted = [(path, path.stat().st_size) for path in paths]
+    """Prefetch files into the page cache, if they fit into half of the memory; return at once."""
+    sizes = [(path, path.stat().st_size) for path in paths]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if sum(size for _, size in wanted) < memory / 2 and hasattr(os, "posix_fadvise"):
-        threading.Thread(target=_advise, args=(wanted,), daemon=True).start()
+    if sum(size for _, size in sizes) < memory / 2 and hasattr(os, "posix_fadvise"):
+        threading.Thread(target=_advise, args=(sizes,), daemon=True).start()
 
 
 def _advise(files: list[tuple[Path, int]]) -> None:
@@ -67,7 +64,7 @@ def _advise(files: list[tuple[Path, int]]) -> None:
 
 
 def code_hash(*packages: Path) -> str:
-    """SHA-256, 12 hex digits, over all Python files below `packages`: what a cached result of that code depends on."""
+    """Return SHA-256, 12 hex digits, over all Python files below `packages`, for the keys of cached results."""
     digest = hashlib.sha256()
     for package in packages:
         for path in sorted(package.rglob("*.py")):
@@ -75,18 +72,18 @@ def code_hash(*packages: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def read_json(path: Path, otherwise: str | None = None) -> dict[str, Any]:
-    """A JSON object from a file: the one reader of JSON that others wrote, since it may be broken in any way.
+def read_json(path: Path, missing_message: str | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file that others wrote.
 
-    Raises InputError when it is broken or larger than JSON_LIMIT, or missing: then for the reason `otherwise`.
+    Raises InputError if it is invalid, larger than JSON_LIMIT, or missing: then with `missing_message`.
     """
     try:
         if path.stat().st_size > JSON_LIMIT or not path.is_file():
             raise InputError(f"{path} is no file of at most {JSON_LIMIT >> 20} MiB: get it, or export it, again.")
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
-        reason = f"{otherwise}: {path} is missing." if otherwise else f"{path} is missing: export the pipeline again."
-        raise InputError(reason) from error
+        advice = f"{path} is missing: export the pipeline again."
+        raise InputError(f"{missing_message}: {path} is missing." if missing_message else advice) from error
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}): get it, or export it, again.") from error
     if not isinstance(content, dict):
@@ -95,40 +92,42 @@ def read_json(path: Path, otherwise: str | None = None) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A JSON value without the entries of objects that are null: `mismatch` takes them for absent."""
+    """Return a JSON value without the null entries of its objects, which `schema_mismatch` treats as absent."""
     if isinstance(value, dict):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def mismatch(value: Any, like: Any, where: str = "") -> str | None:
-    """Where a JSON value is not as `like` says, or None.
+def schema_mismatch(value: Any, schema: Any, where: str = "") -> str | None:
+    """Return the first place where a JSON value does not match a schema; None if it matches.
 
-    `like`: a type or several; a predicate; [like of every entry]; {key: like}, where keys may be absent and the key
-    `str` stands for all others. None and absent are the same. Booleans are no numbers.
+    `schema`: a type or several; a predicate; [schema of every entry]; {key: schema}, where keys may be absent and the
+    key `str` stands for all others. None equals absent. Booleans are not numbers.
     """
-    if isinstance(like, dict):
+    if isinstance(schema, dict):
         if not isinstance(value, dict):
             return where or "the whole"
-        inner = ((str(key), entry, like.get(key, like.get(str))) for key, entry in value.items())
-        found = (mismatch(entry, kind, key) for key, entry, kind in inner if kind is not None and entry is not None)
-    elif isinstance(like, list):
+        inner = (
+            (str(key), entry, schema.get(key, schema.get(str))) for key, entry in value.items() if entry is not None
+        )
+        found = (schema_mismatch(entry, kind, key) for key, entry, kind in inner if kind is not None)
+    elif isinstance(schema, list):
         if not isinstance(value, list):
             return where
-        found = (mismatch(entry, like[0], where) for entry in value)
-    elif isinstance(like, type):
-        return None if isinstance(value, like) and (like is bool or not isinstance(value, bool)) else where
+        found = (schema_mismatch(entry, schema[0], where) for entry in value)
+    elif isinstance(schema, type):
+        return None if isinstance(value, schema) and (schema is bool or not isinstance(value, bool)) else where
     else:
-        return None if like(value) else where
+        return None if schema(value) else where
     return next((f"{where}.{wrong}" if where and wrong != where else wrong for wrong in found if wrong), None)
 
 
 @contextmanager
 def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A folder `parent`/.`name`.partial-... that is gone on leaving, unless it was moved, whatever happens.
+    """Yield a folder `parent`/.`name`.partial-..., which is removed on leaving unless it was moved.
 
-    Those that killed processes left are removed first: each is locked for as long as its process lives. Raises
-    OutputError when it cannot be made.
+    Such folders of killed processes are removed first: each is locked while its process lives. Raises OutputError if
+    the folder cannot be created.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +135,7 @@ def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
         work, lock = _locked_folder(parent, f".{name}.partial-")
     except OSError as error:
         raise OutputError(f"cannot write to {parent}: {error.strerror}.") from error
-    with guarded(work):
+    with with_watchdog(work):
         try:
             yield work
         finally:
@@ -147,7 +146,7 @@ def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove folders in `parent` whose name starts with `prefix` and whose process is gone."""
+    """Remove the folders in `parent` whose name starts with `prefix` and whose process is gone."""
     for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -159,7 +158,7 @@ def remove_leftovers(parent: Path, prefix: str) -> None:
 
 
 def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and the descriptor that locks it; again when another took it for a leftover before it was locked."""
+    """Return a new folder and the descriptor that locks it. Retries if another process removed it as a leftover."""
     while True:
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """interrupt_watchdog.py PID FOLDER TEXT: end a process that does not act on a signal, and remove what it leaves.
 
-Run by `interrupts.guarded` as a script of its own, so that it starts in milliseconds. Its standard input is a pipe on
-which that process's C code writes a byte for each signal, and which is closed when it is gone or needs no watcher.
+`interrupts.with_watchdog` runs this script in a process of its own, which starts in milliseconds. The watched process's
+C code writes a byte for each signal to the pipe on standard input, which is closed when no watchdog is needed.
 """
 
 import os

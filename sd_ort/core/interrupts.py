@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM, acted on within two seconds whatever a library is doing.
+"""Handling of Ctrl-C and SIGTERM within two seconds, even during a long library call.
 
-Python runs a signal's handler in its main thread, between two of its instructions: not while that thread is inside a
-library, nor while any thread keeps the interpreter's lock there. So long work runs in other threads (`in_threads`), and
-a second process (`guarded`) ends this one when the handler does not come to run.
+Python runs a signal handler in the main thread, between two instructions: not during a library call of that thread, nor
+while a thread holds the GIL in one. So long work runs in other threads (`run_interruptible`), and a watchdog process
+(`with_watchdog`) ends this process if the handler does not run.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Name prefix of threads that an interrupt does not wait for: what they write is removed, and the process ends.
+# Name prefix of threads that an interrupt does not wait for: their output is removed, and the process ends.
 STOPPABLE = "sd-ort-stoppable"
 INTERRUPTED = "sd-ort: interrupted; no half-written output is left."
 
 
 _command = False
-_came = False
+_interrupted = False
 
 
 def begin_command() -> None:
-    """From now on this process is a command: SIGTERM interrupts it as Ctrl-C does, and `guarded` may end it."""
-    global _command, _came
-    _command, _came = True, False
+    """Make this process a command: SIGTERM interrupts it as Ctrl-C does, and `with_watchdog` may end it."""
+    global _command, _interrupted
+    _command, _interrupted = True, False
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell has it for what runs in the background
         signal.signal(signal.SIGINT, _interrupt)
 
 
-def came() -> bool:
+def was_interrupted() -> bool:
     """Whether this command was interrupted: some extensions' imports turn a KeyboardInterrupt into an ImportError."""
-    return _came
+    return _interrupted
 
 
 def _interrupt(signum: int, frame: Any) -> None:
-    global _came
-    _came = True
+    global _interrupted
+    _interrupted = True
     raise KeyboardInterrupt
 
 
-def in_threads(make: Callable[[str, threading.Event], None], names: Iterable[str], at_once: int) -> None:
+def run_interruptible(make: Callable[[str, threading.Event], None], names: Iterable[str], at_once: int) -> None:
     """Call make(name, stopped) for all names in `at_once` threads; an error or interrupt sets `stopped` and is raised.
 
-    An interrupt is raised at once. The threads may still be inside a library, for seconds; they write nothing after it.
+    An interrupt is raised at once. The threads may remain in a library call for seconds, and write nothing after it.
     """
     stopped = threading.Event()
     pool = ThreadPoolExecutor(at_once, thread_name_prefix=STOPPABLE)
@@ -67,26 +67,26 @@ def in_threads(make: Callable[[str, threading.Event], None], names: Iterable[str
 
 
 @contextmanager
-def held_back() -> Iterator[list[int]]:
-    """Interrupts that come while the body runs raise nothing; the list says which came."""
-    came: list[int] = []
+def defer_interrupts() -> Iterator[list[int]]:
+    """Defer the signals of a block: they raise nothing, and are appended to the list."""
+    signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield signals
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda n, frame: came.append(n)) for number in numbers}
+    before = {number: signal.signal(number, lambda n, frame: signals.append(n)) for number in numbers}
     try:
-        yield came
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def guarded(folder: Path) -> Iterator[None]:
-    """While the body runs as a command, a second process (`watcher`) ends this one if it is not gone 1.5 s after a
-    signal; `folder`, which holds what is half written, is then removed. An interrupt leaves it watching to the end: a
-    thread that nobody waits for can keep the lock from whoever wants to exit."""
+def with_watchdog(folder: Path) -> Iterator[None]:
+    """Run a block of a command under a watchdog process, which ends this process 1.5 s after a signal and then removes
+    `folder` with its incomplete output. After an interrupt the watchdog stays until this process is gone: a thread that
+    nobody waits for can hold the GIL."""
     if not _command or threading.current_thread() is not threading.main_thread():
         yield
         return

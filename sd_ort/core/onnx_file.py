@@ -1,8 +1,8 @@
-"""ONNX files, which nobody trusts: read as a whole, and checked before anything uses them.
+"""Reader of untrusted ONNX files: the model is validated before anything uses it.
 
-What passes has one meaning and bounded work: every tensor, in functions and subgraphs too, has the bytes its shape asks
-for and lies where it may; every value is made once and before it is read; every operator of ONNX is one that its opset
-has, with attributes of the right types; functions do not call themselves.
+A valid model is unambiguous and its work is bounded. Every tensor, also in functions and subgraphs, has the bytes of
+its shape, and its external data is in an allowed place. Every value is defined once and before its consumers. Every
+ONNX operator exists in the model's opset, with attributes of the right types. Functions are not recursive.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from sd_ort.core.paths import inside
 if TYPE_CHECKING:
     import onnx
 
-# Generous bounds of what a file can ask for: the largest graph met, SDXL merged, has 12,000 nodes and 600 inputs.
-FILE_LIMIT = (1 << 31) - 1  # bytes: a protobuf's own limit; larger weights are external
-NODE_LIMIT = 100_000  # nodes, once all functions are put in place of their calls
+# Generous limits: the largest known graph, merged SDXL, has 12,000 nodes and 600 inputs.
+FILE_LIMIT = (1 << 31) - 1  # bytes, protobuf's limit; larger weights are external
+NODE_LIMIT = 100_000  # nodes after inlining all functions
 ARITY_LIMIT = 10_000  # inputs or outputs of one node
 TENSOR_LIMIT = 1 << 40  # bytes of one tensor
 AXIS_LIMIT = 1 << 31  # declared size of an axis of an input or output
 
 
-class _Refusal(Exception):
-    """Why a model is refused; `read` says where."""
+class _Invalid(Exception):
+    """Reason why a model is invalid; `read` adds the path."""
 
 
 def read(path: Path) -> onnx.ModelProto:
-    """The model at `path`, checked; the locations of its external data are absolute paths, which need no more checks.
+    """Return the validated model at `path`; locations of external data become absolute and need no more checks.
 
-    External data must lie in the folder of `path` (see `paths.inside`). Raises InputError, which says what is wrong.
+    External data must be in the folder of `path` (see `paths.inside`). Raises InputError for an invalid model.
     """
     try:
         import onnx
         from google.protobuf.message import DecodeError
-    except ImportError as error:  # beside a host's older protobuf
+    except ImportError as error:  # with an application's older protobuf
         raise InputError(f"onnx cannot be used here, see `sd-ort doctor`: {first_line(error)}.") from error
     try:
         if path.stat().st_size > FILE_LIMIT:
-            raise _Refusal("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")
+            raise _Invalid("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")
         model = onnx.ModelProto.FromString(path.read_bytes())
         if not model.graph.node:
-            raise _Refusal("is truncated or empty: export it again")
+            raise _Invalid("is truncated or empty: export it again")
         _check_model(model)
         data_file = cache(partial(_data_file, path.parent))  # thousands of tensors lie in one file
         for tensor in _tensors(model):
@@ -62,7 +62,7 @@ def read(path: Path) -> onnx.ModelProto:
         raise InputError(f"{path} is truncated or not an ONNX model: export it again.") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} holds a name that is no text: export it again.") from error
-    except _Refusal as error:
+    except _Invalid as error:
         raise InputError(f"{path} {error}.") from error
     return model
 
@@ -97,62 +97,64 @@ def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterato
             yield from (sparse.values, sparse.indices)
         for sparse in attribute.sparse_tensors:
             yield from (sparse.values, sparse.indices)
-    for graph in _subgraphs(attributes):
+    for graph in subgraphs(attributes):
         yield from _tensors_of_graph(graph)
 
 
 def _check_tensor(tensor: onnx.TensorProto, data_file: Callable[[str], tuple[Path, int]]) -> None:
-    """Raise _Refusal unless the tensor's data are as long as its shape says; make an external location absolute."""
+    """Raise _Invalid unless the data have the size of the tensor's shape; make an external location absolute."""
     import onnx
 
-    what = f"has a tensor {tensor.name!r}"
+    subject = f"has a tensor {tensor.name!r}"
     bits = _bits(tensor.data_type)
     if bits is None:
-        raise _Refusal(f"{what} of a type that is no number ({_type_name(tensor.data_type)}): export it again")
+        raise _Invalid(f"{subject} of a type that is no number ({_type_name(tensor.data_type)}): export it again")
     if any(size < 0 for size in tensor.dims):
-        raise _Refusal(f"{what} of a negative size: export it again")
+        raise _Invalid(f"{subject} of a negative size: export it again")
     count, size = math.prod(tensor.dims), _size(tensor)
     if size > TENSOR_LIMIT:
-        raise _Refusal(f"{what} of {size:.1e} bytes, more than any model has: do not trust it")
+        raise _Invalid(f"{subject} of {size:.1e} bytes, more than any model has: do not trust it")
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         _check_external(tensor, size, data_file)
     elif tensor.HasField("raw_data"):
         if len(tensor.raw_data) != size:
-            raise _Refusal(f"{what} with {len(tensor.raw_data)} bytes where its shape asks for {size}: export it again")
+            raise _Invalid(
+                f"{subject} with {len(tensor.raw_data)} bytes where its shape asks for {size}: export it again"
+            )
     else:
-        held = sum(len(getattr(tensor, field)) for field in _TYPED)
-        parts = 2 if tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128) else 1
-        packed = size if bits < 8 else count * parts
-        if held != packed:
-            raise _Refusal(f"{what} with {held} numbers where its shape asks for {packed}: export it again")
+        stored = sum(len(getattr(tensor, field)) for field in _TYPED_FIELDS)
+        components = 2 if tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128) else 1
+        expected = size if bits < 8 else count * components
+        if stored != expected:
+            raise _Invalid(f"{subject} with {stored} numbers where its shape asks for {expected}: export it again")
 
 
-_TYPED = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+_TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 
 
 def _check_external(tensor: onnx.TensorProto, size: int, data_file: Callable[[str], tuple[Path, int]]) -> None:
     entries = {entry.key: entry for entry in tensor.external_data}
-    data, there = data_file(entries["location"].value if "location" in entries else "")
+    data, available = data_file(entries["location"].value if "location" in entries else "")
     offset, length = (_number(entries[key].value) if key in entries else None for key in ("offset", "length"))
     if length is not None and length != size:
-        raise _Refusal(f"says {length} bytes of {tensor.name!r}, whose shape asks for {size}: export it again")
-    if (offset or 0) + size > there:
-        raise _Refusal(f"needs more of {data} than there is, it is truncated: copy or export it again")
+        raise _Invalid(f"says {length} bytes of {tensor.name!r}, whose shape asks for {size}: export it again")
+    if (offset or 0) + size > available:
+        raise _Invalid(f"needs more of {data} than there is, it is truncated: copy or export it again")
     entries["location"].value = str(data)
 
 
-def _data_file(home: Path, location: str) -> tuple[Path, int]:
-    """Where external data of a model in `home` really lies, and how many bytes are there."""
-    data = inside(home / location, home) if location else None
+def _data_file(folder: Path, location: str) -> tuple[Path, int]:
+    """Return the resolved path and the size in bytes of an external data file of a model in `folder`."""
+    data = inside(folder / location, folder) if location else None
     if data is None or not data.is_file():
-        raise _Refusal(f"keeps weights where no file is, {location} is missing: copy both or export again")
+        raise _Invalid(f"keeps weights where no file is, {location} is missing: copy both or export again")
     if not os.access(data, os.R_OK):
-        raise _Refusal(f"keeps weights in {data}, which may not be read: change its permissions")
+        raise _Invalid(f"keeps weights in {data}, which may not be read: change its permissions")
     return data, data.stat().st_size
 
 
 def embed(tensor: onnx.TensorProto) -> None:
-    """Put a tensor's external data, of a model that `read` gave, into the tensor itself."""
+    """Store a tensor's external data in the tensor itself; the model must come from `read`."""
     import onnx
 
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
@@ -166,20 +168,20 @@ def embed(tensor: onnx.TensorProto) -> None:
 
 
 def _size(tensor: onnx.TensorProto) -> int:
-    """Bytes that a tensor's numbers take."""
+    """Return the size of a tensor's values in bytes."""
     return -(-math.prod(tensor.dims) * (_bits(tensor.data_type) or 0) // 8)
 
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise _Refusal(f"says where its weights lie with {text[:20]!r}, which is no number: export it again")
+        raise _Invalid(f"says where its weights lie with {text[:20]!r}, which is no number: export it again")
     return int(text)
 
 
 @cache
 def _bits(data_type: int) -> int | None:
-    """Bits of an element, or None for what is no number."""
-    name = _type_name(data_type)  # most say it, as FLOAT8E4M3FN and INT4 do
+    """Return the bits of an element, or None for a dtype that is not numeric."""
+    name = _type_name(data_type)  # most names contain the number, such as FLOAT8E4M3FN and INT4
     digits = re.match(r"[A-Z]+(\d+)", name)
     return int(digits[1]) if digits else {"FLOAT": 32, "DOUBLE": 64, "BOOL": 8}.get(name)
 
@@ -193,7 +195,7 @@ def _type_name(data_type: int) -> str:
 # --- Graphs ---------------------------------------------------------------------------------------------------------
 
 Key = tuple[str, str, str]  # domain, name and overload of a function
-Scopes = tuple[set[str], ...]  # names of values, those of the outermost graph first
+Scopes = tuple[set[str], ...]  # names of values, by graph, outermost graph first
 
 
 def _check_model(model: onnx.ModelProto) -> None:
@@ -201,17 +203,17 @@ def _check_model(model: onnx.ModelProto) -> None:
 
     opsets = _opsets(model.opset_import)
     if "" not in opsets:
-        raise _Refusal("names no ONNX opset: export it again")
+        raise _Invalid("names no ONNX opset: export it again")
     if not 1 <= opsets[""] <= onnx.defs.onnx_opset_version():
-        raise _Refusal(f"is of ONNX opset {opsets['']}; known are 1 to {onnx.defs.onnx_opset_version()}")
+        raise _Invalid(f"is of ONNX opset {opsets['']}; known are 1 to {onnx.defs.onnx_opset_version()}")
     functions: dict[Key, onnx.FunctionProto] = {}
     for function in model.functions:
         key = (function.domain, function.name, function.overload)
         if key in functions:
-            raise _Refusal(f"defines the function {function.name!r} twice: export it again")
+            raise _Invalid(f"defines the function {function.name!r} twice: export it again")
         functions[key] = function
     if not model.graph.output:
-        raise _Refusal("has no outputs: export it again")
+        raise _Invalid("has no outputs: export it again")
     for value in (*model.graph.input, *model.graph.output):
         _check_value(value)
     _check_graph(model.graph, (), _Context(opsets, functions))
@@ -221,7 +223,7 @@ def _check_model(model: onnx.ModelProto) -> None:
 
 
 class _Context:
-    """What a node may call, operators by opset and functions; and the function's own attributes, which it may name."""
+    """Opsets and functions that nodes may call; inside a function also the attributes that they may refer to."""
 
     def __init__(
         self, opsets: dict[str, int], functions: dict[Key, onnx.FunctionProto], attributes: Iterable[str] = ()
@@ -234,54 +236,53 @@ def _opsets(imports: Any) -> dict[str, int]:
 
 
 def _check_value(value: onnx.ValueInfoProto) -> None:
-    kind = value.type
-    if not kind.HasField("tensor_type") or _bits(kind.tensor_type.elem_type) is None:
-        raise _Refusal(f"has an input or output {value.name!r} that is no tensor of numbers: export it again")
-    for size in kind.tensor_type.shape.dim:
+    if not value.type.HasField("tensor_type") or _bits(value.type.tensor_type.elem_type) is None:
+        raise _Invalid(f"has an input or output {value.name!r} that is no tensor of numbers: export it again")
+    for size in value.type.tensor_type.shape.dim:
         if size.dim_value == -1:  # Paddle writes -1 for an unknown size, and ONNX Runtime reads it so
             size.ClearField("dim_value")
-    if any(size.dim_value < 0 for size in kind.tensor_type.shape.dim):
-        raise _Refusal(f"has an input or output {value.name!r} of a negative size: export it again")
-    if any(size.dim_value > AXIS_LIMIT for size in kind.tensor_type.shape.dim):
-        raise _Refusal(f"has an input or output {value.name!r} of an absurd size: export it again")
+    if any(size.dim_value < 0 for size in value.type.tensor_type.shape.dim):
+        raise _Invalid(f"has an input or output {value.name!r} of a negative size: export it again")
+    if any(size.dim_value > AXIS_LIMIT for size in value.type.tensor_type.shape.dim):
+        raise _Invalid(f"has an input or output {value.name!r} of an absurd size: export it again")
 
 
 def _check_graph(graph: onnx.GraphProto, outer: Scopes, context: _Context) -> None:
-    """Every value is made once, and before it is read; `outer`: values of the graphs around this one."""
+    """Check that every value is defined once, before its consumers. `outer`: values of the enclosing graphs."""
     inputs = [value.name for value in graph.input]
     weights = [tensor.name for tensor in graph.initializer] + [t.values.name for t in graph.sparse_initializer]
     for names in (inputs, weights):
         if len(set(names)) < len(names):
-            raise _Refusal("has two inputs, or two weights, of one name: export it again")
+            raise _Invalid("has two inputs, or two weights, of one name: export it again")
     scopes = _check_nodes(graph.node, {*inputs, *weights}, outer, context)
-    if lost := [value.name for value in graph.output if not _is_made(value.name, scopes)]:
-        raise _Refusal(f"has an output {lost[0]!r} that nothing makes: export it again")
+    if undefined := [value.name for value in graph.output if not _is_defined(value.name, scopes)]:
+        raise _Invalid(f"has an output {undefined[0]!r} that nothing makes: export it again")
 
 
-def _check_nodes(nodes: Iterable[onnx.NodeProto], made: set[str], outer: Scopes, context: _Context) -> Scopes:
-    """The names of `outer`, and `made` with what the nodes make; raises _Refusal for a node that cannot be run."""
-    scopes = (*outer, made)
+def _check_nodes(nodes: Iterable[onnx.NodeProto], defined: set[str], outer: Scopes, context: _Context) -> Scopes:
+    """Check nodes, add their outputs to `defined`, and return all scopes. Raises _Invalid for an invalid node."""
+    scopes = (*outer, defined)
     for node in nodes:
         if max(len(node.input), len(node.output)) > ARITY_LIMIT:
-            raise _Refusal(f"has a {node.op_type} with more than {ARITY_LIMIT} inputs or outputs: do not trust it")
+            raise _Invalid(f"has a {node.op_type} with more than {ARITY_LIMIT} inputs or outputs: do not trust it")
         for name in filter(None, node.input):
-            if not _is_made(name, scopes):
-                raise _Refusal(f"has a {node.op_type} that reads {name!r}, which nothing before it makes: export again")
+            if not _is_defined(name, scopes):
+                raise _Invalid(f"has a {node.op_type} that reads {name!r}, which nothing before it makes: export again")
         _check_operator(node, context)
-        for graph in _subgraphs(node.attribute):
+        for graph in subgraphs(node.attribute):
             _check_graph(graph, scopes, context)
         for name in filter(None, node.output):
-            if _is_made(name, scopes):
-                raise _Refusal(f"makes the value {name!r} twice: export it again")
-            made.add(name)
+            if _is_defined(name, scopes):
+                raise _Invalid(f"makes the value {name!r} twice: export it again")
+            defined.add(name)
     return scopes
 
 
-def _is_made(name: str, scopes: Scopes) -> bool:
+def _is_defined(name: str, scopes: Scopes) -> bool:
     return any(name in scope for scope in scopes)
 
 
-def _subgraphs(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.GraphProto]:
+def subgraphs(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.GraphProto]:
     for attribute in attributes:
         if attribute.HasField("g"):
             yield attribute.g
@@ -292,61 +293,61 @@ def _check_function(function: onnx.FunctionProto, functions: dict[Key, onnx.Func
     attributes = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
     context = _Context(_opsets(function.opset_import), functions, attributes)
     scopes = _check_nodes(function.node, set(function.input), (), context)
-    if lost := [name for name in function.output if not _is_made(name, scopes)]:
-        raise _Refusal(f"has a function {function.name!r} whose output {lost[0]!r} nothing makes: export it again")
+    if undefined := [name for name in function.output if not _is_defined(name, scopes)]:
+        raise _Invalid(f"has a function {function.name!r} whose output {undefined[0]!r} nothing makes: export it again")
 
 
 def _check_operator(node: onnx.NodeProto, context: _Context) -> None:
-    """Whether ONNX has the operator, and its attributes and number of inputs are those of the schema."""
+    """Check that ONNX has the operator, with these attributes and this number of inputs."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     if any(a.ref_attr_name and a.ref_attr_name not in context.attributes for a in node.attribute):
-        raise _Refusal(f"has a {node.op_type} with an attribute of a function that it is not in: export it again")
+        raise _Invalid(f"has a {node.op_type} with an attribute of a function that it is not in: export it again")
     if (node.domain, node.op_type, node.overload) in context.functions:
         return
     if domain not in context.opsets:
-        raise _Refusal(f"calls {node.op_type!r} of the domain {domain!r}, which it does not import: export it again")
+        raise _Invalid(f"calls {node.op_type!r} of the domain {domain!r}, which it does not import: export it again")
     if domain:
-        return  # another's operators: ONNX Runtime knows them or refuses them
+        return  # custom operators: ONNX Runtime rejects unknown ones
     schema = _schema(node.op_type, context.opsets[""])
     if schema is None:
-        raise _Refusal(f"calls {node.op_type!r}, which ONNX opset {context.opsets['']} does not have: export it again")
-    types, required, least, most = schema
-    if not least <= len(node.input) <= most:
-        raise _Refusal(f"has a {node.op_type} with {len(node.input)} inputs: export it again")
+        raise _Invalid(f"calls {node.op_type!r}, which ONNX opset {context.opsets['']} does not have: export it again")
+    types, required, minimum, maximum = schema
+    if not minimum <= len(node.input) <= maximum:
+        raise _Invalid(f"has a {node.op_type} with {len(node.input)} inputs: export it again")
     for attribute in node.attribute:
         if types.get(attribute.name) != attribute.type:
-            raise _Refusal(f"has a {node.op_type} whose attribute {attribute.name!r} is wrong: export it again")
+            raise _Invalid(f"has a {node.op_type} whose attribute {attribute.name!r} is wrong: export it again")
     if missing := required - {attribute.name for attribute in node.attribute}:
-        raise _Refusal(f"has a {node.op_type} without its attribute {min(missing)!r}: export it again")
+        raise _Invalid(f"has a {node.op_type} without its attribute {min(missing)!r}: export it again")
 
 
 @cache
 def _schema(op: str, opset: int) -> tuple[dict[str, int], set[str], int, int] | None:
-    """(attribute -> type, required attributes, least and most inputs) of an operator, or None."""
+    """Return (attribute types, required attributes, minimum and maximum inputs) of an operator, or None."""
     import onnx
 
     try:
         schema = onnx.defs.get_schema(op, opset, "")
     except onnx.defs.SchemaError:
         return None
-    kinds: dict[str, Any] = {name: attribute.type for name, attribute in schema.attributes.items()}  # typed wrongly
-    types = {name: int(kind) for name, kind in kinds.items()}
+    attribute_types: dict[str, Any] = {name: attribute.type for name, attribute in schema.attributes.items()}
+    types = {name: int(attribute_type) for name, attribute_type in attribute_types.items()}
     required = {name for name, attribute in schema.attributes.items() if attribute.required}
     return types, required, schema.min_input, schema.max_input
 
 
 def _check_work(model: onnx.ModelProto, functions: dict[Key, onnx.FunctionProto]) -> None:
-    """Functions call no one that calls them, and put in place of their calls give NODE_LIMIT nodes at most."""
+    """Check that functions are not recursive, and that inlining them gives at most NODE_LIMIT nodes."""
     calls = {key: list(_calls(function.node)) for key, function in functions.items()}
     sizes: dict[Key, int] = {}
     try:
         for key in TopologicalSorter({key: set(calls[key]) & functions.keys() for key in calls}).static_order():
             sizes[key] = sum(1 + sizes.get(call, 0) for call in calls[key])
     except CycleError as error:
-        raise _Refusal(f"has a function {error.args[1][0][1]!r} that calls itself: do not trust it") from error
+        raise _Invalid(f"has a function {error.args[1][0][1]!r} that calls itself: do not trust it") from error
     total = sum(1 + sizes.get(call, 0) for call in _calls(model.graph.node))
     if max([total, *sizes.values()]) > NODE_LIMIT:
-        raise _Refusal(f"holds more than {NODE_LIMIT:,} nodes: no component of Stable Diffusion does")
+        raise _Invalid(f"holds more than {NODE_LIMIT:,} nodes: no component of Stable Diffusion does")
 
 
 def _calls(nodes: Iterable[onnx.NodeProto]) -> Iterator[Key]:
@@ -358,5 +359,5 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """Yield the nodes and those in their subgraphs."""
     for node in nodes:
         yield node
-        for graph in _subgraphs(node.attribute):
+        for graph in subgraphs(node.attribute):
             yield from all_nodes(graph.node)

@@ -62,6 +62,6 @@ def check_writable(path: Path) -> None:
         raise OutputError(f"cannot write {path}: {folder} may not be written to.")
 
 
-def words_of(prompt: str) -> str:
-    """A prompt as part of a file's name: its letters and digits, joined by hyphens; "image" for one without."""
+def slugify(prompt: str) -> str:
+    """Return a prompt as part of a file name: its letters and digits, joined by hyphens; "image" without any."""
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:48] or "image"

@@ -18,7 +18,7 @@ from typing import Any
 
 from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import mismatch, read_json, scratch_folder, without_nulls
+from sd_ort.core.files import read_json, schema_mismatch, scratch_folder, without_nulls
 from sd_ort.core.paths import inside, output_path
 
 MANIFEST = "sd_ort.json"
@@ -26,6 +26,8 @@ FORMAT = 1
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
+# Components of a hoisted pipeline folder by graph. The step graph has the name of the UNet.
+HOISTED = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
 COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
 CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
@@ -97,7 +99,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} has another format than this sd-ort reads: export or optimize again.")
     if isinstance(entries := manifest.get("components"), dict):
         manifest["components"] = {name: _with_new_keys(entry) for name, entry in entries.items()}
-    if wrong := mismatch(manifest, _MANIFEST_LIKE):
+    if wrong := schema_mismatch(manifest, _MANIFEST_LIKE):
         raise InputError(f"{path} is damaged at {wrong!r}: export or optimize again.")
     return {
         key: value if key == "options" else without_nulls(value) for key, value in manifest.items() if value is not None
@@ -143,13 +145,18 @@ def read_index(folder: Path, kind: str = "pipeline folder") -> dict[str, Any]:
     index = read_json(path, f"{folder} is no {kind}")
     parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker"]
     like = {"_class_name": str, **dict.fromkeys(parts, _is_library_and_class)}
-    if wrong := mismatch(index, like):
+    if wrong := schema_mismatch(index, like):
         raise InputError(f"{path} is damaged at {wrong!r}: get it, or export it, again.")
     return index
 
 
 def _is_library_and_class(entry: Any) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and all(name is None or isinstance(name, str) for name in entry)
+
+
+def folders_of(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return the folders of a component with the manifest entry `entry`: three if it is hoisted, else one."""
+    return list(HOISTED.values()) if "hoisted" in entry else [name]
 
 
 def check_component(folder: Path, component: str) -> Path:
@@ -167,7 +174,7 @@ def check_component(folder: Path, component: str) -> Path:
     return path
 
 
-def bare_model(path: Path) -> Path | None:
+def standalone_model(path: Path) -> Path | None:
     """The ONNX file that `path` names, or the only one in a folder that is no pipeline; else None."""
     if path.suffix == ".onnx" and not path.is_dir():
         return path

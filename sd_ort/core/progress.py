@@ -17,10 +17,12 @@ def ignore_progress(line: str) -> None:
     """Discard a progress line."""
 
 
-@cache
-def announce(line: str) -> None:
-    """Print a line to stderr, once per process."""
+def print_line(line: str) -> None:
+    """Print a line to stderr."""
     print(f"sd-ort: {line}", file=sys.stderr, flush=True)
+
+
+announce = cache(print_line)  # once per process
 
 
 @contextmanager

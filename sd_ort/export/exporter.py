@@ -30,12 +30,12 @@ from fusion_passes.weight_recipes import dump
 from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, is_sdxl, select_components
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
-from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, Tensor, size
-from sd_ort.checkpoints.unet_inputs import CONDITIONS_BY_NAME
+from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, TensorSpec, size
+from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS_BY_NAME
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
-from sd_ort.core.files import code_hash, read_json
-from sd_ort.core.interrupts import in_threads
+from sd_ort.core.files import read_json
+from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.metrics import array_errors
 from sd_ort.core.paths import output_path
 from sd_ort.core.pipeline_folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
@@ -61,27 +61,18 @@ TOLERANCE = 1e-8  # normalized mean squared error of ONNX Runtime against torch 
 
 
 # Loggers of exporter internals; errors are exceptions.
-NOISY_LOGGERS = (
-    "torch.onnx",
-    "torch.export",
-    "torch.fx",
-    "torch._dynamo",
-    "onnxscript",
-    "onnx_ir",
-    "diffusers",
-    "transformers",
-)
+NOISY_LOGGERS = "torch.onnx torch.export torch.fx torch._dynamo onnxscript onnx_ir diffusers transformers".split()
 
 
 # --- Inputs ---------------------------------------------------------------------------------------------------------
 
 
-def example_input(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
+def example_input(tensor: TensorSpec, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
     """Return random values for a graph input: token ids, timesteps in 0..1000, conditioning inputs or normal noise."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.name.encode()))
     shape = [size(axis, sizes) for axis in tensor.axes]
-    if condition := CONDITIONS_BY_NAME.get(tensor.name):
-        values = condition.made_up(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]), shape, config)
+    if spec := CONDITIONING_INPUTS_BY_NAME.get(tensor.name):
+        values = spec.synthesize(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]), shape, config)
         return torch.from_numpy(values.astype(tensor.dtype))
     if tensor.dtype == "int64":
         return torch.randint(config["vocab_size"], shape, generator=generator)
@@ -306,7 +297,7 @@ def export_checkpoint(
             if not cancel_event.is_set():
                 on_progress(f"{count}: done in {entries[name]['seconds']:.1f} s")
 
-        in_threads(export_one, names, at_once=1)
+        run_interruptible(export_one, names, at_once=1)
         manifest["components"] = entries
         write_manifest(work, manifest)
     on_progress(f"wrote {out}.")
@@ -322,9 +313,5 @@ def _previous(out: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of all packages that determine the graph, and a hash of the code of this package."""
-    packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
-    root = Path(__file__).resolve().parent
-    code = code_hash(root, root.with_name("checkpoints"))
-    code_versions = {"python": platform.python_version(), "sd_ort.export": code}
-    return code_versions | {name: version(name) for name in packages}
+    """Return the versions in the manifest of an export."""
+    return {"python": platform.python_version(), "sd-ort": version("sd-ort"), **templates.exporter_versions()}

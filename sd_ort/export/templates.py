@@ -29,7 +29,7 @@ from fusion_passes import weight_recipes as recipes
 from sd_ort.checkpoints.checkpoint import Checkpoint, is_sdxl
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import files, pipeline_folder
-from sd_ort.core.cache import cache_folder, is_there
+from sd_ort.core.cache import cache_folder, is_reachable_file
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.graphs.load import load as load_graph
 from sd_ort.weights.recipes import Read, fill
@@ -97,7 +97,7 @@ def find_template(key: str) -> Path | None:
     if file_name is not None:
         return BUNDLED / file_name
     path = _cached_path(key)
-    return path if is_there(path) else None
+    return path if is_reachable_file(path) else None
 
 
 def user_folder() -> Path:
@@ -106,12 +106,18 @@ def user_folder() -> Path:
     return Path(path) if path else cache_folder() / "templates"
 
 
-def _cached_path(key: str) -> Path:
-    """Return the path in the cache, which depends on the versions of the exporters."""
+def exporter_versions() -> dict[str, str]:
+    """Return the versions of the packages that determine an exported graph, and a hash of our code that does."""
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
-    package = Path(__file__).resolve().parent
-    versions = [files.code_hash(package, package.with_name("checkpoints")), *map(version, packages)]
-    return user_folder() / f"{key}-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:12]}.onnx.xz"
+    folder = Path(__file__).resolve().parent
+    code = files.code_hash(folder, folder.with_name("checkpoints"))
+    return {"sd_ort.export": code, **{name: version(name) for name in packages}}
+
+
+def _cached_path(key: str) -> Path:
+    """Return the path in the cache, which depends on `exporter_versions`."""
+    versions = json.dumps(exporter_versions())
+    return user_folder() / f"{key}-{hashlib.sha256(versions.encode()).hexdigest()[:12]}.onnx.xz"
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------

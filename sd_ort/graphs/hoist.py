@@ -11,9 +11,8 @@ schedule. Its outputs are concatenated to one tensor, `time_embedding` [rows, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -22,17 +21,16 @@ from fusion_passes.canonicalize.inverse_pairs import VIEWS
 from fusion_passes.cleanup import subgraphs
 from fusion_passes.graph_edits import new_initializer
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.core.pipeline_folder import HOISTED, MODEL
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
-from sd_ort.graphs.timestep import TIMESTEP, make_timestep_1d
+from sd_ort.graphs.unet import TIMESTEP, make_timestep_1d
 
+PARTS = HOISTED
 PROMPT_INPUTS = frozenset(
     "encoder_hidden_states text_embeds time_ids timestep_cond class_labels image_embeds ip_adapter_scale".split()
 )
 TIME_EMBEDDING = "time_embedding"
-# Components of a hoisted pipeline folder by graph. The step graph has the name of the UNet.
-PARTS = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
 
 # A node's level is the graph it belongs to. ANYWHERE: constants and the batch size, which every graph can compute.
 ANYWHERE, PROMPT, TIME, STEP = range(4)
@@ -42,11 +40,6 @@ BATCH_SIZES = ("sample.shape", "sample.batch")  # outputs of the two Shapes of s
 def is_hoisted(folder: Path) -> bool:
     """Return whether the UNet of a pipeline folder was split by `optimize --hoist`."""
     return (folder / PARTS["prompt"] / MODEL).is_file() and (folder / PARTS["time"] / MODEL).is_file()
-
-
-def folders_of(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return the folders of a component with the manifest entry `entry`: three if it is hoisted, else one."""
-    return list(PARTS.values()) if "hoisted" in entry else [name]
 
 
 def split(model: ir.Model) -> dict[str, ir.Model]:
@@ -72,7 +65,8 @@ def split(model: ir.Model) -> dict[str, ir.Model]:
         raise InputError("nothing in this UNet depends on the prompt or the time alone: leave out --hoist.")
     _pack_time_embeddings(parts["time"].graph, parts["step"].graph)
     for part in parts.values():
-        _clean(part)
+        for graph_pass in (common.RemoveUnusedNodesPass(), common.TopologicalSortPass()):
+            graph_pass(part)
     return parts
 
 
@@ -196,12 +190,6 @@ def _part(model: ir.Model, levels: dict[str, int], level: int) -> ir.Model:
     outgoing = [v for node in nodes for v in node.outputs if any(levels[_key(u)] > level for u, _ in v.uses())]
     if level == STEP:
         outgoing = list(graph.outputs)
-    names = [v.name for v in outgoing]
-    new_inputs = [input_like(value) for value in incoming]
-    for value, new in zip(incoming, new_inputs, strict=True):
-        ir.convenience.replace_all_uses_with(value, new)
-        value.name = f"{value.name}.elsewhere"
-    graph.inputs.extend(new_inputs)
     if level == TIME:
         timestep = next(v for v in graph.inputs if v.name == TIMESTEP)
         timestep.shape = ir.Shape([batch])
@@ -209,14 +197,30 @@ def _part(model: ir.Model, levels: dict[str, int], level: int) -> ir.Model:
         if _key(node) in BATCH_SIZES:
             own_inputs = {PROMPT: PROMPT_INPUTS, TIME: {TIMESTEP}, STEP: {"sample"}}[level]
             node.replace_input_with(0, next(v for v in _batched_inputs(graph) if v.name in own_inputs))
+    cut_subgraph(model, incoming, outgoing)
+    return model
+
+
+def cut_subgraph(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> None:
+    """Reduce a model to the nodes between `inputs`, which become graph inputs, and `outputs`.
+
+    Graph inputs that these nodes use stay.
+    """
+    graph = model.graph
+    names = [value.name for value in outputs]
+    for value in inputs:
+        new = input_like(value)
+        ir.convenience.replace_all_uses_with(value, new)
+        value.name = f"{value.name}.elsewhere"
+        graph.inputs.append(new)
     graph.outputs.clear()
-    graph.outputs.extend(outgoing)
-    for value, name in zip(outgoing, names, strict=True):
+    graph.outputs.extend(outputs)
+    for value, name in zip(outputs, names, strict=True):
         value.name = name
     common.RemoveUnusedNodesPass()(model)
+    common.RemoveUnusedFunctionsPass()(model)
     for value in [v for v in graph.inputs if not v.uses() and not v.is_graph_output()]:
         graph.inputs.remove(value)
-    return model
 
 
 def _is_from_lower_level(value: ir.Value, levels: dict[str, int], level: int) -> bool:
@@ -266,13 +270,3 @@ def _width(value: ir.Value) -> int:
     """Return the size of the last axis, or 0 if it is symbolic."""
     size = value.shape[-1] if value.shape is not None and len(value.shape) else None
     return size if isinstance(size, int) else 0
-
-
-def _clean(model: ir.Model) -> None:
-    passes: Iterable[ir.passes.PassBase] = (
-        common.RemoveUnusedNodesPass(),
-        common.RemoveUnusedFunctionsPass(),
-        common.TopologicalSortPass(),
-    )
-    for step in passes:
-        step(model)

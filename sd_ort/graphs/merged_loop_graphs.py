@@ -1,4 +1,4 @@
-"""Guidance and scheduler graphs of a merged pipeline, for linear schedulers (see `family.schedule`).
+"""Guidance and scheduler graphs of a merged pipeline, for linear schedulers (see `checkpoints.schedule`).
 
 They share the tensor `history` (T + 1, B, C, h, w) float32: the initial latents, then the prediction of each step.
     INIT_HISTORY       latents -> history with zeros for the predictions
@@ -67,10 +67,10 @@ APPEND_PREDICTION = """(float[b, c, h, w] prediction, float[t1, b, c, h, w] hist
     positions = Range (begin, end, step)
     update = Unsqueeze (prediction, front)
     index_out = Add (index, one)
-    found = Equal (positions, index_out)
+    is_position = Equal (positions, index_out)
     column = Constant <value_ints = [-1, 1, 1, 1, 1]> ()
-    its_place = Reshape (found, column)
-    history_out = Where (its_place, update, history)
+    slot = Reshape (is_position, column)
+    history_out = Where (slot, update, history)
 }"""
 
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 
 from fusion_passes.shapes.infer import annotate
 from sd_ort.core.errors import InputError
-from sd_ort.graphs.hoist import all_inputs, input_like
+from sd_ort.graphs.hoist import all_inputs, cut_subgraph
 from sd_ort.graphs.load import load, serialize_over_data
 
 MAX_IMBALANCE = 0.05  # maximum distance of a cut from a balanced one, as a fraction of all weights
@@ -118,15 +117,5 @@ def _extract(model: ir.Model, start: int, end: int, outgoing: Sequence[str]) -> 
     names = [str(value.name) for value in incoming]
     outputs = [value for node in nodes[start:end] for value in node.outputs if value.name in set(outgoing)]
     outputs = outputs if outgoing else list(graph.outputs)
-    for value in incoming:
-        new = input_like(value)
-        ir.convenience.replace_all_uses_with(value, new)
-        value.name = f"{value.name}.elsewhere"
-        graph.inputs.append(new)
-    graph.outputs.clear()
-    graph.outputs.extend(outputs)
-    common.RemoveUnusedNodesPass()(model)
-    common.RemoveUnusedFunctionsPass()(model)
-    for value in [v for v in graph.inputs if not v.uses() and not v.is_graph_output()]:
-        graph.inputs.remove(value)
+    cut_subgraph(model, list(incoming), outputs)
     return model, names

@@ -3,7 +3,7 @@
     conditioning_graph     outputs of the text encoders -> an input of the UNet
     repeat_rows_graph      rows of one prompt -> rows of all steps, for the time graph of a hoisted UNet
     sum_residuals_graph    residuals of several ControlNets -> their sums
-    scheduler_step_graph   between two UNet calls: guidance, scheduler (a table, see `family.schedule`), next input
+    scheduler_step_graph   between two UNet calls: guidance, scheduler (a table, see `checkpoints.schedule`), next input
     unscale_latents_graph  final latents -> input of the VAE decoder
     to_uint8_graph         output of the VAE decoder -> uint8 image
 

@@ -5,154 +5,115 @@ The result is a serialized graph over the external data of the original (see `ru
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
-import onnx_ir.passes.common as common
 
-from fusion_passes import value_queries
-from fusion_passes.graph_edits import new_initializer
+from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError
-from sd_ort.graphs.load import load, serialize_over_data
 
-NORMS = ("LayerNormalization", "SkipLayerNormalization")
-SUM = 3  # index of SkipLayerNormalization's output with the sum, its normalized input
+if TYPE_CHECKING:
+    import onnx
+
+FLOAT, INT32 = 1, 6  # onnx.TensorProto.DataType
 
 
 def modified_graph(path: Path, layers: int, skip: int = 0, new_tokens: tuple[int, np.ndarray] | None = None) -> bytes:
     """Return the serialized text encoder at `path` without the last `skip` of its `layers` layers.
 
-    `new_tokens`: the first new token id, and the float32 embeddings (n, C) of the ids from there on.
+    `new_tokens`: the first new token id, and the float32 embeddings (n, C) of the ids from there on. Only `skip` needs
+    onnx_ir, whose import takes a second.
 
     Raises:
         InputError: if the layers or the embedding table are not found in the graph.
     """
-    model = load(path)
+    import onnx
+
     if skip:
+        from sd_ort.graphs.clip_skip import skip_layers
+        from sd_ort.graphs.load import load, serialize_over_data
+
+        model = load(path)
         skip_layers(model, layers, skip)
-    if new_tokens is not None:
-        add_token_embeddings(model, *new_tokens)
-    return serialize_over_data(model, path.parent)
-
-
-def skip_layers(model: ir.Model, layers: int, skip: int) -> None:
-    """Take the embeddings from `skip` layers earlier, as diffusers' clip_skip.
-
-    A layer has two norms, and a final norm follows the last layer, so the input of norm 2 * (layers - skip) is the
-    output of layer `layers - skip`. For `last_hidden_state` that norm gets the weights of the final norm and replaces
-    its output. SDXL's `hidden_states` is the output of the penultimate layer before any norm, so it becomes the input
-    of the norm one layer earlier. If every layer is an output (Optimum's SDXL), the penultimate output and an earlier
-    one exchange names.
-    """
-    if f"hidden_states.{layers}" in {value.name for value in model.graph.outputs}:
-        _skip_outputs(model.graph, layers, skip)
-        return
-    norms = [node for node in model.graph if node.op_type in NORMS]
-    outputs = {str(value.name): value for value in model.graph.outputs}
-    normed = "last_hidden_state" in outputs
-    complete, truncated = 2 * layers + 1, 2 * (layers - 1)  # SDXL's first encoder ends before its last layer
-    index = 2 * (layers - skip - (not normed))
-    if len(norms) not in ((complete,) if normed else (complete, truncated)) or not (
-        {"last_hidden_state", "hidden_states"} & outputs.keys()
-    ):
-        raise InputError("clip_skip finds no layers in this text encoder: export the pipeline with sd-ort.")
-    if index < 0:
-        raise _too_many(layers, skip)
-    norm, last = norms[index], norms[-1]
-    if not normed:
-        _replace_output(model, outputs["hidden_states"], _norm_input(norm))  # the pooled output still uses all layers
+        proto = onnx.ModelProto.FromString(serialize_over_data(model, path.parent))
     else:
-        gamma = 2 if norm.op_type == NORMS[1] else 1
-        last_gamma = 2 if last.op_type == NORMS[1] else 1
-        for offset in range(2):  # gamma and beta
-            norm.replace_input_with(gamma + offset, last.inputs[last_gamma + offset])
-        _replace_value(model, last.outputs[0], norm.outputs[0])
-    common.RemoveUnusedNodesPass()(model)
+        proto = onnx_file.read(path)
+        for tensor in proto.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = Path(entry.value).name
+    if new_tokens is not None:
+        add_token_embeddings(proto.graph, *new_tokens)
+    serialized: bytes = proto.SerializeToString()
+    return serialized
 
 
-def _skip_outputs(graph: ir.Graph, layers: int, skip: int) -> None:
-    outputs = {str(value.name): value for value in graph.outputs}
-    if skip >= layers:
-        raise _too_many(layers, skip)
-    penultimate, earlier = outputs[f"hidden_states.{layers - 1}"], outputs[f"hidden_states.{layers - 1 - skip}"]
-    penultimate.name, earlier.name = earlier.name, penultimate.name
-
-
-def _too_many(layers: int, skip: int) -> InputError:
-    return InputError(f"clip_skip {skip} is more than this text encoder's {layers} layers can leave out.")
-
-
-def add_token_embeddings(model: ir.Model, first: int, rows: np.ndarray) -> None:
+def add_token_embeddings(graph: onnx.GraphProto, first: int, rows: np.ndarray) -> None:
     """Use the embeddings `rows` (n, C) for token ids from `first` on, instead of the embedding table."""
-    graph = model.graph
-    lookup = next((n for n in graph if n.op_type == "Gather" and _reads_ids(n.inputs[1]) and _table(n.inputs[0])), None)
-    stored = None if lookup is None else _table(lookup.inputs[0])
-    if lookup is None or stored is None or stored.const_value is None:
-        raise InputError("this text encoder's table of token embeddings is not found: export the pipeline with sd-ort.")
-    table, ids = lookup.inputs
-    assert table is not None
-    assert ids is not None
-    dtype = stored.const_value.dtype if table is stored else ir.DataType.FLOAT
-    integer = np.int32 if ids.dtype == ir.DataType.INT32 else np.int64
-    bound = new_initializer(graph, "words.first", np.array(first, integer))
-    zero, axis = (
-        new_initializer(graph, "words.zero", np.array(0, integer)),
-        new_initializer(graph, "words.axis", np.array([-1])),
+    from onnx import helper, numpy_helper
+
+    producers = {output: node for node in graph.node for output in node.output}
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    lookup, table = next(
+        (
+            (node, table)
+            for node in graph.node
+            if node.op_type == "Gather" and _reads_ids(node.input[1], producers)
+            if (table := _table(node.input[0], producers, tensors)) is not None
+        ),
+        (None, None),
     )
-    new_table = new_initializer(graph, "words.rows", rows.astype(dtype.numpy()))
-    nodes: list[ir.Node] = []
+    if lookup is None or table is None:
+        raise InputError("this text encoder's table of token embeddings is not found: export the pipeline with sd-ort.")
+    embeddings, ids = lookup.input
+    # Behind a Cast of the table, which is to float32, the rows are float32 too.
+    dtype = helper.tensor_dtype_to_np_dtype(table.data_type) if table.name == embeddings else np.dtype(np.float32)
+    integer = _dtype_of_ids(ids, producers, graph)
+    constants = {"first": np.array(first, integer), "zero": np.array(0, integer), "axis": np.array([-1])}
+    constants["rows"] = rows.astype(dtype)
+    graph.initializer.extend(numpy_helper.from_array(value, f"words.{name}") for name, value in constants.items())
+    nodes: list[onnx.NodeProto] = []
 
-    def node(op: str, *inputs: ir.Value | None) -> ir.Value:
-        new = ir.node(op, list(inputs))
-        new.outputs[0].name = f"words.{op.lower()}.{len(nodes)}"
-        nodes.append(new)
-        return new.outputs[0]
+    def node(op: str, *inputs: str) -> str:
+        nodes.append(helper.make_node(op, inputs, [f"words.{op.lower()}.{len(nodes)}"]))
+        return str(nodes[-1].output[0])
 
-    is_old = node("Less", ids, bound)
-    old = node("Gather", table, node("Where", is_old, ids, zero))
-    new = node("Gather", new_table, node("Where", is_old, zero, node("Sub", ids, bound)))
-    embeddings = node("Where", node("Unsqueeze", is_old, axis), old, new)
-    graph.insert_before(lookup, nodes)
-    _replace_value(model, lookup.outputs[0], embeddings)
-    graph.remove(lookup, safe=True)
-
-
-def _norm_input(norm: ir.Node) -> ir.Value:
-    """Return the value that a norm normalizes."""
-    value = norm.inputs[0] if norm.op_type == NORMS[0] else norm.outputs[SUM]
-    assert value is not None
-    return value
-
-
-def _replace_value(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    """Replace `old` by `new`, which takes its name if `old` is a graph output."""
-    new.type, new.shape = old.type, old.shape
-    if old.is_graph_output():
-        _replace_output(model, old, new)
-    ir.convenience.replace_all_uses_with(old, new)
+    is_old = node("Less", ids, "words.first")
+    old = node("Gather", embeddings, node("Where", is_old, ids, "words.zero"))
+    new = node("Gather", "words.rows", node("Where", is_old, "words.zero", node("Sub", ids, "words.first")))
+    nodes.append(helper.make_node("Where", [node("Unsqueeze", is_old, "words.axis"), old, new], [lookup.output[0]]))
+    index = list(graph.node).index(lookup)
+    every = [*graph.node[:index], *nodes, *graph.node[index + 1 :]]
+    del graph.node[:]
+    graph.node.extend(every)
 
 
-def _replace_output(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    """Replace the graph output `old` by `new`, which takes its name."""
-    index = next(index for index, value in enumerate(model.graph.outputs) if value is old)
-    new.type, new.shape = old.type, old.shape
-    name, old.name = old.name, f"{old.name}.old"
-    new.name = name
-    model.graph.outputs[index] = new
-
-
-def _reads_ids(value: ir.Value | None) -> bool:
+def _reads_ids(name: str, producers: Mapping[str, onnx.NodeProto]) -> bool:
     """Return whether a value is the graph input input_ids, possibly cast or reshaped."""
-    while (
-        value is not None and (node := value.producer()) is not None and node.op_type in ("Cast", "Reshape", "Flatten")
-    ):
-        value = node.inputs[0]
-    return value is not None and value.producer() is None and value.name == "input_ids"
+    while (node := producers.get(name)) is not None and node.op_type in ("Cast", "Reshape", "Flatten"):
+        name = node.input[0]
+    return name == "input_ids"
 
 
-def _table(value: ir.Value | None) -> ir.Value | None:
+def _dtype_of_ids(name: str, producers: Mapping[str, onnx.NodeProto], graph: onnx.GraphProto) -> type[np.integer]:
+    """Return the dtype of a value that `_reads_ids`: that of the last Cast, else of the graph input."""
+    while (node := producers.get(name)) is not None and node.op_type != "Cast":
+        name = node.input[0]
+    if node is not None:
+        dtype = next(attribute.i for attribute in node.attribute if attribute.name == "to")
+    else:
+        dtype = next(value.type.tensor_type.elem_type for value in graph.input if value.name == name)
+    return np.int32 if dtype == INT32 else np.int64
+
+
+def _table(
+    name: str, producers: Mapping[str, onnx.NodeProto], tensors: Mapping[str, onnx.TensorProto]
+) -> onnx.TensorProto | None:
     """Return the constant embedding table (vocabulary, C) of a value, also behind the Cast to float32 of target cpu."""
-    if value is not None and (cast := value.producer()) is not None and cast.op_type == "Cast":
-        value = cast.inputs[0] if cast.attributes["to"].as_int() == ir.DataType.FLOAT else None
-    return value if value is not None and value_queries.is_constant(value) and len(value.shape or ()) == 2 else None
+    cast = producers.get(name)
+    if cast is not None and cast.op_type == "Cast" and any(a.name == "to" and a.i == FLOAT for a in cast.attribute):
+        name = cast.input[0]
+    table = tensors.get(name)
+    return table if table is not None and len(table.dims) == 2 else None

@@ -55,7 +55,12 @@ def clashes(requirements: Sequence[str] | None = None) -> list[str]:
 
     `requirements`: as for pip; None for those of the installed sd-ort without its extras.
     """
-    direct = _applicable(metadata.requires("sd-ort") if requirements is None else requirements)
+    lines = metadata.requires("sd-ort") if requirements is None else requirements
+    direct = _applicable(lines)
+    for requirement in _applicable(lines, "export"):  # torch and the like need not be installed
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if requirement not in direct and metadata.version(requirement.name):
+                direct.append(requirement)
     found = [line for requirement in direct if (line := _unmet(requirement, "{} was tested"))]
     for package in direct:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -64,10 +69,10 @@ def clashes(requirements: Sequence[str] | None = None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _applicable(lines: Sequence[str] | None) -> list[Requirement]:
-    """Return the requirements whose markers hold here, without extras."""
+def _applicable(lines: Sequence[str] | None, extra: str = "") -> list[Requirement]:
+    """Return the requirements whose markers hold here, with those of one extra."""
     requirements = [Requirement(line) for line in lines or ()]
-    return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]
 
 
 def _unmet(requirement: Requirement, expected: str) -> str | None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-import fusion_passes
 from fusion_passes import DOMAIN
+from fusion_passes.canonicalize import canonicalize, why_not_fused
+from fusion_passes.fuse import FUSIONS, fuse
 from fusion_passes.graph_pass import PassOutcome
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
@@ -58,13 +59,13 @@ def explain(path: Path, components: list[str] | None = None, provider: str | Non
     An entry has: before, after, fused and unfused_ops (node counts by operator), sites (list of scope, op, fused,
     reason or None, value, and near_misses if there are any, see `rejection_reasons`), lowered (by pass of the target:
     rewrote, counts by rule, and unfused, a list of scope, op, reason, value), note; for an optimized folder also
-    target and not_lowered; with `provider`, which must be the sd-ort provider or rocm, placement (see
+    target and kernel_fallbacks; with `provider`, which must be the sd-ort provider or rocm, placement (see
     `node_assignment`).
 
     Raises:
         InputError: if `path` is neither, or an optimized folder whose source no longer exists.
     """
-    if (model := pipeline_folder.bare_model(path)) is not None:
+    if (model := pipeline_folder.standalone_model(path)) is not None:
         return {"components": {pipeline_folder.model_name(model): _component(model, None, {}, provider)}}
     manifest = pipeline_folder.read_manifest(path) if path.is_dir() else {}
     names = [name for name in pipeline_folder.components(path) if not _is_hoisted_part(path, name)]
@@ -92,8 +93,8 @@ def _component(
     with blaming(source):
         model = load(source)
         before = Counter(node.op_type for node in model.graph)
-        outcomes = fusion_passes.canonicalize(model)
-        outcomes |= fusion_passes.fuse(model, fusion_passes.FUSIONS if target is None else target.fusions)
+        outcomes = canonicalize(model)
+        outcomes |= fuse(model, FUSIONS if target is None else target.fusions)
         _record_reasons(model, outcomes)
         lowered = {} if target is None else _lower(model, target)
         component_sites = sites(model)
@@ -145,7 +146,7 @@ def sites(model: ir.Model) -> list[dict[str, Any]]:
 
 def _record_reasons(model: ir.Model, outcomes: Mapping[str, PassOutcome]) -> None:
     """Set the reason at every node of UNFUSED_OPS; lowering copies the metadata to the nodes that replace them."""
-    unsupported = fusion_passes.why_not_fused(model)
+    unsupported = why_not_fused(model)
     for node in model.graph:
         if node.op_type not in UNFUSED_OPS or node.op_type in LAYOUT_OPS:
             continue

@@ -21,7 +21,7 @@ from sd_ort.checkpoints.synthetic_inputs import SIZES, Arrays, random_inputs
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, SdOrtError, VerificationError
 from sd_ort.core.metrics import array_errors
-from sd_ort.core.pipeline_folder import bare_model, model_name
+from sd_ort.core.pipeline_folder import model_name, standalone_model
 from sd_ort.graphs import hoist
 from sd_ort.graphs.cpu_emulation import cpu_equivalent, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
@@ -65,7 +65,7 @@ def verify(
         ProviderError: if the provider cannot run a component.
     """
     paths = _paths(source, optimized, components)
-    single_file = bare_model(source) is not None
+    single_file = standalone_model(source) is not None
     if inputs and not single_file:
         check_recorded(inputs, list(paths))
     rows: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ def check(result: dict[str, Any]) -> None:
 
 def _paths(source: Path, optimized: Path, components: Sequence[str] | None) -> dict[str, tuple[Path, Path]]:
     """Return the source and optimized ONNX file of each component of both folders, or of two ONNX files."""
-    files = [model for path in (source, optimized) if (model := bare_model(path)) is not None]
+    files = [model for path in (source, optimized) if (model := standalone_model(path)) is not None]
     if len(files) == 2 and not components:
         return {model_name(files[0]): (files[0], files[1])}
     if files:

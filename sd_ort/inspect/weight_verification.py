@@ -14,7 +14,6 @@ from sd_ort.checkpoints.open import DEFAULT, CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, VerificationError
-from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
 from sd_ort.weights.recipes import derived_weight, read_recipes
 
@@ -54,7 +53,7 @@ def verify_weights(
         sources = {n for recipe in recipes.values() for n in weight_recipes.sources(recipe)}
         read = checkpoint.read_tensors(MODEL_OF.get(name, name), sources)
         count, different = 0, list[str]()
-        for part in hoist.folders_of(name, entries[name]):
+        for part in pipeline_folder.folders_of(name, entries[name]):
             initializers = load(pipeline_folder.check_component(optimized, part)).graph.initializers
             stored = {n: v.const_value for n, v in initializers.items() if n in recipes and v.const_value is not None}
             for weight, tensor in stored.items():

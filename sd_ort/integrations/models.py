@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from sd_ort.checkpoints.configs import component_config
-from sd_ort.checkpoints.tokenizer import whole_tokenizer
+from sd_ort.checkpoints.tokenizer import load_hf_tokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import read_index
 from sd_ort.integrations.tensors import Tensors, TorchOrtModel, torch_dtype
-from sd_ort.pipelines.lora_methods import LoraMethods
+from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import ORT_PROVIDERS, choose_provider, installed_gpus, provider_for
 from sd_ort.runtime.providers import log
@@ -29,7 +29,7 @@ def default_provider() -> str:
     return choice.provider
 
 
-class TorchComponentSessions(LoraMethods):
+class TorchComponentSessions(LoraMixin):
     """Components of a pipeline folder as functions of torch tensors, opened at their first use.
 
     `device` is the device of the outputs: the GPU that torch and ONNX Runtime share, or the CPU.
@@ -68,7 +68,7 @@ class TorchComponentSessions(LoraMethods):
 
     def tokenizer(self, component: str) -> Any:
         """Return the transformers tokenizer of a text encoder. Raises InputError if the folder has none."""
-        return whole_tokenizer(self.folder / component.replace("text_encoder", "tokenizer"))
+        return load_hf_tokenizer(self.folder / component.replace("text_encoder", "tokenizer"))
 
     def dtype(self, component: str) -> torch.dtype:
         """Return the dtype of a component's first floating-point input, or float32 if it has none."""
@@ -127,9 +127,9 @@ class TorchComponentSessions(LoraMethods):
 
             self.loras = LoraManager(self.folder)
         if self.loras is not None:
-            self.weights_changed(self.loras.apply(self.models, {component: deltas}))
+            self.on_weights_updated(self.loras.apply(self.models, {component: deltas}))
 
-    def weights_changed(self, closed: bool) -> None:
+    def on_weights_updated(self, closed: bool) -> None:
         """Invalidate cached outputs after an update of weights. `closed`: sessions were closed for it."""
         if closed:
             self.torch_models.clear()

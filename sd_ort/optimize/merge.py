@@ -1,18 +1,18 @@
-"""Merge: a whole pipeline as one ONNX model, from token ids and noise to the image.
+"""Merges a pipeline into one ONNX model, from token ids and noise to the image.
 
     input_ids, negative_ids -> text encoder(s) -+
     latents -----------------------------------> Loop over steps: UNet, guidance, scheduler -> VAE decoder -> image
 
-One file, one session, one memory arena. The scheduler is a matrix (see `family.schedule`) and an input with a default,
-so the model takes other step counts and schedulers without being made again. The parts of a hoisted UNet that run once
-run before the loop. Weights are streamed from one file to the other, a tensor at a time.
+The model has one session and one memory arena. The scheduler is a matrix (see `checkpoints.schedule`), an input with a
+default, so that the number of steps and the scheduler can be changed at run time. Parts of a hoisted UNet that run once
+run before the loop. Weights are copied from file to file one tensor at a time.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,25 @@ from fusion_passes.graph_edits import new_initializer
 from sd_ort.checkpoints.conditioning import embedding_output, latent_scale, text_encoders
 from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.generation_defaults import generation_defaults
-from sd_ort.checkpoints.schedule import linear_schedule
-from sd_ort.checkpoints.schedule_cache import LinearSchedule
-from sd_ort.checkpoints.schedulers import make_scheduler, set_timesteps
+from sd_ort.checkpoints.linear_schedule import LinearSchedule, fixed_schedule
+from sd_ort.checkpoints.schedule import DiffusersTimetable
+from sd_ort.checkpoints.schedulers import make_scheduler
 from sd_ort.core import pipeline_folder
+from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import output_path
+from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.graphs import hoist
 from sd_ort.graphs import merged_loop_graphs as loop_graphs
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
-from sd_ort.graphs.timestep import make_timestep_1d
+from sd_ort.graphs.unet import make_timestep_1d
 
 FLOAT = ir.DataType.FLOAT
 
 
+@accept_old_names(report="on_progress")
 def merge(
     source: Path,
     output: Path,
@@ -46,56 +49,61 @@ def merge(
     steps: int | None = None,
     guidance: float | None = None,
     scheduler: str | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
     """Write the text-to-image pipeline of `source` to `output` as `pipeline/model.onnx`, and return its manifest.
 
-    `steps`, `guidance`, `scheduler`: defaults of the model's inputs timesteps, scales, weights and guidance_scale;
-    None for those of the folder.
-    Raises InputError for a folder that is no text-to-image pipeline, for components of different opsets, and for a
-    scheduler that is not linear; OutputError when `output` cannot be written, and then nothing is left behind.
+    `steps`, `guidance` and `scheduler` are the defaults of the model's inputs timesteps, scales, weights and
+    guidance_scale; None is the default of the folder. `report` is the old name of `on_progress`. After an error, no
+    files remain.
+
+    Raises:
+        InputError: `source` is no text-to-image pipeline, its components have different opsets, or the scheduler is not
+            linear.
+        OutputError: `output` cannot be written.
     """
     output_path(output, source)
     defaults = generation_defaults(source)
     steps, guidance = steps or defaults.steps, defaults.guidance if guidance is None else guidance
     index = pipeline_folder.read_index(source)
-    there = pipeline_folder.components(source)
+    available = pipeline_folder.components(source)
     names = [*text_encoders(index), "unet", "vae_decoder"]
-    if "controlnet" in there or component_config(source, "unet", required=True).get("in_channels", 4) != 4:
+    if "controlnet" in available or component_config(source, "unet", required=True).get("in_channels", 4) != 4:
         raise InputError(f"{source} draws from pictures: only a text-to-image pipeline can be merged.")
     names += [hoist.PARTS["prompt"], hoist.PARTS["time"]] if hoist.is_hoisted(source) else []
     parts = {name: load(pipeline_folder.check_component(source, name)) for name in names}
-    read = {str(value.name) for part in parts.values() for value in part.graph.inputs}
-    if foreign := read & {"timestep_cond", "class_labels", "image_embeds"}:
-        raise InputError(f"{source} has a UNet that takes {', '.join(foreign)}, which a merged model has no input for.")
+    input_names = {str(value.name) for part in parts.values() for value in part.graph.inputs}
+    if unsupported := input_names & {"timestep_cond", "class_labels", "image_embeds"}:
+        raise InputError(
+            f"{source} has a UNet that takes {', '.join(unsupported)}, which a merged model has no input for."
+        )
     if "timestep" in {value.name for value in parts["unet"].graph.inputs} and not make_timestep_1d(parts["unet"]):
         raise InputError(f"{source} has a UNet that computes with its timestep, which has no axis, at once.")
-    chosen = make_scheduler(source, scheduler)
-    set_timesteps(chosen, steps)
-    schedule = linear_schedule(chosen, chosen.timesteps, float(chosen.init_noise_sigma))
+    instance = make_scheduler(source, scheduler)
+    schedule = fixed_schedule(DiffusersTimetable(instance, steps, 0.0))
     model = _Merger(parts, component_config(source, "vae_decoder", required=True), schedule, guidance).model
-    before = pipeline_folder.read_manifest(source)
+    description = pipeline_folder.read_manifest(source).get("source", {})
     manifest = {
         "stage": "merge",
-        "source": {**before.get("source", {}), "folder": str(source.resolve())},
+        "source": {**description, "folder": str(source.resolve())},
         "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "diffusers")},
-        "options": {"steps": steps, "guidance": guidance, "scheduler": type(chosen).__name__},
+        "options": {"steps": steps, "guidance": guidance, "scheduler": type(instance).__name__},
         "components": {pipeline_folder.MERGED: {"nodes": sum(1 for _ in model.graph.all_nodes()), "merged": names}},
     }
     with pipeline_folder.staged(output, source) as work:
         pipeline_folder.copy_configs(source, work, names)
         (work / "scheduler").mkdir(exist_ok=True)
         scheduler_config = work / "scheduler" / "scheduler_config.json"
-        config = {**dict(chosen.config), "_class_name": type(chosen).__name__}
+        config = {**dict(instance.config), "_class_name": type(instance).__name__}
         scheduler_config.write_text(json.dumps(config, indent=2, default=str) + "\n")
         save(model, work / pipeline_folder.MERGED / pipeline_folder.MODEL)
         pipeline_folder.write_manifest(work, manifest)
-    report(f"Wrote {output}: {', '.join(names)} as one model.")
+    on_progress(f"Wrote {output}: {', '.join(names)} as one model.")
     return pipeline_folder.read_manifest(output)
 
 
 class _Merger:
-    """Builds the merged model from top to bottom; `model` is the result."""
+    """Builds the merged model, `model`."""
 
     def __init__(
         self, parts: Mapping[str, ir.Model], vae: Mapping[str, Any], schedule: LinearSchedule, guidance: float
@@ -110,7 +118,7 @@ class _Merger:
         conditioning = self._encode()
         latents = self._input("latents", ["batch", 4, "height", "width"])
         self.timesteps = self._input("timesteps", ["steps"], schedule.timesteps)
-        self.scales = self._input("scales", ["steps"], schedule.scales)
+        self.scales = self._input("scales", ["steps"], schedule.input_scales)
         self.weights = self._input("weights", ["states", "states"], schedule.weights)
         self.guidance = self._input("guidance_scale", [1], np.array([guidance], np.float32))
         fixed, by_step = self._hoisted(conditioning) if "unet_prompt" in parts else (conditioning, {})
@@ -123,7 +131,7 @@ class _Merger:
     # --- The stages -------------------------------------------------------------------------------------------------
 
     def _encode(self) -> dict[str, ir.Value]:
-        """The UNet's conditioning of 2B rows, negative first."""
+        """Return the UNet's conditioning inputs of 2B batch rows, negative first."""
         hidden, conditioning = [], {}
         for name in (name for name in self.parts if name.startswith("text_encoder")):
             suffix = name.removeprefix("text_encoder")
@@ -138,7 +146,7 @@ class _Merger:
         conditioning["encoder_hidden_states"] = self._node("Concat", hidden, axis=2) if len(hidden) > 1 else hidden[0]
         if not self.is_xl:
             return conditioning
-        # SDXL's unconditional rows are zeros unless a negative prompt was given.
+        # SDXL's unconditional rows are zeros without a negative prompt.
         strength = self._input("negative_strength", [1], np.zeros(1, np.float32))
         for name, value in conditioning.items():
             conditioning[name] = self._scale_negative(value, strength)
@@ -147,7 +155,7 @@ class _Merger:
         return conditioning
 
     def _hoisted(self, conditioning: Mapping[str, ir.Value]) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
-        """(results of the prompt's graph, results (T, rows, ...) of the time graph for all steps)."""
+        """Return (outputs of the prompt graph, outputs (T, batch rows, ...) of the time graph for all steps)."""
         prompt, time = self.parts["unet_prompt"], self.parts["unet_time"]
         fixed = inline(self.model, prompt, self._cast_all(prompt, conditioning), "unet_prompt.")
         rows = self._node("Shape", [conditioning["encoder_hidden_states"]], start=0, end=1)
@@ -158,8 +166,8 @@ class _Merger:
         inputs = {"timestep": self._node("Reshape", [spread, self._ints([-1])])}
         for name in [str(v.name) for v in time.graph.inputs if v.name != "timestep"]:
             tail = self._node("Shape", [fixed[name]], start=1)
-            every = self._node("Expand", [fixed[name], self._node("Concat", [grid, tail], axis=0)])
-            inputs[name] = self._node("Reshape", [every, self._node("Concat", [self._ints([-1]), tail], axis=0)])
+            expanded = self._node("Expand", [fixed[name], self._node("Concat", [grid, tail], axis=0)])
+            inputs[name] = self._node("Reshape", [expanded, self._node("Concat", [self._ints([-1]), tail], axis=0)])
         outputs = inline(self.model, time, self._cast_all(time, inputs), "unet_time.")
         by_step = {}
         for name, value in outputs.items():
@@ -168,7 +176,7 @@ class _Merger:
         return fixed, by_step
 
     def _loop(self, history: ir.Value, fixed: Mapping[str, ir.Value], by_step: Mapping[str, ir.Value]) -> ir.Value:
-        """History after all steps. The UNet's weights lie in the loop's body, which reads the rest from outside."""
+        """Return the history after all steps. The UNet's weights are in the body of the loop."""
         unet = self.parts["unet"]
         fixed = self._cast_all(unet, fixed)
         by_step = self._cast_all(unet, by_step)
@@ -188,8 +196,8 @@ class _Merger:
         inputs["sample"] = self._call(loop_graphs.DUPLICATE_ROWS, "input.", sample=inputs["sample"])["rows"]
         now = {name: self._node("Gather", [value, number], axis=0) for name, value in by_step.items()}
         feed = {**fixed, **now, **self._cast_all(unet, inputs)}
-        wanted = {str(v.name): feed[str(v.name)] for v in unet.graph.inputs}
-        noise = inline(self.model, unet, wanted, "unet.", into=self.graph)["out_sample"]
+        feed = {str(v.name): feed[str(v.name)] for v in unet.graph.inputs}
+        noise = inline(self.model, unet, feed, "unet.", into=self.graph)["out_sample"]
         noise = self._as(noise, FLOAT)
         guided = self._call(loop_graphs.APPLY_GUIDANCE, "guide.", noise=noise, guidance=self.guidance)["guided"]
         record = self._call(loop_graphs.APPEND_PREDICTION, "record.", prediction=guided, history=carried, index=index)
@@ -200,10 +208,10 @@ class _Merger:
         return self._node("Loop", [steps, None, history], body=body)
 
     def _decode(self, latents: ir.Value, config: Mapping[str, Any]) -> None:
-        """The graph's output `image` (B, 3, H, W), float32, 0..1."""
+        """Add the output `image` (B, 3, H, W), float32, 0..1."""
         mean, factor = (
-            new_initializer(self.graph, f"vae.{name}", np.asarray(number, np.float32).reshape(1, -1, 1, 1))
-            for name, number in zip(("mean", "factor"), latent_scale(config), strict=True)
+            new_initializer(self.graph, f"vae.{name}", np.asarray(values, np.float32).reshape(1, -1, 1, 1))
+            for name, values in zip(("mean", "factor"), latent_scale(config), strict=True)
         )
         scaled = self._node("Add", [self._node("Mul", [latents, factor]), mean])
         vae = self.parts["vae_decoder"]
@@ -221,7 +229,7 @@ class _Merger:
     def _input(
         self, name: str, shape: list[Any], default: np.ndarray | None = None, dtype: ir.DataType = FLOAT
     ) -> ir.Value:
-        """A graph input; with a `default`, a caller may leave it out."""
+        """Add a graph input, which is optional if it has a `default`."""
         value = _value(name, shape, dtype)
         self.graph.inputs.append(value)
         if default is not None:
@@ -255,15 +263,15 @@ class _Merger:
         return cast
 
     def _cast_all(self, part: ir.Model, values: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
-        """Those of `values` that `part` reads, in the dtypes it reads them in."""
-        wanted = {str(v.name): v.dtype for v in part.graph.inputs}
-        return {name: self._as(value, wanted[name]) for name, value in values.items() if name in wanted}
+        """Return the inputs of `part` among `values`, in its dtypes."""
+        dtypes = {str(v.name): v.dtype for v in part.graph.inputs}
+        return {name: self._as(value, dtypes[name]) for name, value in values.items() if name in dtypes}
 
     def _scale_negative(self, value: ir.Value, strength: ir.Value) -> ir.Value:
-        """Multiply the first half of the rows by `strength` [1]."""
+        """Multiply the first half of the batch rows by `strength` (1,)."""
         split = ir.node("Split", [value], {"axis": 0, "num_outputs": 2}, num_outputs=2)
-        for side, output in zip(("negative", "positive"), split.outputs, strict=True):
-            output.name, output.type = f"{value.name}.{side}", value.type
+        for half, output in zip(("negative", "positive"), split.outputs, strict=True):
+            output.name, output.type = f"{value.name}.{half}", value.type
         self.graph.append(split)
         negative = self._node("Mul", [split.outputs[0], self._as(strength, value.dtype)])
         return self._node("Concat", [negative, split.outputs[1]], axis=0)

@@ -19,14 +19,15 @@ from typing import Any
 
 import onnx_ir as ir
 
-import fusion_passes
-from fusion_passes import CONTRIB, DOMAIN, OPERATORS, weight_recipes
+from fusion_passes import CONTRIB, DOMAIN, weight_recipes
+from fusion_passes.canonicalize import canonicalize, why_not_fused
 from fusion_passes.canonicalize.opset import lower_opset
+from fusion_passes.fuse import fuse
 from fusion_passes.graph_pass import run_all, totals
-from fusion_passes.operators import function_bodies
+from fusion_passes.operators import OPERATORS, function_bodies
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
-from sd_ort.core.interrupts import in_threads
+from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.progress import ProgressCallback
 from sd_ort.graphs import hoist
 from sd_ort.graphs.save import save
@@ -80,7 +81,7 @@ def optimize_components(
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,
             )
-        for part in hoist.folders_of(name, entry):
+        for part in pipeline_folder.folders_of(name, entry):
             _raise_if_cancelled(cancel_event)
             check_opens(work / part / pipeline_folder.MODEL)
             hashes[part] = pipeline_folder.file_hashes(work / part, {pipeline_folder.DATA: data_hashes[part]})
@@ -88,7 +89,7 @@ def optimize_components(
         entries[name] = entry
         on_progress(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
-    in_threads(optimize_one, largest_first, at_once=2)
+    run_interruptible(optimize_one, largest_first, at_once=2)
     return {name: entries[name] for name in names}, hashes
 
 
@@ -123,9 +124,9 @@ def optimize_component(
     before = Counter(node.op_type for node in model.graph)
     _raise_if_cancelled(cancel_event)
     with REWRITING, _gc_disabled():
-        canonical = fusion_passes.canonicalize(model)
-        not_fused = fusion_passes.why_not_fused(model)
-        fused = fusion_passes.fuse(model, target.fusions)
+        canonical = canonicalize(model)
+        not_fused = why_not_fused(model)
+        fused = fuse(model, target.fusions)
         low_coverage = low_coverage_message(before, Counter(node.op_type for node in model.graph))
         lowered = run_all(model, target.passes_for(dtype))
     _raise_if_cancelled(cancel_event)

@@ -1,9 +1,9 @@
-"""What each execution provider runs: one table per target, read by `optimize` when it lowers fused nodes.
+"""Targets: the passes for each execution provider, and its own kernels for fused nodes.
 
-A target runs its passes; then a fused node goes to ONNX Runtime's own kernel (`contrib`, domain com.microsoft) when its
-limits allow this node, else it is our operator (domain `sd_ort`, a kernel of the library or else the function body that
-the model carries). Limits are those measured on onnxruntime 1.31.1 (CPU, CUDA) and, on a simulated GPU, of
-onnxruntime-rocm 1.22.2.post3, and read from the sources of MIGraphX EP 1.27.1.
+After the passes, a fused node becomes ONNX Runtime's own operator (com.microsoft) if the constraint of its kernel
+allows, else an operator of domain `sd_ort`: a kernel of the op library, or the function body in the model. Constraints
+were measured on onnxruntime 1.31.1 (CPU, CUDA) and, on a simulated GPU, onnxruntime-rocm 1.22.2.post3, and read from
+the sources of MIGraphX EP 1.27.1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from fusion_passes import FUSIONS, OPERATORS
 from fusion_passes import value_queries as c
+from fusion_passes.fuse import FUSIONS
 from fusion_passes.graph_pass import Pass
 from fusion_passes.lower import (
     bfloat16_activations,
@@ -33,6 +33,7 @@ from fusion_passes.lower import (
 )
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 from fusion_passes.lower.standard_attention import standard_attention
+from fusion_passes.operators import OPERATORS
 from sd_ort.runtime.ort_wheel import installed_wheels
 from sd_ort.runtime.provider_choice import choose_provider, installed_gpus, target_of
 from sd_ort.runtime.provider_table import WHEELS
@@ -65,10 +66,11 @@ def _cuda_gelu_width(node: ir.Node) -> str | None:
 
 
 def _long_keys(node: ir.Node) -> str | None:
-    """Why an attention keeps onnxruntime 1.31's kernel of MultiHeadAttention on the CPU, whose blocks pay for long
-    sequences: that of ai.onnx Attention is the faster one where keys are few (results/cpu_unet_sd15.md). As far as a
-    graph with dynamic sizes tells, those are other keys than queries (text), or heads of 160 and more, which Stable
-    Diffusion has at its coarsest levels.
+    """Return why an attention keeps MultiHeadAttention on the CPU, or None if ai.onnx Attention is faster.
+
+    onnxruntime 1.31's kernel of MultiHeadAttention is faster for long sequences, that of Attention for few keys
+    (results/cpu_unet_sd15.md). In graphs with dynamic sizes, few keys means cross-attention, or heads of 160 and more,
+    which Stable Diffusion has at its lowest resolutions.
     """
     query, key, size = c.dims(node.inputs[0]), c.dims(node.inputs[1]), _head_size(node)
     if query is None or key is None or size is None:
@@ -78,7 +80,7 @@ def _long_keys(node: ir.Node) -> str | None:
 
 
 def _head_size(node: ir.Node) -> int | None:
-    """Elements of a head's row of an attention's query, packed (its last axis) or not."""
+    """Return the head size of an attention, from its query in packed or unpacked layout."""
     query = c.dims(node.inputs[0])
     if query is None or not isinstance(query[-1], int):
         return None
@@ -95,7 +97,7 @@ def _three_axes(node: ir.Node) -> str | None:
     return None if c.rank(node.inputs[0]) == 3 else "its kernel takes [N,S,C] only"
 
 
-def _whole_skip(node: ir.Node) -> str | None:
+def _full_skip(node: ir.Node) -> str | None:
     return None if c.rank(node.inputs[1]) == 3 else "its kernel takes no row as skip"
 
 
@@ -130,12 +132,12 @@ class Target:
 
 _FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i in operator.float32_inputs)
 
-_NO_SDPA = inline_fused_ops("ScaledDotProductAttention")  # no provider has a kernel for it
+_NO_SDPA = inline_fused_ops("ScaledDotProductAttention")  # no provider has a kernel
 
 PORTABLE = Target("portable")
 
-# onnxruntime 1.31's own SkipLayerNormalization and its InstanceNormalization path are slower than `sd_ort`'s kernels,
-# and than the parts when there is no library (results/cpu_unet_sd15.md); attention is the other way round.
+# onnxruntime 1.31's SkipLayerNormalization and InstanceNormalization are slower than the kernels of the op library, and
+# than function bodies without it (results/cpu_unet_sd15.md); its attention is faster.
 CPU = Target(
     "cpu",
     lowering_passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
@@ -152,22 +154,22 @@ CPU = Target(
     ),
 )
 
-# onnxruntime's schema of com.microsoft NhwcConv, read at 1.31, takes no bfloat16.
+# onnxruntime 1.31's schema of com.microsoft NhwcConv has no bfloat16.
 _NO_BFLOAT16 = ("float32", "float16")
 
-# Every kernel that the CUDA provider has for fused operators.
+# All kernels of the CUDA provider for fused operators.
 CUDA_CONTRIB: Mapping[str, KernelConstraint] = {
     "GroupNorm": _even_channels_per_group,
     "SkipGroupNorm": _even_channels_per_group,
     "BiasSplitGelu": _cuda_gelu_width,
     "BiasAdd": _three_axes,
-    "SkipLayerNormalization": _whole_skip,
+    "SkipLayerNormalization": _full_skip,
     "MultiHeadAttention": _any,
     "NhwcConv": _any,
     "QuickGelu": _any,
 }
 
-# Of these, what beats ours on an H200 (results/gpu_step.md).
+# Uses the kernels of CUDA_CONTRIB that are faster than ours on an H200 (results/gpu_step.md).
 CUDA = Target(
     "cuda",
     lowering_passes=(
@@ -188,8 +190,8 @@ CUDA = Target(
     dtypes=_NO_BFLOAT16,
 )
 
-# Its MultiHeadAttention runs in none of our forms: the wheel is built without Composable Kernel, which would run them.
-# Its LayerNormalization is wrong on RDNA (`rocm_kernels.WRONG_ON_RDNA`); its SkipLayerNormalization is not.
+# MultiHeadAttention does not run with any of our inputs: the wheel is built without Composable Kernel.
+# LayerNormalization is wrong on RDNA (`rocm_kernels.WRONG_ON_RDNA`); SkipLayerNormalization is not.
 ROCM = Target(
     "rocm",
     lowering_passes=(
@@ -221,9 +223,9 @@ MIGRAPHX = Target(
     dtypes=_NO_BFLOAT16,
 )
 
-# Our own provider (custom_ops/provider): operators of domains `sd_ort` and ai.onnx only, since contrib schemas are not
-# shared with plugins; each fused one has its kernel there, and GEGLU layers one with their product.
-# Its norms write over what nobody else reads.
+# The sd-ort provider (custom_ops/provider) has only operators of domains `sd_ort` and ai.onnx: contrib schemas are not
+# shared with plugins. It has a kernel for each fused operator, and one for GEGLU layers with their MatMul. Its
+# normalizations run in place if their input has no other consumer.
 HIP = Target(
     "hip",
     lowering_passes=(

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.images import for_batch
+from sd_ort.pipelines.images import for_batch, preprocess
 from sd_ort.pipelines.request import Request
-
-if TYPE_CHECKING:
-    import torch
 
 # ControlNet output -> UNet input, where their names differ.
 MIDDLE = {"mid_block_res_sample": "mid_block_additional_residual"}
 
 
 @dataclass
-class Control:
+class ControlNetInput:
     """Of one ControlNet: its component's `name`, image (rows, 3, H, W) in 0..1, the factor of its residuals at each
     step. `guess`: it sees the positive rows alone and its outer residuals count less, as diffusers' guess_mode."""
 
     name: str
-    image: torch.Tensor
+    image: np.ndarray
     scales: list[float]
     guess: bool = False
 
@@ -36,7 +35,7 @@ def names(components: Any) -> list[str]:
     return found
 
 
-def controls(request: Request, there: Sequence[str], steps: int, vae_scale_factor: int) -> list[Control]:
+def controls(request: Request, there: Sequence[str], steps: int) -> list[ControlNetInput]:
     """Of each ControlNet in `there` that has an image; [] without one. Raises InputError where counts differ."""
     if request.control_image is None:
         return []
@@ -50,19 +49,15 @@ def controls(request: Request, there: Sequence[str], steps: int, vae_scale_facto
     scales = _each(1.0 if scale is None else scale, count, "controlnet_conditioning_scale")
     starts = _each(request.control_guidance_start, count, "control_guidance_start")
     ends = _each(request.control_guidance_end, count, "control_guidance_end")
-    import torch
-    from diffusers.image_processor import VaeImageProcessor
-
-    processor = VaeImageProcessor(vae_scale_factor, do_convert_rgb=True, do_normalize=False)
     made = []
     for name, image, factor, start, end in zip(there, images, scales, starts, ends, strict=True):
         if not 0 <= start < end <= 1:
             raise InputError(f"control_guidance from {start} to {end} is no part of the schedule between 0 and 1.")
         height, width = request.size
-        shown = for_batch(processor.preprocess(image, height=height, width=width).float(), request, "control images")
-        rows = shown if request.guidance is None or request.guess_mode else torch.cat([shown, shown])
+        shown = for_batch(preprocess(image, height, width, signed=False), request, "control images")
+        rows = shown if request.guidance is None or request.guess_mode else np.concatenate([shown, shown])
         by_step = [factor * (i / steps >= start and (i + 1) / steps <= end) for i in range(steps)]
-        made.append(Control(name, rows, by_step, request.guess_mode))
+        made.append(ControlNetInput(name, rows, by_step, request.guess_mode))
     return made
 
 

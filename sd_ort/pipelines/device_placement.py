@@ -12,7 +12,7 @@ from sd_ort.runtime.components import Components
 
 
 @dataclass(frozen=True)
-class Devices:
+class DevicePlacement:
     """The arguments of these names of `StableDiffusionPipeline.from_pretrained`, None for one device."""
 
     split_guidance: Sequence[int] | None = None

@@ -14,19 +14,24 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.paths import output_path
 from sd_ort.core.pipeline_folder import read_manifest, staged
 from sd_ort.pipelines.request import Prompt, Request
-from sd_ort.pipelines.text import Texts
-from sd_ort.runtime.components import Components
+from sd_ort.pipelines.state import PipelineState
+from sd_ort.runtime.provider_choice import AUTO
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model
 
 if TYPE_CHECKING:
     import torch
 
-    from sd_ort.pipelines.vae import Vae
 
 # Options of diffusers' from_pretrained that say nothing about a folder of ours, and those that it cannot follow.
-IDLE = ("use_safetensors", "local_files_only", "requires_safety_checker", "low_cpu_mem_usage", "add_watermarker")
-CANNOT = {
+IGNORED_OPTIONS = (
+    "use_safetensors",
+    "local_files_only",
+    "requires_safety_checker",
+    "low_cpu_mem_usage",
+    "add_watermarker",
+)
+REJECTED_OPTIONS = {
     "device_map": "a pipeline has one provider: from_pretrained(folder, provider=...)",
     "custom_pipeline": "community pipelines run in torch: use diffusers",
     "unet": "a component comes from the folder: export the pipeline with it",
@@ -34,7 +39,7 @@ CANNOT = {
     "text_encoder": "a component comes from the folder: export the pipeline with it",
 }
 # What diffusers' pipelines can and ours need not, or cannot.
-ELSEWHERE = {
+REJECTED_METHODS = {
     "enable_model_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
     "enable_sequential_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
     "load_ip_adapter": "it is part of the UNet's graph: `sd-ort export MODEL OUT --ip-adapter FILE`",
@@ -46,7 +51,7 @@ ELSEWHERE = {
     "set_lora_device": "LoRAs are added to weights where these are",
     "upcast_vae": "its type is chosen by `sd-ort optimize RAW OUT`, which measures where half precision fails",
 }
-NEEDLESS = (
+NOOP_METHODS = (
     "enable_attention_slicing", "disable_attention_slicing", "enable_xformers_memory_efficient_attention",
     "disable_xformers_memory_efficient_attention", "fuse_qkv_projections", "unfuse_qkv_projections",
     "set_attention_slice", "set_use_memory_efficient_attention_xformers",
@@ -67,9 +72,9 @@ def loading_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             _check_dtype(value, folder)
         elif name == "variant":
             _check_dtype({"fp16": "float16", "bf16": "bfloat16"}.get(value, value), folder)
-        elif name in CANNOT and value is not None:
-            raise InputError(f"from_pretrained takes no {name}: {CANNOT[name]}.")
-        elif name not in IDLE and name not in CANNOT:
+        elif name in REJECTED_OPTIONS and value is not None:
+            raise InputError(f"from_pretrained takes no {name}: {REJECTED_OPTIONS[name]}.")
+        elif name not in IGNORED_OPTIONS and name not in REJECTED_OPTIONS:
             raise InputError(f"from_pretrained takes no {name}; of a session it takes {', '.join(sorted(known))}.")
     return kept
 
@@ -88,19 +93,10 @@ def _check_dtype(wanted: Any, folder: Path) -> None:
         )
 
 
-class DiffusersMethods:
-    """For a pipeline with these attributes."""
+class DiffusersCompatMixin(PipelineState):
+    """diffusers' properties and methods beside generating images."""
 
-    folder: Path
-    index: Mapping[str, Any]
-    models: Components
     scheduler: Any
-    texts: Texts
-    vae: Vae
-    unet_config: dict[str, Any]
-    safety_checker: bool
-    device_loop: bool
-    is_xl: bool
     progress_bar_config: Mapping[str, Any] = {}
 
     # --- Components -------------------------------------------------------------------------------------------------
@@ -222,10 +218,10 @@ class DiffusersMethods:
         self.progress_bar_config = config
 
     def __getattr__(self, name: str) -> Any:
-        if name in NEEDLESS:
+        if name in NOOP_METHODS:
             return lambda *_, **__: warn_once(f"{name}() changes nothing: attention is fused in the graph.")
-        if name in ELSEWHERE:
-            raise AttributeError(f"{name} is not there: {ELSEWHERE[name]}.")
+        if name in REJECTED_METHODS:
+            raise AttributeError(f"{name} is not there: {REJECTED_METHODS[name]}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- Text -------------------------------------------------------------------------------------------------------
@@ -271,9 +267,12 @@ class DiffusersMethods:
             shutil.copytree(self.folder, work, dirs_exist_ok=True)
 
     @classmethod
-    def from_single_file(cls, file: Any, **_: Any) -> Any:
-        """Raises InputError: a checkpoint in one file is made a folder first."""
-        raise InputError(f"a pipeline is loaded from a folder: `sd-ort optimize {file} OUT` makes one of the file.")
+    def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
+        """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
+        if not Path(file).is_file():
+            raise InputError(f"{file}: no such file.")
+        kind: Any = cls
+        return kind.from_pretrained(file, provider, **options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
@@ -282,17 +281,17 @@ class DiffusersMethods:
         Raises InputError when the folder lacks what this kind needs.
         """
         kind: Any = cls
-        pipeline.models.require(*kind.NEEDS)
+        pipeline.models.require(*kind.REQUIRED_COMPONENTS)
         made = kind(
             pipeline.folder,
             pipeline.models,
-            options.get("scheduler") or pipeline.scheduler,
+            options.get("scheduler") or pipeline._scheduler,
             vae_tiling=pipeline.vae.use_tiling,
             vae_slicing=pipeline.vae.use_slicing,
             safety_checker=bool(options.get("safety_checker", pipeline.safety_checker)),
             device_loop=pipeline.device_loop,
         )
         made._check_unet()
-        made.texts, made.picture_scales = pipeline.texts, pipeline.picture_scales
+        made.texts, made.ip_adapter_scales = pipeline.texts, pipeline.ip_adapter_scales
         made.loras, made.strengths = pipeline.loras, pipeline.strengths
         return made

@@ -5,21 +5,23 @@ Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from diffusers.image_processor import VaeImageProcessor
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.images import for_batch, is_latents, readable, size_of
+from sd_ort.pipelines.images import as_array, for_batch, is_latents, nearest, preprocess, readable, size_of
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Picture, Prompt, Request
-from sd_ort.pipelines.sampling_job import Kept
-from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff
+from sd_ort.pipelines.sampling_job import InpaintBlend
+from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff_timestep
+
+if TYPE_CHECKING:
+    import torch
+
+    from sd_ort.pipelines.scheduler import Schedule
 
 log = logging.getLogger("sd_ort")
 
@@ -27,8 +29,8 @@ log = logging.getLogger("sd_ort")
 class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     """Image to image with SD 1.x, 2.x and SDXL folders, and SDXL's refiner."""
 
-    NEEDS = (*StableDiffusionPipeline.NEEDS, "vae_encoder")
-    LEAVES: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
+    REQUIRED_COMPONENTS = (*StableDiffusionPipeline.REQUIRED_COMPONENTS, "vae_encoder")
+    REJECTED_ARGUMENTS: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
 
     def __call__(  # type: ignore[override]
         self,
@@ -52,17 +54,15 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
 
     def _draw(self, request: Request) -> PipelineOutput:
         conditioning = self._condition(request)
-        timesteps = self._timesteps(request)
-        controls = self._controls(request, len(timesteps))
+        schedule = self._schedule(request)
         if request.latents is not None:
-            noisy = torch.from_numpy(self._noise(request, request.latents))
+            noisy = self._noise(request, request.latents)
         else:
-            pixels = self.image_processor.preprocess(request.image, *request.size).float()
-            start = self._start(pixels, request)
-            noisy = start
+            pixels = preprocess(request.image, *request.size, latent_channels=self.vae.latent_channels)
+            noisy = self._start(pixels, request)
             if request.denoising_start is None:
-                noisy = self._add_noise(start, self._noise(request), timesteps, request)
-        return self._sample(noisy.numpy(), timesteps, conditioning, request, controls)
+                noisy = self._add_noise(noisy, self._noise(request), schedule)
+        return self._sample(noisy, schedule, conditioning, request)
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
@@ -71,15 +71,17 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     def encode_image(self, pixels: torch.Tensor, generator: Any) -> torch.Tensor:
         """Images (B, 3, H, W) in -1..1 -> latents (B, C, h, w) as the scheduler takes them, drawn from the VAE's
         distribution. `generator`: one, or one an image."""
+        import torch
+
         return torch.from_numpy(self.vae.to_latents(pixels.numpy(), generator))
 
-    def _start(self, pixels: torch.Tensor, request: Request) -> torch.Tensor:
+    def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
         """Latents of all images; a picture that is latents already stays as it is."""
-        if is_latents(pixels, self.vae.latent_channels):
+        if is_latents(request.image, self.vae.latent_channels):
             return for_batch(pixels, request, "images")
         if isinstance(request.generator, list):  # each image has numbers of its own
             pixels = for_batch(pixels, request, "images")
-        return for_batch(self.encode_image(pixels, request.generator), request, "images")
+        return for_batch(self.vae.to_latents(pixels, request.generator), request, "images")
 
     def _size(self, request: Request) -> tuple[int, int]:
         multiple = self.size_multiple
@@ -89,37 +91,34 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
             log.info("the image of %dx%d pixels is resized to %dx%d.", *own[::-1], width, height)
         return request.height or height, request.width or width
 
-    def _timesteps(self, request: Request) -> torch.Tensor:
+    def _schedule(self, request: Request) -> Schedule:
         """The last `strength` of the schedule, or what follows `denoising_start`, up to `denoising_end`.
 
         Raises InputError when nothing of it is left.
         """
-        every, scheduler, strength = self._schedule(request), request.scheduler, request.strength
+        timetable, strength = request.timetable, request.strength
+        timesteps, order = timetable.timesteps, timetable.order
         assert strength is not None
         if not 0 < strength <= 1:
             raise InputError(f"strength {strength} is not above 0 and at most 1.")
         if request.denoising_start:
-            kept = int((every < cutoff(scheduler, request.denoising_start)).sum())
-            if scheduler.order == 2 and kept % 2 == 0:
+            kept = int((timesteps < cutoff_timestep(timetable, request.denoising_start)).sum())
+            if order == 2 and kept % 2 == 0:
                 kept += 1  # no step of two predictions is cut in two
-            start = len(every) - kept
+            start = len(timesteps) - kept
         else:
             kept = int(request.num_inference_steps * strength)
-            start = (request.num_inference_steps - kept) * scheduler.order
+            start = (request.num_inference_steps - kept) * order
         if kept < 1:
             raise InputError(
                 f"{request.num_inference_steps} steps at strength {strength} leave none to draw: raise one of them."
             )
-        if hasattr(scheduler, "set_begin_index"):
-            scheduler.set_begin_index(start)
-        return self._end(every[start:], request)
+        schedule: Schedule = timetable.schedule(start, self._end(request))
+        return schedule
 
-    def _add_noise(
-        self, latents: torch.Tensor, noise: np.ndarray, timesteps: torch.Tensor, request: Request
-    ) -> torch.Tensor:
-        noisy: torch.Tensor = request.scheduler.add_noise(
-            latents, torch.from_numpy(noise), timesteps[:1].repeat(len(latents))
-        )
+    @staticmethod
+    def _add_noise(latents: np.ndarray, noise: np.ndarray, schedule: Schedule) -> np.ndarray:
+        noisy: np.ndarray = schedule.image_factors[0] * latents + schedule.noise_factors[0] * noise
         return noisy
 
 
@@ -128,7 +127,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     channels (sd15-inpaint) see mask and masked picture."""
 
     INPAINT = True
-    LEAVES = ()
+    REJECTED_ARGUMENTS = ()
 
     def __call__(  # type: ignore[override]
         self,
@@ -152,8 +151,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     def _draw(self, request: Request) -> PipelineOutput:
         conditioning = self._condition(request)
         pixels, mask, region = self._pictures(request)
-        timesteps = self._timesteps(request)
-        controls = self._controls(request, len(timesteps))
+        schedule = self._schedule(request)
         blends = self.unet_config.get("in_channels", 4) == self.vae.latent_channels
         start = None
         if blends or (request.strength or 1) < 1 or request.denoising_start is not None:
@@ -163,18 +161,17 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             assert start is not None
             latents = start
         elif start is None or request.strength == 1 or request.latents is not None:
-            latents = torch.from_numpy(noise) * request.scheduler.init_noise_sigma
+            latents = noise * np.float32(schedule.init_noise_sigma)
         else:
-            latents = self._add_noise(start, noise, timesteps, request)
-        small = for_batch(self._shrink(mask, request), request, "masks")
+            latents = self._add_noise(start, noise, schedule)
+        small = for_batch(nearest(mask, *self._latent_shape(request)[2:]), request, "masks")
         more: dict[str, Any] = {}
         if blends:
             assert start is not None
-            factors = noise_factors(request.scheduler, timesteps)
-            more["kept"] = Kept(start.numpy(), noise, small.numpy(), *factors)
+            more["kept"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors)
         else:
-            more["channels"] = torch.cat([small, self._masked(pixels, mask, request)], 1).numpy()
-        output = self._sample(latents.numpy(), timesteps, conditioning, request, controls, **more)
+            more["channels"] = np.concatenate([small, self._masked(pixels, mask, request)], 1)
+        output = self._sample(latents, schedule, conditioning, request, **more)
         return output if region is None else self._put_back(output, request, region)
 
     @property
@@ -186,24 +183,27 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         if channels not in (self.vae.latent_channels, 2 * self.vae.latent_channels + 1):
             raise InputError(f"{self.folder} has a UNet of {channels} channels, which no inpainting takes.")
 
-    @property
-    def mask_processor(self) -> Any:
-        """diffusers' image processor for masks: (B, 1, H, W) of 0 and 1."""
-        return VaeImageProcessor(self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
-
-    def _pictures(self, request: Request) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def _pictures(self, request: Request) -> tuple[np.ndarray, np.ndarray, Any]:
         """Pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the region of the picture that is drawn, if not
         all of it."""
-        masks = self.mask_processor
-        height, width = request.size
-        region, how = None, {}
-        if request.padding_mask_crop is not None:
-            if not hasattr(request.image, "crop") or not hasattr(request.mask_image, "crop"):
-                raise InputError("padding_mask_crop takes one PIL image and one PIL mask.")
-            region = masks.get_crop_region(request.mask_image, width, height, pad=request.padding_mask_crop)
-            how = {"crops_coords": region, "resize_mode": "fill"}
-        pixels = self.image_processor.preprocess(request.image, height, width, **how).float()
-        return pixels, masks.preprocess(request.mask_image, height, width, **how).float(), region
+        channels, (height, width) = self.vae.latent_channels, request.size
+        if request.padding_mask_crop is None:
+            pixels = preprocess(request.image, height, width, latent_channels=channels)
+            return pixels, preprocess(request.mask_image, height, width, mask=True), None
+        if not hasattr(request.image, "crop") or not hasattr(request.mask_image, "crop"):
+            raise InputError("padding_mask_crop takes one PIL image and one PIL mask.")
+        from diffusers.image_processor import VaeImageProcessor
+
+        masks = VaeImageProcessor(
+            self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True
+        )
+        region = masks.get_crop_region(request.mask_image, width, height, pad=request.padding_mask_crop)
+        how = {"crops_coords": region, "resize_mode": "fill"}
+        pixels, mask = (
+            processor.preprocess(image, height, width, **how).float().numpy()
+            for processor, image in ((self.image_processor, request.image), (masks, request.mask_image))
+        )
+        return pixels, mask, region
 
     def _put_back(self, output: PipelineOutput, request: Request, region: Any) -> PipelineOutput:
         """What was drawn of a region, laid over the picture. Raises InputError for another output than PIL images."""
@@ -213,26 +213,9 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         output.images = [laid(request.mask_image, request.image, drawn, region) for drawn in output.images]
         return output
 
-    def _masked(self, pixels: torch.Tensor, mask: torch.Tensor, request: Request) -> torch.Tensor:
+    def _masked(self, pixels: np.ndarray, mask: np.ndarray, request: Request) -> np.ndarray:
         """Latents of the picture without what is under the mask, for UNets that see them."""
         if request.masked_image_latents is not None:
-            return for_batch(request.masked_image_latents.float(), request, "masked images")
-        masked = self.encode_image(pixels * (mask < 0.5), request.generator)
+            return for_batch(as_array(request.masked_image_latents), request, "masked images")
+        masked = self.vae.to_latents(pixels * (mask < 0.5), request.generator)
         return for_batch(masked, request, "images")
-
-    def _shrink(self, mask: torch.Tensor, request: Request) -> torch.Tensor:
-        return torch.nn.functional.interpolate(mask, size=self._latent_shape(request)[2:])
-
-
-def noise_factors(scheduler: Any, timesteps: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Factors (T + 1,) of picture and noise in a picture as noisy as each step expects it; after the last, 1 and 0."""
-    probe, one, none = copy.deepcopy(scheduler), torch.ones(1, 1), torch.zeros(1, 1)
-    first = getattr(probe, "begin_index", None) or 0
-    factors = []
-    for index in range(len(timesteps)):
-        if hasattr(probe, "_step_index"):
-            probe._step_index = first + index  # schedulers that count their steps look the noise up by that
-        time = timesteps[index : index + 1]
-        factors.append([float(probe.add_noise(one, none, time)), float(probe.add_noise(none, one, time))])
-    picture, noise = np.array([*factors, [1.0, 0.0]], np.float32).T
-    return picture, noise

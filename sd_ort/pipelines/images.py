@@ -12,7 +12,7 @@ from PIL import Image
 
 from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import mismatch, read_json
+from sd_ort.core.files import read_json, schema_mismatch
 from sd_ort.pipelines.request import Picture, Request
 
 if TYPE_CHECKING:
@@ -72,13 +72,53 @@ def is_latents(picture: Any, latent_channels: int) -> bool:
     return is_tensor(first) and first.ndim > 2 and first.shape[-3] == latent_channels
 
 
-def for_batch(x: torch.Tensor, request: Request, what: str) -> torch.Tensor:
+def preprocess(
+    images: Any, height: int, width: int, *, mask: bool = False, signed: bool = True, latent_channels: int | None = None
+) -> np.ndarray:
+    """Return `readable` images resized to pixels (B, 3, H, W) float32, as diffusers' VaeImageProcessor does.
+
+    `signed`: -1..1 instead of 0..1. `mask`: (B, 1, H, W) of zeros and ones instead. A tensor of `latent_channels`
+    channels is returned as it is: latents.
+    """
+    every = images if isinstance(images, list) else [images]
+    if isinstance(every[0], Image.Image):
+        sized = [
+            each.resize((width, height), Image.Resampling.LANCZOS).convert("L" if mask else "RGB") for each in every
+        ]
+        pixels = np.stack([np.asarray(each, np.float32) / 255 for each in sized])
+        pixels = pixels[:, None] if mask else pixels.transpose(0, 3, 1, 2)
+    else:
+        channels_first = is_tensor(every[0])
+        arrays = [as_array(each) if channels_first else each for each in every]
+        if mask and images is not every and arrays[0].ndim == 3 and (channels_first or arrays[0].shape[-1] != 1):
+            arrays = list(arrays[0])  # (B, H, W): several masks
+        pixels = np.concatenate(arrays) if arrays[0].ndim == 4 else np.stack(arrays)
+        if pixels.ndim == 3:
+            pixels = pixels[:, None] if channels_first else pixels[..., None]
+        if channels_first and pixels.shape[1] == latent_channels:
+            return pixels
+        pixels = nearest(pixels if channels_first else pixels.transpose(0, 3, 1, 2), height, width)
+    if mask:
+        return (pixels >= 0.5).astype(np.float32)
+    return (2 * pixels - 1 if signed and pixels.min() >= 0 else pixels).astype(np.float32)
+
+
+def nearest(x: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return x (..., H, W) resized to the nearest pixels, as torch.nn.functional.interpolate does by default."""
+    rows, columns = (
+        np.minimum((np.arange(out, dtype=np.float32) * np.float32(size / out)).astype(np.int64), size - 1)
+        for size, out in zip(x.shape[-2:], (height, width), strict=True)
+    )
+    return x[..., rows[:, None], columns]
+
+
+def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
     """One row for all images, or one a prompt, or one an image -> one an image. Raises InputError for other counts."""
     if len(x) == request.batch:
         return x
     if len(x) not in (1, request.count):
         raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
-    return x.repeat_interleave(request.batch // len(x), 0)
+    return x.repeat(request.batch // len(x), 0)
 
 
 def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
@@ -100,7 +140,7 @@ def feature_extractor(folder: Path) -> dict[str, Any]:
         return {}
     config = read_json(path)
     colors = dict.fromkeys(("image_mean", "image_std"), _three_numbers)
-    if wrong := mismatch(config, colors):
+    if wrong := schema_mismatch(config, colors):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
     return {name: value for name, value in config.items() if value is not None}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,20 +12,16 @@ from sd_ort.core.errors import InputError
 from sd_ort.pipelines.images import as_array, clip_pixels, feature_extractor, is_tensor, readable
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import check_finite
+from sd_ort.pipelines.state import PipelineState
 
 if TYPE_CHECKING:
     import torch
 
-    from sd_ort.runtime.components import Components
 
+class IPAdapterMixin(PipelineState):
+    """diffusers' methods for IP-Adapters."""
 
-class IpAdapterMethods:
-    """For a pipeline with `folder`, `models` and `unet_config`."""
-
-    folder: Path
-    models: Components
-    unet_config: dict[str, Any]
-    picture_scales: np.ndarray | None = None  # of each layer that attends to pictures; None for 1
+    ip_adapter_scales: np.ndarray | None = None  # of each layer that attends to pictures; None for 1
 
     def set_ip_adapter_scale(self, scale: Any) -> None:
         """How much pictures count from now on: a number (1 as trained, 0 not at all), or as diffusers has it by blocks,
@@ -34,7 +29,7 @@ class IpAdapterMethods:
 
         Raises InputError for a folder without an IP-Adapter, and for blocks that its UNet has not.
         """
-        self.picture_scales = layer_scales(scale, self._adapter()["layers"])
+        self.ip_adapter_scales = layer_scales(scale, self._adapter()["layers"])
 
     def prepare_ip_adapter_image_embeds(
         self,
@@ -51,9 +46,9 @@ class IpAdapterMethods:
         asked = Request(prompt="", ip_adapter_image=ip_adapter_image, ip_adapter_image_embeds=ip_adapter_image_embeds)
         asked.num_images_per_prompt = num_images_per_prompt
         asked.guidance = 1.0 if do_classifier_free_guidance else None
-        return [torch.from_numpy(self.told_pictures(asked)["image_embeds"])]
+        return [torch.from_numpy(self.encode_ip_adapter_images(asked)["image_embeds"])]
 
-    def told_pictures(self, request: Request) -> dict[str, np.ndarray]:
+    def encode_ip_adapter_images(self, request: Request) -> dict[str, np.ndarray]:
         """The UNet's inputs `image_embeds` (rows, pictures, ...) and `ip_adapter_scale` (rows, layers), float32, with
         guidance for 2B rows, negative first; {} where there is no IP-Adapter.
 
@@ -62,7 +57,7 @@ class IpAdapterMethods:
         given, embeds = request.ip_adapter_image, request.ip_adapter_image_embeds
         if given is None and embeds is None and not self.unet_config.get("ip_adapter"):
             return {}
-        scales = self.picture_scales
+        scales = self.ip_adapter_scales
         scales = np.ones(len(self._adapter()["layers"]), np.float32) if scales is None else scales
         if given is not None and embeds is not None:
             raise InputError("ip_adapter_image and ip_adapter_image_embeds say the same: give one of them.")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from sd_ort.weights.lora import LoraManager
 
 
-class LoraMethods:
-    """For a pipeline with `folder`, `models`, `unet_config` and `weights_changed`."""
+class LoraMixin:
+    """diffusers' methods for LoRAs, for a pipeline or for the sessions of an integration."""
 
     folder: Path
     models: Any
@@ -124,8 +124,8 @@ class LoraMethods:
         self.strengths = {}  # whoever interrupts a change draws without LoRAs, until the next one
         if self.loras is not None:
             active = {name: strength * self.lora_scale for name, strength in strengths.items() if strength}
-            self.weights_changed(self.loras.apply(self.models, self.loras.deltas(active)))
+            self.on_weights_updated(self.loras.apply(self.models, self.loras.deltas(active)))
         self.strengths = strengths
 
-    def weights_changed(self, closed: bool) -> None:
+    def on_weights_updated(self, closed: bool) -> None:
         """Called after weights were changed; when sessions were `closed` for it, whoever keeps one must let it go."""

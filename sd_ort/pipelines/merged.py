@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.checkpoints.conditioning import text_length, token_ids
+from sd_ort.checkpoints.linear_schedule import fixed_schedule
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MERGED
 from sd_ort.pipelines.images import finished
@@ -15,7 +16,7 @@ from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 
 # Arguments of a call that it takes; the others would look into the loop, or change the text.
-TAKES = {
+SUPPORTED_ARGUMENTS = {
     "prompt", "negative_prompt", "height", "width", "num_images_per_prompt", "num_inference_steps", "timesteps",
     "sigmas", "guidance_scale", "generator", "latents", "output_type", "return_dict", "progress",
 }  # fmt: skip
@@ -28,30 +29,26 @@ class MergedPipeline(StableDiffusionPipeline):
     latents as output. Both halves of guidance always run: at a `guidance_scale` of 1 or less, with a scale of 1.
     """
 
-    NEEDS = (MERGED,)
-    SEPARATE = False
+    REQUIRED_COMPONENTS = (MERGED,)
+    HAS_SEPARATE_COMPONENTS = False
 
     def load_textual_inversion(self, *_: Any, **__: Any) -> None:
         """Raises InputError: the table of words lies in the model."""
         raise InputError("a merged model learns no words: load them with the folder it was made from.")
 
-    def _plannable(self, request: Request) -> bool:
-        return False
-
     def _draw(self, request: Request) -> PipelineOutput:
-        if foreign := sorted(request.given() - TAKES) or (["latent output"] if request.output_type == "latent" else []):
+        if foreign := sorted(request.given() - SUPPORTED_ARGUMENTS) or (
+            ["latent output"] if request.output_type == "latent" else []
+        ):
             raise InputError(f"a merged model takes no {', '.join(foreign)}: use the folder it was made from.")
         model = self.models[MERGED]
         # Inputs with a default: ONNX Runtime lists them apart.
         model.inputs |= {value.name: value for value in model.session.get_overridable_initializers()}
-        from sd_ort.checkpoints.schedule import linear_schedule
-
-        timesteps, scheduler = self._schedule(request), request.scheduler
-        schedule = linear_schedule(scheduler, timesteps, float(scheduler.init_noise_sigma))
+        schedule = fixed_schedule(request.timetable)
         feed: dict[str, Any] = {
             "latents": self._noise(request, request.latents),
             "timesteps": schedule.timesteps,
-            "scales": schedule.scales,
+            "scales": schedule.input_scales,
             "weights": schedule.weights,
             "guidance_scale": np.array([request.guidance or 1.0], np.float32),
         }

@@ -49,14 +49,14 @@ class Normals:
         return self.twister.randint(0, 1 << 24, count, np.uint32).astype(np.float32) * np.float32(2**-24)
 
 
-def sources(given: Any, *, torch_too: bool) -> Any:
-    """What `draw_noise` takes for a request's `generator`: seeds become generators. `torch_too`: torch's own, which
-    are faster once it is imported, for a scheduler that draws by itself."""
+def sources(given: Any) -> Any:
+    """What `draw_noise` takes for a request's `generator`: seeds become generators, torch's own where it is imported
+    already: these are faster, and a scheduler of diffusers draws with them."""
     if isinstance(given, Sequence):
-        return [sources(each, torch_too=torch_too) for each in given]
+        return [sources(each) for each in given]
     if not isinstance(given, int):
         return given
-    if torch_too or "torch" in sys.modules or not _as_on_x86():
+    if "torch" in sys.modules or not _as_on_x86():
         import torch
 
         return torch.Generator().manual_seed(given)

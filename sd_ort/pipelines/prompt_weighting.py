@@ -74,7 +74,7 @@ def chunks(tokenizer: Any, prompt: str, length: int) -> list[Chunk]:
             if part is None:
                 sections.append([])
             else:
-                ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids if part else []
+                ids = tokenizer.ids([part], special=False)[0] if part else []
                 sections[-1] += [(token, weight) for token in ids]
     room = length - 2
     return [
@@ -94,7 +94,7 @@ def chunk(tokenizer: Any, tokens: Sequence[tuple[int, float]], length: int) -> C
     )
 
 
-def weighed(hidden: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def apply_token_weights(hidden: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Embeddings (N, S, C) of N chunks, float32, each token times its weight of `weights` (N, S), each chunk at the
     mean it had. Chunks without weights stay as they are."""
     made = hidden.copy()

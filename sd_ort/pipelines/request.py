@@ -1,7 +1,7 @@
 """What can be asked of a pipeline, under diffusers' names, and checked before anything is loaded or drawn.
 
 `Request` is the one list of arguments: the pipelines' `__call__` hand on what they got, by name. What diffusers takes
-and we do not is in `REFUSED`, each with its reason.
+and we do not is in `UNSUPPORTED_ARGUMENTS`, each with its reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from sd_ort.checkpoints.schedule_cache import Plan
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
 
@@ -33,13 +32,13 @@ StepCallback: TypeAlias = "Callable[[Any, int, Any, dict[str, torch.Tensor]], di
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 # Names of diffusers' that no pipeline takes here, and why.
-REFUSED = {
+UNSUPPORTED_ARGUMENTS = {
     "kwargs": "it only carries diffusers' old callback and callback_steps: use callback_on_step_end",
     "callback": "it is diffusers' old one: use callback_on_step_end",
     "callback_steps": "it belongs to diffusers' old callback: use callback_on_step_end",
 }
 # Names that only some pipelines take, and which ones.
-PICTURES = {
+IMAGE_ARGUMENTS = {
     **dict.fromkeys(("strength", "denoising_start"), "StableDiffusionImg2ImgPipeline"),
     **dict.fromkeys(("mask_image", "masked_image_latents", "padding_mask_crop"), "StableDiffusionInpaintPipeline"),
 }
@@ -123,9 +122,8 @@ class Request:
     count: int = field(init=False, default=1)  # prompts
     guidance: float | None = field(init=False, default=None)  # None where nothing is guided
     embedded_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) reads instead
-    scheduler: Any = field(init=False, default=None)  # this call's own: schedulers keep state
+    timetable: Any = field(init=False, default=None)  # the scheduler's, see `pipelines.scheduler`
     pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
-    plan: Plan | None = field(init=False, default=None)  # in its place, where an earlier process kept one
 
     @property
     def batch(self) -> int:
@@ -207,7 +205,7 @@ def check_size(size: Size, side: int, multiple: int, doubles: Callable[[], bool]
     """Raise InputError for a height and width that a pipeline cannot draw.
 
     `side`: pixels of a latent. `multiple`: of sizes that halve evenly at every level of the UNet. `doubles`: whether
-    its graph takes no others (`graphs.upsampling`).
+    its graph takes no others (`graphs.unet`).
     """
     needed, why = side, ""
     if any(length % multiple for length in size) and doubles():
@@ -224,11 +222,11 @@ def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mappi
     """
     known = {f.name: f for f in fields(Request) if f.init}
     for name, value in arguments.items():
-        if name in REFUSED and value is not None:
-            raise InputError(f"{name} is not taken: {REFUSED[name]}.")
+        if name in UNSUPPORTED_ARGUMENTS and value is not None:
+            raise InputError(f"{name} is not taken: {UNSUPPORTED_ARGUMENTS[name]}.")
         if name in leaves and value is not None:
-            raise InputError(f"{name} changes a picture: use {PICTURES[name]}.")
-        if name not in known and name not in REFUSED:
+            raise InputError(f"{name} changes a picture: use {IMAGE_ARGUMENTS[name]}.")
+        if name not in known and name not in UNSUPPORTED_ARGUMENTS:
             near = difflib.get_close_matches(name, known, 1)
             raise InputError(f"{name} is no argument of a pipeline{f': {near[0]} is' if near else ''}.")
     given = {name: value for name, value in arguments.items() if name in known}

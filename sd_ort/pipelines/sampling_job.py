@@ -11,14 +11,14 @@ import numpy as np
 from sd_ort.core.errors import SdOrtError
 
 if TYPE_CHECKING:
-    from sd_ort.checkpoints.schedule_cache import LinearSchedule
-    from sd_ort.pipelines.controlnet_inputs import Control
+    from sd_ort.checkpoints.linear_schedule import LinearSchedule
+    from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass
-class Kept:
+class InpaintBlend:
     """What an inpainting mask keeps: `picture` and `noise` (B, C, h, w), and of both the factors before each step and
     after the last, (T + 1,); `mask` (B, 1, h, w) is 1 where to draw and 0 elsewhere, nothing between. All float32."""
 
@@ -35,7 +35,7 @@ class Kept:
 
 
 @dataclass
-class Tokens:
+class PromptTokens:
     """The texts of a call, for text encoders on the device.
 
     `ids`: what each encoder reads, (texts, S) int64; `outputs`: which of its outputs the UNet reads. `row` (rows,)
@@ -56,7 +56,7 @@ class Tokens:
 
 
 @dataclass
-class Drawing:
+class SamplingJob:
     """What one call draws.
 
     `latents` (B, C, h, w), float32, as the first step takes them. `conditioning`: the UNet's inputs by name beside
@@ -75,19 +75,19 @@ class Drawing:
     rescale: float = 0.0
     draws: np.ndarray | None = None
     channels: np.ndarray | None = None
-    kept: Kept | None = None
+    kept: InpaintBlend | None = None
     decode: tuple[np.ndarray, np.ndarray] | None = None
-    controls: Sequence[Control] = ()
+    controls: Sequence[ControlNetInput] = ()
     progress: bool = False
     side: str | None = None
-    texts: Tokens | None = None
+    texts: PromptTokens | None = None
 
     @property
     def rows(self) -> int:
         """Of the UNet."""
         return len(self.latents) * (1 if self.guidance is None or self.side else 2)
 
-    def half(self, side: str) -> Drawing:
+    def half(self, side: str) -> SamplingJob:
         """What one side of a split guidance draws."""
         rows = slice(len(self.latents)) if side == "negative" else slice(len(self.latents), None)
         conditioning = {name: value[rows] for name, value in self.conditioning.items()}
@@ -95,7 +95,7 @@ class Drawing:
         return replace(self, conditioning=conditioning, controls=controls, side=side)
 
 
-class Part(Protocol):
+class StepStage(Protocol):
     """What runs in a step, such as a component over its buffers."""
 
     def run(self, wait: bool = True) -> None:

@@ -14,12 +14,13 @@ from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.tokenizer import ClipTokenizer
 from sd_ort.checkpoints.unet_inputs import is_sdxl, time_ids_split
 from sd_ort.core.errors import InputError
+from sd_ort.graphs.text_encoder import modified_graph
 from sd_ort.pipelines import prompt_weighting, textual_inversion
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.prompt_weighting import Chunk
 from sd_ort.pipelines.request import Request, Size
-from sd_ort.pipelines.sampling_job import Tokens, check_finite
-from sd_ort.pipelines.textual_inversion import Words
+from sd_ort.pipelines.sampling_job import PromptTokens, check_finite
+from sd_ort.pipelines.textual_inversion import LearnedTokens
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import Model
 
@@ -50,14 +51,14 @@ class Conditioning:
         )
 
 
-class Texts:
+class PromptEncoder:
     """A folder's tokenizers and text encoders."""
 
     def __init__(self, folder: Path, models: Components, index: Mapping[str, Any], unet: Mapping[str, Any]) -> None:
         """`index`: the folder's model_index.json; `unet`: its config. Raises InputError without a tokenizer."""
         self.folder, self.models, self.index, self.unet = folder, models, index, unet
         self.is_xl = is_sdxl(unet)
-        self.words: dict[str, Words] = {}
+        self.words: dict[str, LearnedTokens] = {}
         self.lengths: dict[str, int] = {}  # tokens that an encoder takes
         self.forget()
 
@@ -108,7 +109,7 @@ class Texts:
         negative = self._with_sizes(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
         return positive.after(negative)
 
-    def tokens(self, request: Request) -> Tokens | None:
+    def tokens(self, request: Request) -> PromptTokens | None:
         """What text encoders on the device read in place of `condition`: plain prompts. None for all else: embeddings
         that are given, weights, skipped layers, learned words."""
         given = request.prompt_embeds is not None or request.negative_prompt_embeds is not None
@@ -136,7 +137,7 @@ class Texts:
         if request.embedded_guidance is not None:
             embedded = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
             more["timestep_cond"] = embedded.repeat(len(rows), 0)
-        return Tokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & zeroed, more)
+        return PromptTokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & zeroed, more)
 
     def encode(
         self, prompts: Sequence[Sequence[str]], clip_skip: int | None = None, runs: int | None = None
@@ -160,7 +161,7 @@ class Texts:
             made = outputs[embedding_output(outputs, self.is_xl)].astype(np.float32)
             check_finite(made, name)
             if weights is not None:
-                made = prompt_weighting.weighed(made, weights)
+                made = prompt_weighting.apply_token_weights(made, weights)
             hidden.append(made.reshape(len(texts), -1, made.shape[-1]))
             if "text_embeds" in outputs:
                 added["text_embeds"] = outputs["text_embeds"].astype(np.float32)[:: runs or 1]
@@ -171,8 +172,6 @@ class Texts:
         words = self.words.get(name)
         if not skip and words is None:
             return self.models[name]
-        from sd_ort.graphs.text_encoder import modified_graph  # what rewrites graphs takes half a second to import
-
         layers = component_config(self.folder, name, required=True)["num_hidden_layers"]
         learned = None if words is None else (words.first, words.table)
         return self.models.variant(name, f"skip {skip}", lambda path: modified_graph(path, layers, skip, learned))

@@ -1,13 +1,12 @@
 """Prompt -> image over ONNX components, with diffusers' argument names, schedulers and random numbers.
 
-Here is what all pipelines share, and text to image; `pipeline.image_to_image` starts from a picture. Latents are drawn
-and stepped by the scheduler in float32 torch on the CPU, whatever the precision of the graphs, so one seed means one
-image on every provider and precision, and the image that diffusers draws from the same seed.
+This is what all pipelines share, and text to image; `pipelines.image_to_image` starts from an image. Latents are drawn
+and stepped in float32 whatever the precision of the graphs, so one seed means one image on every provider and
+precision, and the image that diffusers generates from the same seed.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,34 +17,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sd_ort.checkpoints import schedule_cache
 from sd_ort.checkpoints.conditioning import text_encoders
-from sd_ort.checkpoints.configs import component_config, scheduler_config
+from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.generation_defaults import generation_defaults
-from sd_ort.checkpoints.schedulers import make_scheduler, set_timesteps
 from sd_ort.checkpoints.signatures import default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
+from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, read_index
-from sd_ort.core.progress import announce
+from sd_ort.core.progress import announce, print_line
+from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
-from sd_ort.pipelines.controlnet_inputs import Control
-from sd_ort.pipelines.device.guidance_split import open_loop
-from sd_ort.pipelines.device_placement import Devices
-from sd_ort.pipelines.diffusers_compat import DiffusersMethods, loading_options
+from sd_ort.pipelines.controlnet_inputs import ControlNetInput
+from sd_ort.pipelines.device_placement import DevicePlacement
+from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
 from sd_ort.pipelines.images import as_array, finished, readable
-from sd_ort.pipelines.ip_adapter import IpAdapterMethods
-from sd_ort.pipelines.lora_methods import LoraMethods
+from sd_ort.pipelines.ip_adapter import IPAdapterMixin
+from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import PICTURES, Prompt, Request, check_size, request
-from sd_ort.pipelines.sampling import Sampling
+from sd_ort.pipelines.request import IMAGE_ARGUMENTS, Prompt, Request, check_size, request
+from sd_ort.pipelines.sampling import SamplingMixin
 from sd_ort.pipelines.sampling_job import check_finite
-from sd_ort.pipelines.text import Texts
-from sd_ort.pipelines.textual_inversion import EmbeddingMethods
+from sd_ort.pipelines.scheduler import PipelineScheduler
+from sd_ort.pipelines.text import PromptEncoder
+from sd_ort.pipelines.textual_inversion import TextualInversionMixin
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.provider_choice import AUTO, provider_for
+from sd_ort.runtime.provider_choice import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sd_ort")
 
 
-class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, DiffusersMethods, Sampling):
+class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, DiffusersCompatMixin, SamplingMixin):
     """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`.
 
     One pipeline may be called in several threads: on a CPU they draw at once, on a GPU they take turns, since all
@@ -62,10 +61,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
 
     # Classes in a model_index.json that can be run: diffusers' and Optimum's names.
     KINDS = re.compile(r"(StableDiffusion(XL)?(ControlNet)?|LatentConsistencyModel)(Img2Img|Inpaint)?Pipeline$")
-    NEEDS: tuple[str, ...] = ("unet", "vae_decoder")
-    SEPARATE = True  # whether the text encoders are components of their own
+    REQUIRED_COMPONENTS: tuple[str, ...] = ("unet", "vae_decoder")
+    HAS_SEPARATE_COMPONENTS = True  # whether the text encoders are components of their own
     INPAINT = False
-    LEAVES: tuple[str, ...] = tuple(PICTURES)  # arguments that other pipelines take
+    REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
 
     def __init__(
         self,
@@ -78,30 +77,30 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         safety_checker: bool = True,
         device_loop: bool | None = None,
     ) -> None:
-        """`scheduler`: diffusers', None for the folder's own. The other options as in `from_pretrained`."""
+        """The options as in `from_pretrained`."""
         self.folder = folder
         self.models = models
-        self._scheduler = scheduler
-        self._plans: dict[tuple[int, float], schedule_cache.Plan] = {}
-        self._planned = scheduler is None  # the folder's own, whose schedules an earlier process may have kept
+        self._scheduler = (
+            scheduler if isinstance(scheduler, PipelineScheduler) else PipelineScheduler(folder, scheduler)
+        )
         self.safety_checker = safety_checker
         wanted = models.device != "cpu" or models.partner is not None
         self.device_loop = wanted if device_loop is None else device_loop
-        self.loop = open_loop(models)
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
         self.is_xl = is_sdxl(self.unet_config)
         config = component_config(folder, "vae_decoder", required=True)
         self.vae = Vae(models, config, tiling=vae_tiling, slicing=vae_slicing)
         self.vae_scale_factor = self.vae.scale_factor
-        self.texts = Texts(folder, models, self.index, self.unet_config)
-        if self.device_loop and self.SEPARATE:
+        self.texts = PromptEncoder(folder, models, self.index, self.unet_config)
+        if self.device_loop and self.HAS_SEPARATE_COMPONENTS:
             self.texts.fix_length()
 
     @classmethod
+    @accept_old_names(folder="model")
     def from_pretrained(
         cls,
-        folder: Path | str,
+        model: Path | str,
         provider: str = AUTO,
         scheduler: Any = None,
         *,
@@ -115,10 +114,15 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         split_guidance: Sequence[int] | None = None,
         unet_on: Sequence[int] | None = None,
         decode_on: int | None = None,
+        config: str | None = None,
         **options: Any,
     ) -> Any:
-        """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda"); "auto"
-        is the best one that runs here, said on stderr.
+        """Load a model on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda"); "auto" is the best
+        one that runs here, said on stderr.
+
+        `model`: a pipeline folder of sd-ort, or a checkpoint: a diffusers folder, a file, a hub id, or "demo". A
+        checkpoint is optimized in `torch_dtype` (default float16, float32 on a CPU), once: it stays in the cache
+        (`sd-ort cache`). `config`: of a checkpoint in one file, a folder or hub id of its family.
 
         `scheduler`: None for the folder's own, a diffusers class name or short form ("EulerDiscreteScheduler",
         "euler"), or a scheduler object. `low_memory`: open a component when its turn comes and drop the one before.
@@ -136,13 +140,13 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
-        folder = Path(folder)
-        choice = provider_for(folder, provider)
+        dtype = options.get("torch_dtype") or options.get("dtype")
+        folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
         if choice.reason:
             announce(choice.line)
         provider = choice.provider
-        devices = Devices(split_guidance, unet_on, decode_on)
-        devices.check("unet" in cls.NEEDS, low_memory, device_loop)
+        devices = DevicePlacement(split_guidance, unet_on, decode_on)
+        devices.check("unet" in cls.REQUIRED_COMPONENTS, low_memory, device_loop)
         session_options = devices.options(provider, loading_options(options, folder))
         controlnet = [controlnet] if isinstance(controlnet, (str, Path)) else controlnet
         nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
@@ -151,21 +155,19 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         kind = str(index.get("_class_name", ""))
         if not cls.KINDS.search(kind):
             raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
-        needed = [*(text_encoders(index) if cls.SEPARATE else ()), *cls.NEEDS, *nets]
+        needed = [*(text_encoders(index) if cls.HAS_SEPARATE_COMPONENTS else ()), *cls.REQUIRED_COMPONENTS, *nets]
         models.require(*needed)
         devices.place(models)
         pipeline = cls(
             folder,
             models,
-            None if scheduler is None else make_scheduler(folder, scheduler),
+            PipelineScheduler(folder, scheduler),
             vae_tiling=vae_tiling,
             vae_slicing=vae_slicing,
             safety_checker=bool(safety_checker),
             device_loop=device_loop,
         )
         pipeline._check_unet()
-        if not (pipeline.device_loop and schedule_cache.known(pipeline._scheduler_config)):
-            assert pipeline.scheduler  # diffusers says now whether it can drive this UNet
         if not low_memory:  # opened now, so that the first image takes no longer than the second
             models.open([*needed, *(n for n in models if n == "image_encoder" or n.startswith("unet_"))])
             if models.partner is not None:
@@ -181,26 +183,25 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
             self.vae_scale_factor, vae_latent_channels=self.vae.latent_channels, do_convert_rgb=True
         )
 
-    @cached_property
-    def _scheduler_config(self) -> dict[str, Any]:
-        return scheduler_config(self.folder)
-
     @property
     def scheduler(self) -> Any:
-        """diffusers' scheduler: the folder's own, loaded when it is first asked for, or the one that was given."""
-        if self._scheduler is None:
-            self._scheduler = make_scheduler(self.folder)
-        return self._scheduler
+        """diffusers' scheduler: created on first access, or the object that was given."""
+        return self._scheduler.diffusers
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
-        self._scheduler, self._planned = scheduler, False
+        self._scheduler = PipelineScheduler(self.folder, scheduler)
 
-    def weights_changed(self, closed: bool) -> None:
+    @property
+    def scheduler_name(self) -> str:
+        """Class name of the scheduler, without importing diffusers."""
+        return self._scheduler.name
+
+    def on_weights_updated(self, closed: bool) -> None:
         """Release captured graphs and buffers if sessions were closed; else mark cached outputs as outdated."""
         if closed:
-            self.loop = open_loop(self.models)
-        else:
+            vars(self).pop("loop", None)
+        elif "loop" in vars(self):
             self.loop.on_weights_updated()
 
     @property
@@ -216,9 +217,9 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
 
     @cached_property
     def _doubles(self) -> bool:
-        """Whether only sizes that halve evenly can be drawn (`graphs.upsampling`)."""
+        """Whether only sizes that halve evenly can be drawn (`graphs.unet`)."""
         from sd_ort.graphs.load import load
-        from sd_ort.graphs.upsampling import requires_even_sizes
+        from sd_ort.graphs.unet import requires_even_sizes
 
         return requires_even_sizes(load(check_component(self.folder, "unet")))
 
@@ -269,18 +270,12 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
     def _draw(self, request: Request) -> PipelineOutput:
         """What the call asks for, once it was checked."""
         conditioning = self._condition(request)
-        plan = request.plan
-        if plan is None:
-            timesteps: Any = self._end(self._schedule(request), request)
-            sigma = float(request.scheduler.init_noise_sigma)
-            self._keep_plan(request, timesteps)
-        else:
-            timesteps, sigma = plan.timesteps, plan.initial
-        noise = self._noise(request, request.latents) * np.float32(sigma)
-        return self._sample(noise, timesteps, conditioning, request, self._controls(request, len(timesteps)))
+        schedule = request.timetable.schedule(0, self._end(request))
+        noise = self._noise(request, request.latents) * np.float32(schedule.init_noise_sigma)
+        return self._sample(noise, schedule, conditioning, request)
 
     def _request(self, **arguments: Any) -> Request:
-        return request(self._defaults, self.LEAVES, arguments)
+        return request(self._defaults, self.REJECTED_ARGUMENTS, arguments)
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
@@ -291,48 +286,21 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
         """Check the rest of a request, draw, and give back what was asked for."""
         request.size = size
-        config = self._scheduler_config if self._scheduler is None else self._scheduler.config
-        request.check(config.get("num_train_timesteps", 1000))
+        request.check(self._scheduler.trained)
         check_size(size, self.vae_scale_factor, self.size_multiple, lambda: self._doubles)
-        if self._plannable(request):
-            request.plan = self._plan(request.num_inference_steps, request.eta)
-        if request.plan is None:
-            request.scheduler = copy.deepcopy(self.scheduler)
-        request.generator = sources(request.generator, torch_too=request.plan is None)
+        request.timetable = self._scheduler.timetable(request)
+        request.num_inference_steps = request.timetable.steps
+        request.generator = sources(request.generator)
         scale = float(request.guidance_scale or 0.0)
         if self.unet_config.get("time_cond_proj_dim"):
             request.embedded_guidance = scale
         elif scale > 1:
             request.guidance = scale
-        request.pictures = self.told_pictures(request)
+        request.pictures = self.encode_ip_adapter_images(request)
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
         output = self._draw(request)
         return output if request.return_dict else (output.images,) if self.is_xl else tuple(output)
-
-    def _plannable(self, request: Request) -> bool:
-        """Whether a kept plan of the folder's own scheduler says all that this request needs of it."""
-        asked = request.given() & {"timesteps", "sigmas", "original_inference_steps", "denoising_start",
-                                   "denoising_end", "callback_on_step_end", "image", "control_image"}  # fmt: skip
-        return self._planned and self.device_loop and not asked
-
-    def _plan(self, steps: int, eta: float) -> schedule_cache.Plan | None:
-        if (steps, eta) not in self._plans:
-            found = schedule_cache.find(self._scheduler_config, steps, eta)
-            if found is None:
-                return None
-            self._plans[steps, eta] = found
-        return self._plans[steps, eta]
-
-    def _keep_plan(self, request: Request, timesteps: torch.Tensor) -> None:
-        """Keep what this request needs of the scheduler for later processes, if they could do with it."""
-        config = self._scheduler_config
-        if not self._plannable(request) or schedule_cache.find(config, request.num_inference_steps, request.eta):
-            return
-        schedule = self._device_schedule(request, timesteps)
-        if schedule is not None:
-            plan = schedule_cache.Plan(timesteps.numpy(), float(request.scheduler.init_noise_sigma), schedule)
-            schedule_cache.remember(config, request.num_inference_steps, request.eta, plan)
 
     def _check_unet(self) -> None:
         """Raise InputError for a UNet of another kind of pipeline."""
@@ -345,26 +313,20 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
-    def _schedule(self, request: Request) -> torch.Tensor:
-        """The scheduler's timesteps, all of them; their number becomes the request's."""
-        given = {name: getattr(request, name) for name in ("timesteps", "sigmas", "original_inference_steps")}
-        request.num_inference_steps = set_timesteps(request.scheduler, request.num_inference_steps, **given)
-        timesteps: torch.Tensor = request.scheduler.timesteps
-        return timesteps
-
-    def _end(self, timesteps: torch.Tensor, request: Request) -> torch.Tensor:
-        """Those before `denoising_end`. Raises InputError when none is left."""
+    def _end(self, request: Request) -> int:
+        """The number of steps before `denoising_end`. Raises InputError if there is none."""
+        timesteps = request.timetable.timesteps
         if request.denoising_end is None or request.denoising_end == 1:
-            return timesteps
-        kept = timesteps[timesteps >= cutoff(request.scheduler, request.denoising_end)]
-        if not len(kept):
+            return len(timesteps)
+        count = int((timesteps >= cutoff_timestep(request.timetable, request.denoising_end)).sum())
+        if not count:
             raise InputError(f"denoising_end {request.denoising_end} leaves no step to draw: raise it.")
-        return timesteps[: len(kept)]
+        return count
 
-    def _controls(self, request: Request, steps: int) -> list[Control]:
+    def _controls(self, request: Request, steps: int) -> list[ControlNetInput]:
         if request.control_image is not None:
             request.control_image = readable(request.control_image, "control image")
-        return controlnet_inputs.controls(request, controlnet_inputs.names(self.models), steps, self.vae_scale_factor)
+        return controlnet_inputs.controls(request, controlnet_inputs.names(self.models), steps)
 
     def _latent_shape(self, request: Request) -> tuple[int, int, int, int]:
         (height, width), side = request.size, self.vae_scale_factor
@@ -405,7 +367,6 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         return PipelineOutput(finished(images, request.output_type), flags)
 
 
-def cutoff(scheduler: Any, share: float) -> int:
+def cutoff_timestep(timetable: Any, share: float) -> int:
     """The timestep at which `share` of the noise, as trained, is gone: a base model stops there, a refiner begins."""
-    trained = scheduler.config.num_train_timesteps
-    return round(trained - share * trained)
+    return round(timetable.trained - share * timetable.trained)

@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.safetensors_file import read_float32
+from sd_ort.pipelines.state import PipelineState
 
 UNNAMED = ("emb_params", "clip_l", "clip_g")
 ENCODER_OF = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
 
 
 @dataclass
-class Words:
+class LearnedTokens:
     """What one text encoder has learned: `first`, the id of the first new token, the words and how many vectors each
     has, and their rows (n, C), float32."""
 
@@ -77,9 +79,9 @@ def read(
     return found
 
 
-def learn(tokenizer: Any, words: Words | None, word: str, rows: np.ndarray) -> Words:
+def learn(tokenizer: Any, words: LearnedTokens | None, word: str, rows: np.ndarray) -> LearnedTokens:
     """The words with one more, which the tokenizer then knows. Raises InputError for a word that is there already."""
-    made = words or Words(len(tokenizer))
+    made = words or LearnedTokens(len(tokenizer))
     names = [word, *(f"{word}_{i}" for i in range(1, len(rows)))]
     if not word.strip() or any(name in tokenizer.get_vocab() for name in names):
         raise InputError(f"{word!r} is a word of this model already: give another token.")
@@ -97,19 +99,14 @@ def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], st
         raise InputError(
             f"{path} is no .safetensors file: embeddings are read from those alone, pickles (.pt, .bin) can run code."
         )
-    from safetensors import safe_open
-
     try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name).float().numpy() for name in file.keys()}, str(path)  # noqa: SIM118
+        return dict(read_float32(path)[0]), str(path)
     except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
         raise InputError(f"{path} cannot be read as an embedding ({first_line(error)}): get it again.") from error
 
 
-class EmbeddingMethods:
-    """diffusers' methods for textual inversion, for a pipeline with `texts`."""
-
-    texts: Any
+class TextualInversionMixin(PipelineState):
+    """diffusers' methods for textual inversion."""
 
     def load_textual_inversion(
         self,

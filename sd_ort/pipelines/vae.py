@@ -50,12 +50,10 @@ class Vae:
     def to_latents(self, pixels: np.ndarray, generator: Any) -> np.ndarray:
         """Pixels -> latents as the scheduler takes them, drawn from the VAE's distribution. `generator`: torch's, or a
         list of one an image."""
-        import torch
-
         latents = self._encoded(pixels)
         if latents.shape[1] == 2 * self.latent_channels:  # a distribution, where a tiny autoencoder has latents
             mean, log_variance = np.split(latents, 2, axis=1)
-            std = torch.exp(0.5 * torch.from_numpy(log_variance).clamp(-30, 20)).numpy()
+            std = np.exp(np.float32(0.5) * log_variance.clip(-30, 20))
             if isinstance(generator, list):
                 generator = generator[: len(mean)]
             latents = mean + std * draw_noise(mean.shape, generator)

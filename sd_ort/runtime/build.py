@@ -24,7 +24,7 @@ from typing import Any
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import OutputError
-from sd_ort.core.interrupts import held_back
+from sd_ort.core.interrupts import defer_interrupts
 from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import (
     CUDA_LIBRARY,
@@ -69,6 +69,7 @@ def build(
         check_compiler(options.hip, hip)
     if cuda:
         options.cuda_archs = tuple(arch.removeprefix("sm_") for arch in cuda)
+        _check_targets([f"sm_{arch}" for arch in options.cuda_archs])
         options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
@@ -181,7 +182,7 @@ def _run(command: Sequence[str], failure: str) -> None:
     options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
     process = None
     try:
-        with held_back() as came:  # an interrupt inside Popen would leave compilers that nobody knows
+        with defer_interrupts() as came:  # an interrupt inside Popen would leave compilers that nobody knows
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
         if came:
             raise KeyboardInterrupt
@@ -210,11 +211,11 @@ def _version(compiler: str) -> str:
 
 def _check_targets(targets: Sequence[str]) -> None:
     """Raise BuildError for a target that no kernel is written for."""
-    from custom_ops.amd_targets import simd
+    from custom_ops import amd_targets, nvidia_targets
 
     try:
         for target in targets:
-            simd(target)
+            nvidia_targets.describe(target) if target.startswith("sm_") else amd_targets.simd(target)
     except ValueError as error:
         raise BuildError(str(error)) from error
 

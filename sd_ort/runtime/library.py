@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from sd_ort.core.cache import cache_folder, listed
+from sd_ort.core.cache import cache_folder, list_files
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
 
@@ -37,7 +37,7 @@ def library_path(name: str = LIBRARY) -> Path | None:
     sessions look for the others there. Runs no compiler and no Python import of ORT.
     """
     builds = []
-    for record in listed(cache_folder() / "ops", "*/build.json"):
+    for record in list_files(cache_folder() / "ops", "*/build.json"):
         library = record.parent / name
         with suppress(InputError, OSError):  # a damaged record is a build that was not finished
             if read_json(record).get("sources") == sources_hash() and library.is_file():

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from custom_ops.libraries import GpuLibrary
-from sd_ort.core.cache import cache_folder, is_there, listed
+from sd_ort.core.cache import cache_folder, is_reachable_file, list_files
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import mismatch, read_json, without_nulls, write_text
+from sd_ort.core.files import read_json, schema_mismatch, without_nulls, write_text
 from sd_ort.runtime.library import GPU_LIBRARIES as GPU_LIBRARIES
 from sd_ort.runtime.providers import is_plugin, plugin_library, provider_named
 
@@ -151,7 +151,7 @@ def read(path: Path) -> Record:
         found = record.get("format")
         raise TuningError(f"{path} has format {found}, this version reads {FORMAT}: tune again with sd-ort tune.")
     record = without_nulls(record)
-    if not {"validators", "operators"} <= record.keys() or mismatch(record, _LIKE):
+    if not {"validators", "operators"} <= record.keys() or schema_mismatch(record, _LIKE):
         raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged.")
     return record
 
@@ -180,7 +180,7 @@ _LIKE = {
     "onnxruntime": lambda value: (
         isinstance(value, list)
         and all(map(_is_of_onnxruntime, value))
-        and not mismatch(value, [{"ep": str, "validators": dict, "results": {str: dict}}])
+        and not schema_mismatch(value, [{"ep": str, "validators": dict, "results": {str: dict}}])
     ),
 }
 
@@ -297,9 +297,9 @@ def load(session: Any, source: TuningSource | None, onnxruntime_version: str, mo
     """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
     validators = validators_of(source, onnxruntime_version)
     places = folders(model)
-    fitting = next((path for place in places if is_there(path := place / _name(validators))), None)
+    fitting = next((path for place in places if is_reachable_file(path := place / _name(validators))), None)
     if fitting is None:
-        _say_why_not((path for place in places for path in listed(place, "*.json")), validators)
+        _say_why_not((path for place in places for path in list_files(place, "*.json")), validators)
         return None
     record = read(fitting)
     check(fitting, record, validators)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from sd_ort.core.errors import SdOrtError, explained
+from sd_ort.core.errors import SdOrtError, describe_error
 from sd_ort.serving.image_jobs import GenerationFailed, ImageJob, ModelInfo, ReplicaDied
 
 log = logging.getLogger("sd_ort")
@@ -189,7 +189,7 @@ class Dispatcher:
             self._requeue(batch, GenerationFailed(f"{MAX_ATTEMPTS} replicas died while they generated it: {reason}"))
             return False
         except Exception as error:
-            line, _ = explained(error)
+            line, _ = describe_error(error)
             if len(batch) == 1:
                 fail(batch[0], error if isinstance(error, SdOrtError) else GenerationFailed(line))
             else:  # one image may have caused the error

@@ -9,7 +9,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.paths import words_of
+from sd_ort.core.paths import slugify
 from sd_ort.pipelines.arguments import check_seeds, check_text
 from sd_ort.serving.dispatch import Dispatcher
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
@@ -59,7 +59,7 @@ def output_tasks(
     seeds = count(first_seed)
     tasks = []
     for number, prompt in enumerate(prompts, 1):
-        words = words_of(prompt)
+        words = slugify(prompt)
         for seed in islice(seeds, images):
             path = out / f"{number:05d}-{words}-{seed}.png"
             tasks.append(OutputTask(ImageJob(prompt, negative, seed, settings), path))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.errors import InputError, SdOrtError, explained
+from sd_ort.core.errors import InputError, SdOrtError, describe_error
 from sd_ort.core.pipeline_folder import MERGED, components
 from sd_ort.runtime import visible_devices
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo
@@ -127,7 +127,7 @@ class Actor:
         try:
             self.replica = PipelineReplica(config)
         except Exception as error:
-            return RemoteError(*explained(error))
+            return RemoteError(*describe_error(error))
         return self.replica.model
 
     def generate(self, jobs: Sequence[ImageJob]) -> list[bytes] | RemoteError:
@@ -135,4 +135,4 @@ class Actor:
         try:
             return self.replica.generate(jobs)
         except Exception as error:
-            return RemoteError(*explained(error))
+            return RemoteError(*describe_error(error))

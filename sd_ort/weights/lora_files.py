@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.safetensors_file import read_float32
 
 Weights = Mapping[str, Any]
 
@@ -132,12 +133,9 @@ def _read_tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], 
     path = Path(source)
     if path.suffix != ".safetensors":
         raise InputError(f"{path} is not a .safetensors file: LoRAs are read from those alone, pickles can run code.")
-    from safetensors import safe_open
-
     try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name).float().numpy() for name in file.keys()}  # noqa: SIM118
-            metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        tensors, texts = read_float32(path)
+        metadata = json.loads(texts.get("lora_adapter_metadata", "{}"))
     except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
         raise InputError(f"{path} cannot be read as a LoRA ({first_line(error)}): get it again.") from error
     return tensors, {n.removesuffix(".lora_alpha"): float(a) for n, a in metadata.items() if n.endswith(".lora_alpha")}

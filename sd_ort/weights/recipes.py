@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 
 from fusion_passes import weight_recipes
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import read_manifest
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 Read = Callable[[str], np.ndarray]  # returns a checkpoint tensor by name
 KEY = "weight_recipes"  # of a component in the manifest
@@ -27,6 +30,7 @@ def read_recipes(folder: Path) -> dict[str, Mapping[str, weight_recipes.WeightRe
 
 def fill(model: ir.Model, read: Read) -> None:
     """Replace every initializer that has a recipe by a lazy tensor, which raises the exceptions of `derived_weight`."""
+    import onnx_ir as ir
 
     def lazy(tensor: ir.TensorProtocol, recipe: weight_recipes.WeightRecipe) -> ir.LazyTensor:
         shape = ir.Shape(tensor.shape.numpy())

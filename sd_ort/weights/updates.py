@@ -21,21 +21,19 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from threadpoolctl import threadpool_limits
 
 from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes import weight_recipes as recipes
 from sd_ort.core.errors import InputError, SdOrtError, first_line
-from sd_ort.core.pipeline_folder import check_component, read_manifest
-from sd_ort.graphs import hoist
-from sd_ort.graphs.load import load
+from sd_ort.core.pipeline_folder import check_component, folders_of, read_manifest
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.ort_values import host_value
 from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import open_graph
 from sd_ort.runtime.updatable_weights import HeldWeights
 from sd_ort.weights import update_graph
+from sd_ort.weights.initializers import Initializer, read_initializers
 from sd_ort.weights.lora_files import LowRankDelta
 from sd_ort.weights.recipes import read_recipes
 
@@ -63,8 +61,8 @@ class WeightUpdater:
         if "unet" not in self.recipes:
             raise InputError(f"{folder} does not say where its weights come from: export it again with this sd-ort.")
         entries = read_manifest(folder)["components"]
-        self.parts = {name: hoist.folders_of(name, entry) for name, entry in entries.items()}
-        self._loaded: dict[str, dict[str, ir.Value]] = {}
+        self.parts = {name: folders_of(name, entry) for name, entry in entries.items()}
+        self._loaded: dict[str, dict[str, Initializer]] = {}
         self._sessions: dict[update_graph.WeightUpdateSpec, Any] = {}
 
     def modules(self, component: str) -> dict[str, str]:
@@ -100,7 +98,7 @@ class WeightUpdater:
                     names: Collection[str] = self._affected_initializers(component, part, added)
                     if names and components.in_place and part not in components.held:
                         weights = self._initializers(part).items()
-                        shareable = {n: _values(w) for n, w in weights if is_shareable(w, components.provider)}
+                        shareable = {n: w.values for n, w in weights if is_shareable(w, components.provider)}
                         components.hold(part, shareable)
                         closed = True
                     if part in components.held:
@@ -128,7 +126,7 @@ class WeightUpdater:
         names = list(self._affected_initializers(component, part, deltas) if names is None else names)
 
         def add(name: str) -> np.ndarray:
-            weight = _values(self._initializers(part)[name])
+            weight = self._initializers(part)[name].values
             factors = _low_rank(self.recipes[component][name], deltas)
             if factors is not None and factors.up.shape[0] * factors.down.shape[1] == weight.size:
                 return _add_low_rank(weight, factors, reuse_buffers.get(name))
@@ -139,11 +137,10 @@ class WeightUpdater:
         with threadpool_limits(1, "blas"), ThreadPoolExecutor(os.cpu_count()) as threads:
             return dict(zip(names, threads.map(add, names), strict=True))
 
-    def _initializers(self, part: str) -> dict[str, ir.Value]:
+    def _initializers(self, part: str) -> dict[str, Initializer]:
         """Return the initializers of a component folder by name; their values stay on disk."""
         if part not in self._loaded:
-            initializers = load(check_component(self.folder, part)).graph.initializers
-            self._loaded[part] = {name: value for name, value in initializers.items() if value.const_value is not None}
+            self._loaded[part] = read_initializers(check_component(self.folder, part))
         return self._loaded[part]
 
     def _affected_initializers(self, component: str, part: str, deltas: Mapping[str, Any]) -> list[str]:
@@ -156,7 +153,7 @@ class WeightUpdater:
     def _dense_delta(self, component: str, part: str, name: str, deltas: Deltas) -> np.ndarray:
         """Return the delta of an affected initializer. Raises InputError if its shape differs."""
         recipe, weight = self.recipes[component][name], self._initializers(part)[name]
-        shape = [int(size) for size in weight.const_value.shape]  # type: ignore[union-attr, arg-type]
+        shape = list(weight.shape)
         sources = recipes.sources(recipe)
         try:
             if (factors := _low_rank(recipe, deltas)) is not None:
@@ -178,10 +175,10 @@ class WeightUpdater:
         updatable, weights = components.held[part], self._initializers(part)
         affected = updatable.values.keys() & set(self._affected_initializers(component, part, deltas))
         for name in updatable.changed - affected:
-            updatable.write(name, _values(weights[name]))
+            updatable.write(name, weights[name].values)
         updatable.changed |= affected
         for name in affected:
-            if not self._add_on_device(components, updatable, name, _values(weights[name]),
+            if not self._add_on_device(components, updatable, name, weights[name].values,
                                        self.recipes[component][name], deltas):  # fmt: skip
                 updatable.write(name, self.updated_weights(component, part, deltas, [name])[name])
         updatable.changed = affected
@@ -253,35 +250,20 @@ def _add_low_rank(weight: np.ndarray, delta: LowRankDelta, out: np.ndarray | Non
     return total
 
 
-def _is_matmul_only(weight: ir.Value) -> bool:
+def _is_matmul_only(weight: Initializer) -> bool:
     """Return whether all consumers are MatMuls of a computed value by the weight.
 
     ONNX Runtime would fold a product of two constants.
     """
-
-    def is_matmul(node: ir.Node, index: int) -> bool:
-        left = node.inputs[0]
-        computed = left is not None and left.producer() is not None and left.const_value is None
-        return node.op_type == "MatMul" and node.domain == "" and index == 1 and computed
-
-    return bool(weight.uses()) and all(is_matmul(node, index) for node, index in weight.uses())
+    return bool(weight.consumers) and all(consumer.multiplies for consumer in weight.consumers)
 
 
-def _values(weight: ir.Value) -> np.ndarray:
-    assert weight.const_value is not None
-    values: np.ndarray = weight.const_value.numpy()
-    return values
-
-
-def is_shareable(weight: ir.Value, provider: str) -> bool:
+def is_shareable(weight: Initializer, provider: str) -> bool:
     """Return whether sessions of `provider` can share a weight: a matrix or filters that its kernels read unchanged."""
-    shape, consumers = weight.const_value.shape, [node for node, _ in weight.uses()]  # type: ignore[union-attr]
     transposed = frozenset() if provider == "cpu" or is_plugin(provider) else TRANSPOSED_OPS
     unchanged = all(
-        (node.domain in (DOMAIN, CONTRIB) and node.op_type not in transposed)
-        or (node.domain in ("", "ai.onnx") and node.op_type in UNCHANGED_OPS)
-        for node in consumers
+        (consumer.domain in (DOMAIN, CONTRIB) and consumer.op_type not in transposed)
+        or (consumer.domain in ("", "ai.onnx") and consumer.op_type in UNCHANGED_OPS)
+        for consumer in weight.consumers
     )
-    return (
-        len(shape) >= 2 and bool(consumers) and unchanged and weight.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-    )
+    return len(weight.shape) >= 2 and bool(weight.consumers) and unchanged and weight.dtype in (np.float32, np.float16)

@@ -36,14 +36,14 @@ struct BlasLtAssertions {
   static_assert(offsetof(B::Algorithm, waves) == offsetof(cublasLtMatmulHeuristicResult_t, wavesCount));
 
   ASSERT_SAME_FUNCTION(B::create_, cublasLtCreate);
-  ASSERT_SAME_FUNCTION(B::create_product_, cublasLtMatmulDescCreate);
+  ASSERT_SAME_FUNCTION(B::create_gemm_, cublasLtMatmulDescCreate);
   ASSERT_SAME_FUNCTION(B::set_attribute_, cublasLtMatmulDescSetAttribute);
   ASSERT_SAME_FUNCTION(B::create_layout_, cublasLtMatrixLayoutCreate);
   ASSERT_SAME_FUNCTION(B::set_layout_, cublasLtMatrixLayoutSetAttribute);
   ASSERT_SAME_FUNCTION(B::create_preference_, cublasLtMatmulPreferenceCreate);
   ASSERT_SAME_FUNCTION(B::set_preference_, cublasLtMatmulPreferenceSetAttribute);
   ASSERT_SAME_FUNCTION(B::propose_, cublasLtMatmulAlgoGetHeuristic);
-  ASSERT_SAME_FUNCTION(B::multiply_, cublasLtMatmul);
+  ASSERT_SAME_FUNCTION(B::matmul_, cublasLtMatmul);
 };
 
 }  // namespace sd_ort

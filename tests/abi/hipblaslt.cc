@@ -32,14 +32,14 @@ struct BlasLtAssertions {
   static_assert(offsetof(B::Algorithm, waves) == offsetof(hipblasLtMatmulHeuristicResult_t, wavesCount));
 
   ASSERT_SAME_FUNCTION(B::create_, hipblasLtCreate);
-  ASSERT_SAME_FUNCTION(B::create_product_, hipblasLtMatmulDescCreate);
+  ASSERT_SAME_FUNCTION(B::create_gemm_, hipblasLtMatmulDescCreate);
   ASSERT_SAME_FUNCTION(B::set_attribute_, hipblasLtMatmulDescSetAttribute);
   ASSERT_SAME_FUNCTION(B::create_layout_, hipblasLtMatrixLayoutCreate);
   ASSERT_SAME_FUNCTION(B::set_layout_, hipblasLtMatrixLayoutSetAttribute);
   ASSERT_SAME_FUNCTION(B::create_preference_, hipblasLtMatmulPreferenceCreate);
   ASSERT_SAME_FUNCTION(B::set_preference_, hipblasLtMatmulPreferenceSetAttribute);
   ASSERT_SAME_FUNCTION(B::propose_, hipblasLtMatmulAlgoGetHeuristic);
-  ASSERT_SAME_FUNCTION(B::multiply_, hipblasLtMatmul);
+  ASSERT_SAME_FUNCTION(B::matmul_, hipblasLtMatmul);
 };
 
 }  // namespace sd_ort

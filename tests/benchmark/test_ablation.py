@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import graph_fixtures
 import pytest
 
 from fusion_passes.graph_pass import Pass, PassOutcome
-from sd_ort.benchmark import ablation, engine_selection
-from sd_ort.benchmark.ablation import ablation_steps
+from scripts.fixtures import graph_fixtures
+from sd_ort.benchmark import engine_selection
+from sd_ort.benchmark.engine_builds import ABLATION, ablation_steps
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
@@ -34,12 +34,12 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
     labels = [
         "raw fp32",
         "raw fp16",
-        *(step.label for step in ablation.ABLATION.values() if step.label != "nothing fused"),
+        *(step.label for step in ABLATION.values() if step.label != "nothing fused"),
     ]
     assert [row.label for row in rows] == [*labels, "ours: + op library", "+ hoisting", "+ graph capture"]
     assert [row.library for row in rows] == [False] * len(labels) + [True] * 3
     assert [row.graph for row in rows] == [False] * (len(labels) + 2) + [True]
-    steps = list(ablation.ablation_steps(TARGETS["cuda"]).values())
+    steps = list(ablation_steps(TARGETS["cuda"]).values())
     assert steps[-1].fusions == TARGETS["cuda"].fusions
     assert set(steps[-1].lowering_passes) < set(TARGETS["cuda"].lowering_passes)
     for before, after in pairwise(steps):
@@ -54,7 +54,7 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine_selection, "library_path", lambda: None)
     rows, notes = engine_selection.ablation(raw, "cpu")
     assert rows[-1].label == "+ hoisting"
-    assert [row.make for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
+    assert [row.build_spec for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
     assert not any(row.graph for row in rows)
     assert all(any(f"no row for {what}" in note for note in notes) for what in ("graph capture", "the op library"))
 
@@ -62,7 +62,7 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_step_of_the_ablation_adds_its_operator(tmp_path: Path) -> None:
     name = "sd15-tiny-dynamo-20.unet"
     source = graph_fixtures.make_folder(tmp_path / "raw", name) / "unet" / MODEL
-    steps = ablation.ablation_steps(TARGETS["cuda"])
+    steps = ablation_steps(TARGETS["cuda"])
     counts = {
         step: optimize_component(source, tmp_path / step / "unet" / MODEL, steps[step])["op_counts"]
         for step in ("none", "mha", "norm", "skip")

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from sd_ort.benchmark import engine_builds, engine_selection, runner, tables
-from sd_ort.benchmark.engines.interface import Engine, Settings
+from sd_ort.benchmark import engine_builds, engine_selection, report_file, runner
+from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
-from sd_ort.benchmark.worker import Measured, Worker, is_tuned
+from sd_ort.benchmark.worker import EngineMeasurements, Worker, is_tuned
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime import device_meters
@@ -40,7 +40,7 @@ def report_folder(small_export: Path, tmp_path_factory: pytest.TempPathFactory) 
     path.write_bytes(path.read_bytes()[:1000])
     torch_pipeline("sd15-small", True).save_pretrained(folder / "torch")  # other processes do not know the preset
     engines, notes = engine_selection.find_engines([small_export, broken], torch_model=str(folder / "torch"))
-    settings = Settings(steps=2, batches=(1, 2), height=64, width=64, runs=3, threads=1, tuning=True)
+    settings = BenchmarkSettings(steps=2, batches=(1, 2), height=64, width=64, runs=3, threads=1, tuning=True)
     runner.run(engines, settings, folder / "out", notes=notes)
     return folder / "out"
 
@@ -116,9 +116,11 @@ def test_note_on_tuning(provider: str, built: str, note: str, tmp_path: Path, mo
     (tmp_path / built).touch()
     for module in ("runner", "worker"):
         monkeypatch.setattr(f"sd_ort.benchmark.{module}.library_path", lambda: tmp_path / "libsd_ort_ops.so")
-    notes = runner.notes_on(Settings(provider=provider, tuning=True), device_meters.Meter())
+    notes = runner.notes_on(BenchmarkSettings(provider=provider, tuning=True), device_meters.Meter())
     assert any(f"--tuning {note}" in line for line in notes)
-    assert not any("--tuning" in line for line in runner.notes_on(Settings(provider=provider), device_meters.Meter()))
+    assert not any(
+        "--tuning" in line for line in runner.notes_on(BenchmarkSettings(provider=provider), device_meters.Meter())
+    )
     ours = Engine("ours", "onnxruntime", "folder", "demo")
     assert is_tuned(ours, provider) is ("was on" in note)
     assert is_tuned(replace(ours, library=False), provider) is (provider == "rocm")
@@ -139,7 +141,7 @@ def test_csv_has_onnxruntimes_columns(report: dict[str, Any], report_folder: Pat
 
 
 def test_table_shows_every_engine(report: dict[str, Any]) -> None:
-    table = tables.to_table(report)
+    table = report_file.to_table(report)
     assert "raw ONNX broken (batch 2) failed:" in table
     assert "torch eager" in table
     assert "1.00x" in table  # the baseline itself
@@ -176,7 +178,7 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(runner, "Worker", FakeWorker)
     engine = Engine("raw ONNX", "onnxruntime", "folder", "demo")
     with pytest.raises(KeyboardInterrupt):
-        runner.run([engine], Settings(warmup=1, runs=5), tmp_path)
+        runner.run([engine], BenchmarkSettings(warmup=1, runs=5), tmp_path)
     report = json.loads((tmp_path / "benchmark.json").read_text())
     assert report["interrupted"] is True
     assert report["finished"] is False
@@ -187,13 +189,13 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
 
 def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
     worker = Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device_meters.Meter())
-    worker.cases = {1: Measured(1), 2: Measured(2)}
+    worker.measurements = {1: EngineMeasurements(1), 2: EngineMeasurements(2)}
     worker.process.kill()
     for batch in (1, 2):
-        worker.draw(batch, counted=True)
+        worker.run(batch, timed=True)
     worker.pool.shutdown()
-    for case in worker.cases.values():
-        row = worker.row(case, None, Settings())
+    for measured in worker.measurements.values():
+        row = worker.row(measured, None, BenchmarkSettings())
         assert row["status"] == "failed"
         assert "out of memory" in row["reason"]
 
@@ -213,7 +215,7 @@ class TooLarge(FakeWorker):
 def test_batch_without_room_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "Worker", TooLarge)
     engine = Engine("raw ONNX", "onnxruntime", "folder", "demo")
-    report = runner.run([engine], Settings(batches=(1, 4, 8), runs=2), tmp_path)
+    report = runner.run([engine], BenchmarkSettings(batches=(1, 4, 8), runs=2), tmp_path)
     assert [(row["batch"], row["status"], "step_ms" in row) for row in report["engines"]] == [
         (1, "ok", True),
         (4, "failed", False),
@@ -228,12 +230,14 @@ def test_folder_that_cannot_be_made_is_a_row(tmp_path: Path, monkeypatch: pytest
         raise SdOrtError("unet: ValueError: no such pattern")
 
     monkeypatch.setattr(runner, "Worker", TooLarge)
-    monkeypatch.setattr(engine_builds, "make", fail)
+    monkeypatch.setattr(engine_builds, "build_folder", fail)
     engines = [
         Engine("raw ONNX", "onnxruntime", "folder", "demo"),
-        Engine("ORT optimizer", "onnxruntime", "folder", "demo", make=("ort", "cpu", "float32"), raw="folder"),
+        Engine(
+            "ORT optimizer", "onnxruntime", "folder", "demo", build_spec=("ort", "cpu", "float32"), raw_export="folder"
+        ),
     ]
-    report = runner.run(engines, Settings(component="unet", runs=1), tmp_path)
+    report = runner.run(engines, BenchmarkSettings(component="unet", runs=1), tmp_path)
     assert [row["status"] for row in report["engines"]] == ["ok", "failed"]
     assert report["engines"][1]["reason"] == "unet: ValueError: no such pattern"
 
@@ -246,7 +250,7 @@ def test_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(runner, "measure", record)
     engines = [Engine(label, "onnxruntime", "folder", "demo") for label in "ab"]
-    report = runner.run(engines, Settings(sequential=True), tmp_path)
+    report = runner.run(engines, BenchmarkSettings(sequential=True), tmp_path)
     assert order == [["a"], ["b"]]
     assert any("different moments" in note for note in report["notes"])
 

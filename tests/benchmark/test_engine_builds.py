@@ -18,17 +18,17 @@ def raw_component(raw: Path) -> Path:
 
 
 def test_made_component_appears_whole(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy(task: engine_builds.Task, word: str) -> None:
+    def copy(task: engine_builds.BuildTask, word: str) -> None:
         assert (task.source, word) == (raw / "unet" / MODEL, "twice")
         task.out.write_text("made")
         part = task.out.parent.with_name("unet_prompt")
         part.mkdir()
         (part / MODEL).write_text("a part")
 
-    monkeypatch.setitem(engine_builds.RECIPES, "copy", copy)
+    monkeypatch.setitem(engine_builds.BUILDERS, "copy", copy)
     out = tmp_path / "home" / "copy-twice"
     out.mkdir(parents=True)
-    engine_builds.make_component(("copy", "twice"), raw_component(raw), out, "unet")
+    engine_builds.build_component(("copy", "twice"), raw_component(raw), out, "unet")
     assert (out / "unet" / MODEL).read_text() == "made"
     assert (out / "unet_prompt" / MODEL).read_text() == "a part"
     assert (out / "unet" / "config.json").read_text() == "{}"
@@ -38,13 +38,13 @@ def test_made_component_appears_whole(raw: Path, tmp_path: Path, monkeypatch: py
 def test_component_that_cannot_be_made_leaves_nothing(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(task: engine_builds.Task) -> None:
+    def fail(task: engine_builds.BuildTask) -> None:
         task.out.write_text("half")
         raise ValueError("\nno such pattern\nmore")
 
-    monkeypatch.setitem(engine_builds.RECIPES, "fail", fail)
+    monkeypatch.setitem(engine_builds.BUILDERS, "fail", fail)
     out = tmp_path / "home" / "fail"
     out.mkdir(parents=True)
     with pytest.raises(SdOrtError, match=r"^unet: ValueError: no such pattern$"):
-        engine_builds.make_component(("fail",), raw_component(raw), out, "unet")
+        engine_builds.build_component(("fail",), raw_component(raw), out, "unet")
     assert list(out.iterdir()) == []

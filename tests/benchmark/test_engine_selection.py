@@ -83,7 +83,7 @@ def test_named_engines(tmp_path: Path) -> None:
         "openvino-bf16",
     ]
     engines, _ = engine_selection.find_engines([folder], None, names, "cuda")
-    assert [(e.label, e.engine, e.make, e.graph, e.variant) for e in engines] == [
+    assert [(e.label, e.engine, e.build_spec, e.graph, e.variant) for e in engines] == [
         ("raw ONNX", "onnxruntime", (), False, ""),
         ("raw ONNX fp16", "onnxruntime", ("raw", "float16"), False, ""),
         ("ours fp16", "onnxruntime", ("ours", "cuda", "float16"), False, ""),

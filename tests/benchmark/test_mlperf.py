@@ -17,7 +17,8 @@ import tiny_pipeline
 from PIL import Image
 
 from sd_ort.benchmark import loadgen, mlperf, quality, replicas
-from sd_ort.benchmark.loadgen import Load
+from sd_ort.benchmark.loadgen import LoadGenSettings
+from sd_ort.cli.benchmark import command
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.demo import scenes
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
@@ -40,7 +41,7 @@ def test_each_scenario_draws_its_queries(scenario: str, tmp_path: Path) -> None:
         return numbered(numbers)
 
     most = 1 if scenario == "SingleStream" else 4
-    found = loadgen.run(draw, Load(scenario, 8, most, 20, rate=500.0), tmp_path)
+    found = loadgen.run(draw, LoadGenSettings(scenario, 8, most, 20, rate=500.0), tmp_path)
     assert sum(map(len, drawn)) == found["queries"] == 20
     assert max(map(len, drawn)) <= most
     assert {number for numbers in drawn for number in numbers} <= set(range(8))
@@ -50,7 +51,7 @@ def test_each_scenario_draws_its_queries(scenario: str, tmp_path: Path) -> None:
 
 
 def test_the_accuracy_run_logs_every_image_once(tmp_path: Path) -> None:
-    loadgen.run(numbered, Load("Offline", 5, 2, 5, accuracy=True), tmp_path)
+    loadgen.run(numbered, LoadGenSettings("Offline", 5, 2, 5, accuracy=True), tmp_path)
     logged = json.loads((tmp_path / "mlperf_log_accuracy.json").read_text())
     assert {entry["qsl_idx"]: bytes.fromhex(entry["data"]) for entry in logged} == {
         number: bytes([number]) * 12 for number in range(5)
@@ -66,7 +67,7 @@ def test_an_engine_that_fails_ends_the_run(tmp_path: Path) -> None:
         return numbered(numbers)
 
     with pytest.raises(SdOrtError, match="out of memory"):
-        loadgen.run(draw, Load("Server", 4, 1, 30, rate=1000.0), tmp_path)
+        loadgen.run(draw, LoadGenSettings("Server", 4, 1, 30, rate=1000.0), tmp_path)
 
 
 def test_the_rules_are_mlperfs(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_the_rules_are_mlperfs(tmp_path: Path) -> None:
 
 
 def test_mlperf_of_a_tiny_model(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
-    loads = ("--mlperf", "--queries", 3, "--load", 0.5, "--batch", "1,2", "--accuracy")
+    loads = ("--mlperf", "--queries", 3, "--server-load", 0.5, "--batch", "1,2", "--accuracy")
     code, table, _ = sd_ort("benchmark", small_export, *loads, *SMALL, "--out", tmp_path)
     assert code == 0
     report = json.loads((tmp_path / "mlperf.json").read_text())
@@ -153,6 +154,11 @@ def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
         code, _, error = sd_ort("benchmark", folder, *wrong, "--out", tmp_path / "out")
         assert (code in (2, 3), words in error, error.strip().count("\n")) == (True, True, 0), error
     assert not (tmp_path / "out").exists()
+
+
+def test_old_name_of_server_load_is_read() -> None:
+    for name in ("--server-load", "--load"):
+        assert command.make_context("benchmark", ["DIR", name, "0.5"]).params["server_load"] == 0.5
 
 
 def test_official_is_for_sdxl(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:

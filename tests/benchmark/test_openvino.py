@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from sd_ort.benchmark.engines import openvino
-from sd_ort.benchmark.engines.interface import Engine, Settings
+from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
 from sd_ort.core.errors import SdOrtError
 
 ENGINE = Engine("OpenVINO fp32", "openvino", "folder", "model", variant="float32")
@@ -18,12 +18,12 @@ ENGINE = Engine("OpenVINO fp32", "openvino", "folder", "model", variant="float32
 
 def test_what_is_not_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SdOrtError, match="--component"):
-        openvino.open_pipeline(ENGINE, Settings())
+        openvino.open_pipeline(ENGINE, BenchmarkSettings())
     with pytest.raises(SdOrtError, match="--provider cpu"):
-        openvino.open_component(ENGINE, Settings(provider="cuda", component="unet"))
+        openvino.open_component(ENGINE, BenchmarkSettings(provider="cuda", component="unet"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SdOrtError, match=r"pip install 'sd-ort\[openvino\]'"):
-        openvino.open_component(ENGINE, Settings(component="unet"))
+        openvino.open_component(ENGINE, BenchmarkSettings(component="unet"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is an extra")

@@ -72,7 +72,7 @@ def test_kernels_belong_to_the_node_that_launched_them() -> None:
 
 def test_trace_loads_in_perfetto() -> None:
     events = profile.node_events(ort_trace(), runs=1)
-    made = profile.to_trace(events, in_turn=False)["traceEvents"]
+    made = profile.to_trace(events, sequential=False)["traceEvents"]
     assert [event["ph"] for event in made] == ["M", "X", "X", "X"]
     assert all(event["dur"] > 0 and event["ts"] >= 200 for event in made[1:])
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from sd_ort.benchmark import plot, report
-from sd_ort.benchmark.tables import faster
+from sd_ort.benchmark.report_file import format_speedup
 from sd_ort.benchmark.worker import speedup
 from sd_ort.core import metrics
 from sd_ort.core.errors import InputError
@@ -48,9 +48,9 @@ def row(label: str, batch: int, step: float, **more: Any) -> dict[str, Any]:
 
 def test_ratios_do_not_contradict_seconds() -> None:
     baseline, unclear, clear = [1.0, 1.1, 1.2], [1.05, 1.0, 1.1], [0.8, 0.7, 0.6]
-    cells = [faster({"image_speedup": speedup(times, baseline)}) for times in (baseline, unclear, clear)]
+    cells = [format_speedup({"image_speedup": speedup(times, baseline)}) for times in (baseline, unclear, clear)]
     assert cells == ["1.00x", "no difference measured (0.95-1.10)", "1.57x (1.25-2.00)"]
-    assert faster({}) == "-"
+    assert format_speedup({}) == "-"
 
 
 def results(kind: str = "benchmark", **more: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from export_without_weights import MARK, beginning, refer
-from gpu_models import fill
 
+from scripts.bench.export_without_weights import MARK, beginning, refer
+from scripts.bench.gpu_models import fill
 from sd_ort.core import pipeline_folder
 
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import graph_fixtures
 import numpy as np
 import onnx
 import pytest
 from image_metrics import psnr
 
+from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline
 from sd_ort.checkpoints.config_inference import infer_configs
 from sd_ort.checkpoints.configs import component_config

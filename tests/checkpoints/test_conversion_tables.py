@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from make_conversion_tables import families, family_tables
 from safetensors.torch import load_file, save_file
-from save_single_file import save
 from small_presets import mini
 
+from scripts.fixtures.make_conversion_tables import families, family_tables
+from scripts.fixtures.save_single_file import save
 from sd_ort.checkpoints import conversion_tables, single_file
 from sd_ort.checkpoints.detection import FAMILIES, HUB_IDS
 from sd_ort.checkpoints.presets import PRESETS, open_preset

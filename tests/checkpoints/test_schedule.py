@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sd_ort.checkpoints.schedule import linear_schedule
+from sd_ort.checkpoints.linear_schedule import fixed_schedule
+from sd_ort.checkpoints.schedule import DiffusersTimetable, linear_schedule
 from sd_ort.checkpoints.schedulers import make_scheduler
 from sd_ort.core.errors import InputError
 from sd_ort.demo import MODEL_DIR
@@ -25,14 +26,14 @@ def test_linear_schedule(name: str, window: int) -> None:
     scheduler = type(scheduler).from_config({**config, **more})
     scheduler.set_timesteps(9)
     initial = float(scheduler.init_noise_sigma)
-    schedule = linear_schedule(scheduler, scheduler.timesteps, initial)
-    assert schedule.steps.shape == (len(scheduler.timesteps), window, 2), "it reads more steps than it needs"
+    schedule = linear_schedule(scheduler, scheduler.timesteps).shortened
+    assert schedule.coefficients.shape == (len(scheduler.timesteps), window, 2), "it reads more steps than it needs"
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(1, 4, 4, 4, generator=generator)
     history, latents = [latents], latents * initial
     for index, timestep in enumerate(scheduler.timesteps):
         scaled = scheduler.scale_model_input(latents, timestep)
-        torch.testing.assert_close(scaled, latents * float(schedule.scales[index]))
+        torch.testing.assert_close(scaled, latents * float(schedule.input_scales[index]))
         history.append(torch.randn(1, 4, 4, 4, generator=generator))
         latents = scheduler.step(history[-1], timestep, latents).prev_sample
     weights = torch.from_numpy(schedule.weights)
@@ -42,10 +43,9 @@ def test_linear_schedule(name: str, window: int) -> None:
 
 
 def test_a_scheduler_that_draws_is_refused() -> None:
-    scheduler = make_scheduler(MODEL_DIR, "euler_ancestral")
-    scheduler.set_timesteps(4)
+    timetable = DiffusersTimetable(make_scheduler(MODEL_DIR, "euler_ancestral"), 4, 0.0)
     with pytest.raises(InputError, match="draws random numbers or clips"):
-        linear_schedule(scheduler, scheduler.timesteps)
+        fixed_schedule(timetable)
 
 
 def test_schedules_are_remembered() -> None:

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
-from sd_ort.from_checkpoint import optimize_checkpoint
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
 Cli = Callable[..., tuple[int, str, str]]
-SIZE = {"height": 64, "width": 64}
+PROMPT = "a red circle on a blue background"
 
 
-@pytest.fixture(scope="module")
-def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "folder"
-    optimize_checkpoint("demo", folder, target="cpu")
-    return folder
-
-
-def test_shell_and_python_draw_the_same_image(sd_ort: Cli, demo_folder: Path, tmp_path: Path) -> None:
-    """With the defaults of the model, which the PNG file names."""
-    png, prompt = tmp_path / "a.png", "a red circle on a blue background"
-    size = [part for name, value in SIZE.items() for part in (f"--{name}", value)]
-    code, _, error = sd_ort("generate", prompt, "--model", demo_folder, "--seed", 7, *size, "--out", png)
+def test_shell_and_python_draw_the_same_image(sd_ort: Cli, tmp_path: Path) -> None:
+    """With the defaults of the model, which the PNG file names; the checkpoint is optimized once for both."""
+    png, again = tmp_path / "a.png", tmp_path / "b.png"
+    options = ("--model", "demo", "--seed", 7, "--height", 64, "--width", 64)
+    code, _, error = sd_ort("generate", PROMPT, *options, "--out", png)
     assert code == 0, error
     assert "provider cpu: no GPU is visible" in error
-    pipeline = StableDiffusionPipeline.from_pretrained(demo_folder)
-    drawn = Image.open(png)
-    assert (drawn.info["steps"], drawn.info["guidance"]) == ("25", "3.0")
-    np.testing.assert_array_equal(pipeline(prompt, generator=7, **SIZE).images[0], drawn)
+    pipeline = StableDiffusionPipeline.from_pretrained("demo")
+    image = Image.open(png)
+    assert (image.info["steps"], image.info["guidance"]) == ("25", "3.0")
+    np.testing.assert_array_equal(pipeline(PROMPT, generator=7, height=64, width=64).images[0], image)
 
-    again = tmp_path / "b.png"
-    sd_ort("generate", prompt, "--model", demo_folder, "--seed", 7, "--image", png, "--out", again)
-    over = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)(prompt, image=drawn.convert("RGB"), generator=7)
+    code, _, error = sd_ort("generate", PROMPT, *options, "--image", png, "--out", again)
+    assert (code, "once" in error) == (0, False), error
+    over = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)(PROMPT, image=image.convert("RGB"), generator=7)
     np.testing.assert_array_equal(over.images[0], Image.open(again))
+
+
+def test_old_options_are_read(sd_ort: Cli, tmp_path: Path) -> None:
+    """Each fails for its value, not for its name."""
+    for option, value in [("--unet-on", "x"), ("--unet-devices", "x"), ("--decode-on", "x"), ("--decode-device", "x")]:
+        code, _, error = sd_ort("generate", "a cat", "--model", "demo", option, value)
+        assert (code, f"Invalid value for '{option}'" in error or "Invalid value for" in error) == (2, True), error
+    for options in (["--keep", tmp_path], ["--save-optimized", tmp_path]):
+        code, _, error = sd_ort("generate", "a cat", "--model", tmp_path, *options, "--weights", "--no-graph")
+        assert (code, "--save-optimized and --config go with a checkpoint" in error) == (2, True), error
+
+
+def test_the_lines_of_the_readme_run() -> None:
+    """As they stand, in a folder of a fresh clone."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = re.search(r"\n## Python\n\n((?:    .*\n|\n)+)", text)
+    assert lines is not None
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(lines[1]), names)
+    assert names["image"].size == (128, 128)

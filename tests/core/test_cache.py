@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sd_ort.checkpoints import schedule_cache
 from sd_ort.core import cache
 from sd_ort.core.errors import InputError
 from sd_ort.export import templates
@@ -18,10 +17,9 @@ def test_a_cache_that_cannot_be_reached_is_an_empty_one(monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 300)
     with pytest.raises(OSError, match="too long"):
         cache.cache_folder().is_file()
-    cache.keep("kind/key", b"kept")
-    assert cache.kept("kind/key") is None
-    assert cache.listed(cache.cache_folder(), "*") == []
-    assert not schedule_cache.known({})
+    cache.write_cached("kind/key", b"kept")
+    assert cache.cached_file("kind/key") is None
+    assert cache.list_files(cache.cache_folder(), "*") == []
     assert templates.find_template("0123456789abcdef") is None
     library.library_path()
 

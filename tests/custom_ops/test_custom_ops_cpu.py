@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import graph_fixtures
 import ml_dtypes
 import numpy as np
 import onnx
@@ -28,6 +27,7 @@ from custom_ops.operator_spec import (
     nmse,
     nmse_limit,
 )
+from scripts.fixtures import graph_fixtures
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
@@ -320,7 +320,7 @@ EMPTY = [
 @pytest.mark.parametrize(("name", "folder", "sizes"), EMPTY)
 def test_no_work_for_nothing(name: str, folder: str, sizes: dict[str, int], library: Path) -> None:
     """An empty tensor may have an axis of 2^62: no loop over it, and no product of such."""
-    params = importlib.import_module(f"custom_ops.{folder}.cases").Params(**sizes)
+    params = importlib.import_module(f"custom_ops.operators.{folder}.cases").Params(**sizes)
     started: list[int] = []
 
     def parallel_for(pool: object, body: object, count: int, context: object) -> None:

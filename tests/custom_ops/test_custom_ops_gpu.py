@@ -176,4 +176,4 @@ def test_transformed_filters_are_used_untuned(emulations: dict[str, GpuLibrary])
         if min((*case.inputs["X"], *case.inputs["W"])) > 0:
             params = operator.params(case, "float16", dict.fromkeys((*case.inputs, "Y"), 1 << 20))
             default = library.candidates(number)[library.default_candidate(number, params)]
-            assert default.startswith("winograd_") == ("transformed" in case.inputs), case.name
+            assert default.startswith("winograd_") == ("transformed_filters" in case.inputs), case.name

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-import graph_fixtures
 import numpy as np
 import onnx
 import onnx.parser
@@ -18,6 +17,7 @@ import pytest
 from onnx import TensorProto, helper
 from provider_sessions import placed, session_of, small
 
+from scripts.fixtures import graph_fixtures
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
@@ -351,7 +351,7 @@ def test_session_of_the_package(
     session = create_session(model, provider)
     assert session.get_providers()[0] == "SdOrtSimulated"
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
-    with pytest.raises(InputError, match="there is no option 'speed'"):
+    with pytest.raises(InputError, match="unknown option 'speed'"):
         create_session(model, provider, provider_options={"speed": "1"})
 
 

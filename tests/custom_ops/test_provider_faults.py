@@ -23,9 +23,9 @@ from sd_ort.runtime import providers
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speed": "1"}, "there is no option 'speed'"),
-        ({"graph": "yes"}, "option graph must be a number of 0 to 1, not 'yes'"),
-        ({"tuning": ""}, "option tuning must be a number of 0 to 1, not ''"),
+        ({"speed": "1"}, "unknown option 'speed'"),
+        ({"graph": "yes"}, "option graph must be a number from 0 to 1, got 'yes'"),
+        ({"tuning": ""}, "option tuning must be a number from 0 to 1, got ''"),
         ({"user_compute_stream": "-5"}, "option user_compute_stream must be a number"),
         ({"device_id": "7"}, "option device_id is 7, and there are 1 devices"),
         ({"memory_limit": "-1"}, "option memory_limit must be a number"),
@@ -36,8 +36,8 @@ def test_wrong_options(provider: str, options: dict[str, str], message: str) -> 
         session_of(small("Sigmoid"), provider, options)
 
 
-def test_unsupported_node_is_left_to_the_cpu(provider: str) -> None:
-    """Softmax over another axis than the last has no kernel of ours; the result is right all the same."""
+def test_unsupported_node_runs_on_the_cpu(provider: str) -> None:
+    """Softmax over another axis than the last has no kernel; the result is right on the CPU."""
     x = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
     for axis, where in ((-1, "SdOrtSimulated"), (0, "CPUExecutionProvider")):
         session = session_of(small("Softmax", axis=axis), provider)
@@ -46,22 +46,22 @@ def test_unsupported_node_is_left_to_the_cpu(provider: str) -> None:
         np.testing.assert_allclose(session.run(None, {"x": x})[0], weights, rtol=1e-6)
 
 
-REASONS = {
+UNSUPPORTED_REASONS = {
     "Softmax": "its axis is not the last",
     "Neg": "X is neither float32, float16 nor bfloat16",
     "LpNormalization": "the provider has no kernel of this operator",
     "Gemm": "A is transposed",
-    "MatMul": "a vector, or a tensor of unknown rank",
-    "Resize": "it does not take the nearest element by asymmetric coordinates",
+    "MatMul": "an input is a vector or has unknown rank",
+    "Resize": "its mode is not nearest with asymmetric coordinates and floor",
     "Pad": "its mode is not constant",
-    "Max": "it has not two inputs",
+    "Max": "it does not have two inputs",
     "Transpose": "a tensor has more than 8 axes",
-    "Gather": "it computes a shape, which the host reads",
+    "Gather": "it computes a shape, which stays on the CPU",
 }
 
 
-def test_explain_says_why_a_node_is_left(provider: str, tmp_path: Path) -> None:
-    """An operator, a type, an attribute, a form, a rank that the provider lacks; and what it has is not named."""
+def test_explain_reports_unsupported_nodes(provider: str, tmp_path: Path) -> None:
+    """Reports an unsupported operator, dtype, attribute, form and rank, and no supported node."""
     graph = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20]>
         g (float[2,n] x, double[2] d, float[2,3,4] v, float[1,1,1,1,1,1,1,1,2] nine)
             => (float a, double b, float c, float d2, float e, float f, float h, float i, float j, float k, float l)
@@ -88,37 +88,37 @@ def test_explain_says_why_a_node_is_left(provider: str, tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     (entry,) = json.loads(ran.output)["components"].values()
     found = entry["placement"]
-    assert {node["op"]: node["reason"] for node in found["unassigned_nodes"]} == REASONS
+    assert {node["op"]: node["reason"] for node in found["unassigned_nodes"]} == UNSUPPORTED_REASONS
     assert {node["node"] for node in found["unassigned_nodes"] if node["op"] == "Resize"} == {"node_f"}
-    assert found["nodes"]["CPUExecutionProvider"] == len(REASONS)
+    assert found["nodes"]["CPUExecutionProvider"] == len(UNSUPPORTED_REASONS)
     text = CliRunner().invoke(explain_command.command, [str(tmp_path / "model.onnx"), "--provider", provider])
     assert "left: 1 Gemm: A is transposed (node_d2)" in text.output
 
 
-# Nodes, and why the provider leaves them; those with none it runs.
+# Nodes and their unsupported reasons; "" if the provider runs the node.
 FORMS = {
-    "ReduceMean <keepdims = 0> (x, ends)": "its axes are no neighbors",
+    "ReduceMean <keepdims = 0> (x, ends)": "its axes are not adjacent",
     "ReduceMax <noop_with_empty_axes = 0> (x, last)": "",
-    "ReduceSum (x, axes)": "its axes are computed",
+    "ReduceSum (x, axes)": "its axes are not constant",
     "ReduceMin (x)": "",
     "MatMul (p, q)": "",  # both repeat
     "MatMul (p, r)": "",  # one does, and lacks an axis
     "MatMul (r, s)": "",  # one matrix of more axes than the many have
     "MatMul (s, r)": "",
     "Gemm (m, w, bias)": "",
-    "Gemm (m, w, number)": "C is one number",
-    "Gemm (m, w, open)": "C is no vector of a known size",
+    "Gemm (m, w, number)": "C is a scalar",
+    "Gemm (m, w, open)": "C is not a vector of known size",
     "Gemm <transB = 1> (m, row, number)": "",
 }
 
 
-def test_forms_are_run_right_or_left(provider: str, tmp_path: Path) -> None:
-    """None is taken that fails when it runs; explain's reasons are those of `FORMS`."""
-    lines = "\n".join(f"y{number} = {form}" for number, form in enumerate(FORMS))
-    made = ", ".join(f"float y{number}" for number in range(len(FORMS)))
+def test_supported_forms_match_the_reasons(provider: str, tmp_path: Path) -> None:
+    """Every node has the reason of `FORMS`, so that no node is assigned that would fail when it runs."""
+    lines = "\n".join(f"y{index} = {form}" for index, form in enumerate(FORMS))
+    outputs = ", ".join(f"float y{index}" for index in range(len(FORMS)))
     graph = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20]>
         g (float[2,3,4] x, float[2,2,1,3,4] p, float[2,1,5,4,4] q, float[5,4,4] r, float[1,1,1,4,4] s, float[2,4] m,
-           float[4,3] w, float[1,4] row, float[3] bias, float[1] number, float[n] open, int64[k] axes) => ({made})
+           float[4,3] w, float[1,4] row, float[3] bias, float[1] number, float[n] open, int64[k] axes) => ({outputs})
         <int64[2] ends = {{0, 2}}, int64[2] last = {{-1, -2}}> {{ {lines} }}""")
     for node in graph.graph.node:
         node.name = node.output[0]

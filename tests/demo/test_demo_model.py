@@ -103,10 +103,10 @@ def test_unseen_prompts() -> None:
 
 
 def test_training_data_matches_its_captions_and_is_never_unseen() -> None:
-    import demo_data
-    import demo_model
     import torch
     from transformers import CLIPTokenizer
+
+    from scripts.fixtures import demo_data, demo_model
 
     tokenizer = CLIPTokenizer.from_pretrained(MODEL_DIR / "tokenizer")
     ids = {word: tokenizer(word).input_ids[1] for word in scenes.vocabulary()}
@@ -303,8 +303,9 @@ def test_the_tokenizer_has_every_word() -> None:
 
 def test_the_model_generates_unseen_prompts() -> None:
     import torch
-    import train_demo_model
     from diffusers import StableDiffusionPipeline
+
+    from scripts.fixtures import train_demo_model
 
     pipeline = StableDiffusionPipeline.from_pretrained(MODEL_DIR, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)

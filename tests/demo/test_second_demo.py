@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from make_second_demo import NIGHT, by_night, second
 from PIL import Image
-from save_single_file import save
 
+from scripts.fixtures.make_second_demo import NIGHT, by_night, second
+from scripts.fixtures.save_single_file import save
 from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.core.metrics import psnr
 from sd_ort.demo import GUIDANCE, HEIGHT, MODEL_DIR, WIDTH

@@ -204,7 +204,8 @@ def test_no_disk_space_for_the_weights(sd_ort, tmp_path, monkeypatch):
 
 # The command in another process, with the small presets.
 MAIN = """
-from minis import PRESETS, minis
+from sd_ort.checkpoints.presets import PRESETS
+from small_presets import minis
 from sd_ort.cli import main
 PRESETS.update(minis())
 main()

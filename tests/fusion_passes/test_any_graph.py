@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from fusion_passes import canonicalize
+from fusion_passes.canonicalize import canonicalize
 from fusion_passes.canonicalize.shape_folding import FOLD_LIMIT
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS

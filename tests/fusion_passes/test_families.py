@@ -12,17 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import graph_fixtures
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 from recompute_weights import rebuilt, rebuilt_for_every_target, tensors
 
-import fusion_passes
 from fusion_passes import weight_recipes
+from fusion_passes.canonicalize import canonicalize
+from fusion_passes.fuse import fuse as run_fusions
 from fusion_passes.graph_pass import run_all, totals
 from fusion_passes.lower import nhwc_layout, pack_qkv, subpixel_conv, upsample_nearest
+from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints import presets, signatures
@@ -263,9 +264,9 @@ def test_every_family_is_rebuilt_for_every_target() -> None:
 def test_counts(name: str) -> None:
     model = ir.from_proto(graph_fixtures.load(name))
     checkpoint = tensors(model)
-    canonicalized = fusion_passes.canonicalize(model)
+    canonicalized = canonicalize(model)
     canonical = model.clone() if name in FOR_EVERY_TARGET.values() else None
-    fused = fusion_passes.fuse(model)
+    fused = run_fusions(model)
     if canonical is not None:
         rebuilt_for_every_target(name, canonical, model, checkpoint)
     done = canonicalized, fused, run_all(model, NHWC.lowering_passes)

@@ -6,10 +6,11 @@ from collections import Counter
 
 import onnx_ir as ir
 import pytest
-from random_graphs import Graph, Mixed, difference
 
-import fusion_passes
+from fusion_passes.canonicalize import canonicalize
+from fusion_passes.fuse import fuse
 from fusion_passes.graph_pass import totals
+from scripts.fixtures.random_graphs import Graph, Mixed, difference
 
 SEEDS = range(8)
 
@@ -24,6 +25,6 @@ def test_the_graphs_match_the_fusions() -> None:
     counts: Counter[str] = Counter()
     for seed in SEEDS:
         model = ir.from_proto((Graph, Mixed)[seed % 2](seed).build())
-        counts.update(totals(fusion_passes.canonicalize(model), fusion_passes.fuse(model)))
+        counts.update(totals(canonicalize(model), fuse(model)))
     for name in ("multi_head_attention", "group_norm", "bias_split_gelu", "bias_add", "skip_layer_normalization"):
         assert counts[name] > 1, counts

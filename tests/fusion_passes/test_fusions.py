@@ -13,6 +13,8 @@ import onnxruntime as ort
 import pytest
 
 import fusion_passes
+from fusion_passes.canonicalize import CANONICAL, canonicalize
+from fusion_passes.fuse import FUSIONS, fuse
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, run_all
 from fusion_passes.operators import function_bodies
 from sd_ort.inspect.rejection_reasons import near_misses
@@ -23,7 +25,7 @@ LOWERINGS = tuple(
         each.name: each for target in TARGETS.values() for each in (*target.lowering_passes, *target.bfloat16_passes)
     }.values()
 )
-PASSES = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS, *LOWERINGS)
+PASSES = (*CANONICAL, *FUSIONS, *LOWERINGS)
 ALL = [(each, case) for each in PASSES for case in each.cases]
 IDS = [f"{each.name}: {case.name}" for each, case in ALL]
 
@@ -76,20 +78,20 @@ def graph_of(model: ir.Model) -> str:
 
 def run_pass(each: Pass, model: ir.Model) -> tuple[PassOutcome, str, str]:
     """Return (outcome of the pass, the graph before it, the graph after it)."""
-    if each in fusion_passes.CANONICAL:
-        outcome = fusion_passes.canonicalize(model).get(each.name, PassOutcome())
+    if each in CANONICAL:
+        outcome = canonicalize(model).get(each.name, PassOutcome())
         before = graph_of(model)
         each.run(model)
         return outcome, before, graph_of(model)
-    fusion_passes.canonicalize(model)
-    if each in fusion_passes.FUSIONS:
-        index = fusion_passes.FUSIONS.index(each)
-        run_all(model, fusion_passes.FUSIONS[:index])
+    canonicalize(model)
+    if each in FUSIONS:
+        index = FUSIONS.index(each)
+        run_all(model, FUSIONS[:index])
         before = graph_of(model)
         outcome, after = each.run(model), graph_of(model)
-        run_all(model, fusion_passes.FUSIONS[index + 1 :])
+        run_all(model, FUSIONS[index + 1 :])
         return outcome, before, after
-    fusion_passes.fuse(model)
+    fuse(model)
     run_all(model, each.runs_after)
     before = graph_of(model)
     return each.run(model), before, graph_of(model)

@@ -7,10 +7,11 @@ import pstats
 
 import onnx_ir as ir
 import pytest
-from large_graphs import BLOCK, LINK, blocks
 
-import fusion_passes
+from fusion_passes.canonicalize import canonicalize
+from fusion_passes.fuse import fuse
 from fusion_passes.graph_pass import run_all
+from scripts.fixtures.large_graphs import BLOCK, LINK, blocks
 from sd_ort.optimize.targets import CUDA
 
 
@@ -19,8 +20,8 @@ def calls(text: str, times: int) -> int:
     model = ir.from_proto(blocks(text, times))
     profile = cProfile.Profile()
     profile.enable()
-    fusion_passes.canonicalize(model)
-    fusion_passes.fuse(model)
+    canonicalize(model)
+    fuse(model)
     run_all(model, CUDA.lowering_passes)
     profile.disable()
     return int(pstats.Stats(profile).total_calls)

@@ -7,11 +7,11 @@ from functools import cache
 
 import onnx
 import onnx_ir as ir
-import other_architectures
 import pytest
-from mutations import fused, mutate
 
-import fusion_passes
+from fusion_passes.canonicalize import canonicalize
+from scripts.fixtures import other_architectures
+from scripts.fixtures.mutations import fused, mutate
 
 SOURCES = {"bert-dynamo-20": range(20), "clip-text-dynamo-20": range(20, 40), "unet-ddpm-dynamo-20": range(40, 50)}
 
@@ -40,7 +40,7 @@ def _canonical_ops(body: str, dtype: str = "float") -> list[str]:
          int64[1] last = {{-1}}, int64[1] before = {{-99}}, int64[1] reverse = {{-1}},
          float zero = {{0}}, float one = {{1}}, float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
     )
-    fusion_passes.canonicalize(model)
+    canonicalize(model)
     return [node.op_type for node in model.graph]
 
 

@@ -9,8 +9,8 @@ import onnxruntime as ort
 import pytest
 
 from custom_ops import operator_spec as spec
-from fusion_passes import DOMAIN, OPERATORS
-from fusion_passes.operators import BY_NAME, function_bodies
+from fusion_passes import DOMAIN
+from fusion_passes.operators import BY_NAME, OPERATORS, function_bodies
 from fusion_passes.operators.definition import FusedOperator
 
 # Folders of custom_ops by fused operator. The other operators have bodies of one or two standard operators; the cases

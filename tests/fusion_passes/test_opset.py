@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from fusion_passes import canonicalize
+from fusion_passes.canonicalize import canonicalize
 from fusion_passes.canonicalize.opset import OPSET, declare_opset, lower_opset
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-import other_architectures
 import pytest
 
 from fusion_passes.lower import nhwc_layout
+from scripts.fixtures import other_architectures
 from sd_ort.optimize.targets import CUDA, PORTABLE, Target
 
 NHWC = Target("nhwc", lowering_passes=(nhwc_layout.PASS,))

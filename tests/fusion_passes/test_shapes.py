@@ -10,8 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-import fusion_passes
-from fusion_passes.canonicalize import opset
+from fusion_passes.canonicalize import canonicalize, opset, why_not_fused
 from fusion_passes.shapes.infer import annotate
 
 HEADER = '<ir_version: 8, opset_import: ["" : {version}{more}]>\n'
@@ -108,7 +107,7 @@ def test_a_node_converted_to_another_opset_has_equal_outputs(name: str) -> None:
     source = onnx.parser.parse_model(text)
     source.graph.output[0].type.tensor_type.ClearField("shape")
     model = ir.from_proto(source)
-    fusion_passes.canonicalize(model)
+    canonicalize(model)
     assert model.graph.opset_imports[""] == opset.OPSET
     feeds = {
         "x": np.random.default_rng(0).normal(size=(2, 3, 5, 2)),
@@ -126,5 +125,5 @@ def test_operators_that_cannot_be_converted_are_named() -> None:
     body = "y = AveragePool <kernel_shape = [2, 2], ceil_mode = 1, count_include_pad = 1, pads = [1, 1, 0, 0]> (x)"
     text = HEADER.format(version=17, more="") + f"g (float[B,8,H,W] x) => (float y) {{ {body} }}"
     model = ir.from_proto(onnx.parser.parse_model(text))
-    fusion_passes.canonicalize(model)
-    assert "its AveragePool may mean something else" in (fusion_passes.why_not_fused(model) or "")
+    canonicalize(model)
+    assert "its AveragePool may mean something else" in (why_not_fused(model) or "")

@@ -288,7 +288,7 @@ from sd_ort.cli import main
 def stuck(model):
     print("rewriting", flush=True)
     time.sleep(600)  # as a library that cannot be interrupted
-stage.fusion_passes.canonicalize = stuck
+stage.canonicalize = stuck
 main()
 """
 

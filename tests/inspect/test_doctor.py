@@ -41,6 +41,8 @@ def test_what_clashes_in_an_environment_of_a_host(tmp_path: Path, monkeypatch: p
     assert too_new.endswith("is installed, and <1 was tested")
     assert missing == "surely-not-there is not installed: pip install 'surely-not-there>=2'"
     assert doctor.clashes() == [], "what the tests run with was tested"
+    (old,) = doctor.clashes(["torch<1; extra == 'export'", "surely-not-there; extra == 'export'"])
+    assert old.startswith("torch "), "a package of the extra is checked if it is installed"
     (tmp_path / "outer-1.0.dist-info").mkdir()
     about = "Metadata-Version: 2.1\nName: outer\nVersion: 1.0\nRequires-Dist: numpy<1\n"
     (tmp_path / "outer-1.0.dist-info" / "METADATA").write_text(about)

@@ -6,7 +6,6 @@ import json
 import lzma
 from pathlib import Path
 
-import graph_fixtures
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -14,6 +13,7 @@ import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
 
+from scripts.fixtures import graph_fixtures
 from sd_ort.cli import explain as explain_command
 from sd_ort.cli import extract as extract_command
 from sd_ort.core import pipeline_folder

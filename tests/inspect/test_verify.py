@@ -173,7 +173,7 @@ def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path) -> None:
 def test_target_cpu_stores_halves_and_computes_in_float32(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, worst: float
 ) -> None:
-    monkeypatch.setattr(precision, "STORED", 100)
+    monkeypatch.setattr(precision, "MIN_STORED_ELEMENTS", 100)
     optimize(source, tmp_path / "out", dtype=dtype, target="cpu")
     path = tmp_path / "out" / "vae_decoder" / pipeline_folder.MODEL
     onnx.checker.check_model(str(path), full_check=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import graph_fixtures
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -16,6 +15,7 @@ import onnxruntime as ort
 import pytest
 
 from fusion_passes import DOMAIN
+from scripts.fixtures import graph_fixtures
 from sd_ort.optimize import calibration
 from sd_ort.optimize.optimizer import lower_operators, optimize_component
 from sd_ort.optimize.targets import TARGETS, Target

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import graph_fixtures
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
@@ -16,6 +15,7 @@ import onnxruntime as ort
 import pytest
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
+from scripts.fixtures import graph_fixtures
 from sd_ort.core import pipeline_folder
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs.cpu_emulation import loads_on_cpu

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import graph_fixtures
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -15,8 +14,10 @@ import torch
 from recompute_weights import lowered, rebuilt, tensors
 from small_presets import mini
 
-import fusion_passes
 from fusion_passes import weight_recipes
+from fusion_passes.canonicalize import canonicalize
+from fusion_passes.fuse import fuse
+from scripts.fixtures import graph_fixtures
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
@@ -98,8 +99,8 @@ def test_for_every_target_and_type(component: str) -> None:
     """As `optimize_component` does it, on a graph that is fused once; other families: `test_families.test_counts`."""
     model = ir.from_proto(graph_fixtures.load(f"sd15-tiny-dynamo-20.{component}"))
     checkpoint = tensors(model)
-    fusion_passes.canonicalize(model)
-    fusion_passes.fuse(model)
+    canonicalize(model)
+    fuse(model)
     for target in (target for name, target in TARGETS.items() if name != "gpu"):  # as hip
         few = component == "unet" and target.name != "cpu"  # its graph takes the time of all others together
         for dtype in ["float16"] if few else target.dtypes[1:]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import other_architectures
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from scripts.fixtures import other_architectures
 from sd_ort.checkpoints.synthetic_inputs import SIZES, random_inputs
 from sd_ort.core.errors import InputError
 

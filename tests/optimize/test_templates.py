@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_templates import every, key_of, weightless
 from safetensors.torch import load_file, save_file
 from small_presets import mini
 
+from scripts.fixtures.make_templates import every, key_of, weightless
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
@@ -158,3 +158,11 @@ def test_broken_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "x.onnx.xz").write_bytes(b"half")
     with pytest.raises(InputError, match="is damaged"):
         templates.Template(tmp_path / "x.onnx.xz")
+
+
+def test_versions_hash_the_code_that_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    monkeypatch.setattr(templates.files, "code_hash", lambda *packages: folders.extend(packages) or "0" * 12)
+    assert templates.exporter_versions()["sd_ort.export"] == "0" * 12
+    assert {folder.name for folder in folders} == {"export", "checkpoints"}
+    assert all(folder.is_dir() for folder in folders)

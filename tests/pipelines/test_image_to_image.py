@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 import torch
 from image_metrics import psnr
 from PIL import Image
+from small_presets import export_with
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core.errors import InputError
-from sd_ort.export.exporter import export
 from sd_ort.integrations.diffusers import OrtControlNet, accelerate
 
 PROMPT = "a red circle on a blue background"
@@ -120,14 +119,6 @@ def test_inpainting_with_an_ordinary_unet(
     assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
 
 
-def export_with(small_export: Path, out: Path, preset: str, components: list[str]) -> Path:
-    """Export what a preset has beyond `sd15-small`, whose other components, with the same weights, are copied."""
-    export(None, out, preset=preset, random_weights=True, exporter="torchscript", components=components)
-    for name in ("text_encoder", "vae_encoder", "vae_decoder"):
-        shutil.copytree(small_export / name, out / name)
-    return out
-
-
 @pytest.fixture(scope="module")
 def inpaint_export(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_with(small_export, tmp_path_factory.mktemp("inpaint") / "raw", "sd15-inpaint-small", ["unet"])
@@ -149,12 +140,6 @@ def test_an_inpainting_unet_wants_a_mask(inpaint_export: Path) -> None:
 
 
 # --- ControlNet -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def controlled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    components = ["unet", "controlnet"]
-    return export_with(small_export, tmp_path_factory.mktemp("control") / "raw", "sd15-controlnet-small", components)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ip_adapters
 import numpy as np
 import onnx
 import pytest
@@ -18,6 +17,7 @@ import torch
 from PIL import Image
 from small_presets import mini
 
+from scripts.fixtures import ip_adapters
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.configs import read_config

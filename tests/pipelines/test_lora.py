@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
+import onnx
 import pytest
 import torch
 from image_metrics import psnr
@@ -20,14 +20,15 @@ from fusion_passes import weight_recipes as recipes
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.presets import open_preset
-from sd_ort.cli.generate import lora_strength
+from sd_ort.cli.model_options import parse_lora
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.load import load
-from sd_ort.pipelines.lora_methods import LoraMethods
+from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.updatable_weights import reads_in_place
 from sd_ort.stages import optimize
+from sd_ort.weights.initializers import Consumer, Initializer
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
 from sd_ort.weights.updates import is_shareable
@@ -304,16 +305,16 @@ def test_folder_without_recipes(tmp_path: Path) -> None:
 
 
 def test_strength_on_the_command_line() -> None:
-    assert lora_strength("a/b.safetensors") == ("a/b.safetensors", 1.0)
-    assert lora_strength("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
+    assert parse_lora("a/b.safetensors") == ("a/b.safetensors", 1.0)
+    assert parse_lora("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
     with pytest.raises(InputError, match="no strength"):
-        lora_strength("b.safetensors:much")
+        parse_lora("b.safetensors:much")
     with pytest.raises(InputError, match="no strength"):
-        lora_strength("b.safetensors:nan")
+        parse_lora("b.safetensors:nan")
 
 
 def test_loras_are_left_out_and_forgotten() -> None:
-    class Pipeline(LoraMethods):
+    class Pipeline(LoraMixin):
         models, used = None, None
 
         def __init__(self) -> None:
@@ -342,7 +343,7 @@ def test_a_call_may_weigh_all_loras() -> None:
     """cross_attention_kwargs={"scale": s}: weights change when s does, and not at every call."""
     taken: list[dict[str, float]] = []
 
-    class Recorded(LoraMethods):
+    class Recorded(LoraMixin):
         loras: Any = SimpleNamespace(deltas=dict, adapters=["a", "b"], apply=lambda _, changes: taken.append(changes))
         models: Any = None
 
@@ -359,13 +360,14 @@ def test_who_reads_in_place() -> None:
 
 
 def test_filters_that_onnx_runtime_transposes_stay_its_own() -> None:
-    filters, matrix = (ir.tensor(np.ones(shape, np.float32), name="w") for shape in ((2, 2, 3, 3), (2, 2)))
+    filters, matrix = (
+        onnx.numpy_helper.from_array(np.ones(shape, np.float32), "w") for shape in ((2, 2, 3, 3), (2, 2))
+    )
     for tensor, domain, op_type, read in (
         (filters, "com.microsoft", "NhwcConv", {"cpu": True, "cuda": False, "rocm": False, "sdcuda": True}),
         (filters, "", "Conv", {"cuda": True}),
         (matrix, "", "MatMul", {"cuda": True}),
         (matrix, "", "Cast", {"cuda": False, "sdcuda": False}),
     ):
-        weight = ir.val("w", ir.DataType.FLOAT, tensor.shape, const_value=tensor)
-        ir.node(op_type, [weight], domain=domain)
+        weight = Initializer(tensor, [Consumer(domain, op_type)])
         assert {provider: is_shareable(weight, provider) for provider in read} == read

@@ -66,7 +66,7 @@ def test_same_bytes_on_two_devices(hoisted: Path) -> None:
     assert value is not None
     for pipeline in (one, two):
         pipeline.models.replace_weights({"unet": {name: value.numpy() * np.float32(1.5)}})
-        pipeline.weights_changed(closed=True)
+        pipeline.on_weights_updated(closed=True)
     changed = draw(two)
     np.testing.assert_array_equal(changed, draw(one))
     assert np.abs(changed - first).max() > 1e-3
@@ -92,7 +92,7 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
     for devices in (None, (0, 1, 2)):
         pipeline = StableDiffusionPipeline.from_pretrained(hoisted, unet_on=devices, device_loop=True)
         pipeline.models.replace_weights({"unet": {name: value.numpy() * np.float32(1.5)}})
-        pipeline.weights_changed(closed=True)
+        pipeline.on_weights_updated(closed=True)
         drawn.append(draw(pipeline))
     pipeline.device_loop = False
     drawn.append(draw(pipeline))

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-import fusion_passes
-from fusion_passes import FUSIONS
 from fusion_passes import weight_recipes as recipes
+from fusion_passes.fuse import FUSIONS, fuse
 from fusion_passes.graph_pass import run_all
 from sd_ort.graphs import hoist
 from sd_ort.optimize import precision
@@ -56,7 +55,7 @@ def rebuilt_for_every_target(
         for target in (target for name, target in TARGETS.items() if name != "gpu"):  # as hip
             model = (fused if target.fusions == FUSIONS else canonical).clone()
             if target.fusions != FUSIONS:
-                fusion_passes.fuse(model, target.fusions)
+                fuse(model, target.fusions)
             hoisted = name.endswith(".unet") and target.name == HOIST_TARGETS[0]  # the split takes as long as all else
             parts = lowered(model, target, "float16", hoisted=hoisted)
             assert rebuilt(parts, tensors) > 50, target.name

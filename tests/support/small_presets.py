@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 from sd_ort.checkpoints.presets import PRESETS, Preset
@@ -59,3 +61,13 @@ def minis() -> dict[str, Preset]:
     """`sd15-mini` and the like, of the presets `sd15-tiny` and the like."""
     tiny = {name: preset for name, preset in PRESETS.items() if name.endswith("-tiny")}
     return {name.replace("-tiny", "-mini"): mini(preset) for name, preset in tiny.items()}
+
+
+def export_with(small_export: Path, out: Path, preset: str, components: list[str]) -> Path:
+    """Export what a preset has beyond `sd15-small`, whose other components, with the same weights, are copied."""
+    from sd_ort.export.exporter import export
+
+    export(None, out, preset=preset, random_weights=True, exporter="torchscript", components=components)
+    for name in ("text_encoder", "vae_encoder", "vae_decoder"):
+        shutil.copytree(small_export / name, out / name)
+    return out

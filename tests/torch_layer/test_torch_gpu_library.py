@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,9 @@ import pytest
 import torch
 from emulation import compile_object, gpu_sources, link, load_blas_lt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/fixtures"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/checks"))
-
-from check_torch_ops_gpu import values
-from torch_calls import NAMES, RandomTensors
-
 from custom_ops.libraries import GpuLibrary
+from scripts.checks.check_torch_ops_gpu import values
+from scripts.fixtures.torch_calls import NAMES, RandomTensors
 from sd_ort.torch import kernels, operators, reset_status, status
 
 

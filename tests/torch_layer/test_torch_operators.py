@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/fixtures"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/checks"))
-
-from check_torch_ops_gpu import gradients, operator, values
-from torch_calls import NAMES, RandomTensors, calls
-
+from scripts.checks.check_torch_ops_gpu import gradients, operator, values
+from scripts.fixtures.torch_calls import NAMES, RandomTensors, calls
 from sd_ort.runtime import build
 from sd_ort.torch import kernels, operators, reset_status, status
 from sd_ort.torch.operators import registration

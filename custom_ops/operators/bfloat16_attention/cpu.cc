@@ -1,6 +1,6 @@
-// Bfloat16Attention on the CPU: flash attention in blocks of products. Keys are the rows of the first product and 32
-// queries its columns, so that a query's softmax runs down its own lane of vectors, and pairs of keys leave it in the
-// order in which the second product, of values by weights, reads them. Scores are scaled to logarithms to base 2.
+// Bfloat16Attention on the CPU: flash attention in blocks of GEMMs. Keys are the rows of the first GEMM and 32 queries
+// its columns, so that the softmax of a query stays in one vector lane, and pairs of keys are in the order in which the
+// second GEMM (values by weights) reads them. Scores are logarithms to base 2.
 #include "common/cpu.h"
 
 #include <cfloat>
@@ -13,40 +13,40 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-constexpr int64_t kQueries = kBlockColumns;  // a column of blocks: two panels
-constexpr int64_t kGroup = 4;                // columns of a task: they share the keys and values that are in cache
-constexpr int64_t kKeys = 128;               // of a step
+constexpr int64_t kQueries = kBlockColumns;  // queries of a block column: two panels
+constexpr int64_t kGroup = 4;                // block columns per task, which share cached keys and values
+constexpr int64_t kKeys = 128;               // keys per step
 constexpr int64_t kSide = 16;
 constexpr int64_t kVectors = kQueries / kLanes;
 constexpr float kLog2E = 1.4426950408889634f;
-// A query's weights are 2^(score - reference), its reference a score that no score passed by more than this: what was
-// summed before is scaled again only where one does.
+// Weights of a query are 2^(score - reference). The reference is raised, and the sums are rescaled, only if a score
+// exceeds it by more than this.
 constexpr float kSlack = 8.f;
 
 int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// 2^x for x <= kSlack, to 2^-13 of itself, at least 2^-126; NaN stays NaN. The polynomial is 2^f's of least relative
-// error for 0 <= f <= 1.
+// 2^x for x <= kSlack with a relative error of 2^-13, at least 2^-126; NaN stays NaN. The polynomial has the least
+// relative error of 2^f for 0 <= f <= 1.
 Floats power_of_two(Floats x) {
-  const Floats kept = x < splat(-126.f) ? splat(-126.f) : x;
+  const Floats clamped = x < splat(-126.f) ? splat(-126.f) : x;
 #if defined(__AVX512F__)
-  const Floats f = (Floats)_mm512_maskz_reduce_ps(0xffff, (__m512)kept, 0x09);  // kept - floor(kept)
+  const Floats f = (Floats)_mm512_maskz_reduce_ps(0xffff, (__m512)clamped, 0x09);  // clamped - floor(clamped)
 #else
   const Floats shifter = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats near = (kept + shifter) - shifter;
-  const Floats floor = near - (near > kept ? splat(1.f) : splat(0.f));
-  const Floats f = kept - floor;
+  const Floats near = (clamped + shifter) - shifter;
+  const Floats floor = near - (near > clamped ? splat(1.f) : splat(0.f));
+  const Floats f = clamped - floor;
 #endif
   Floats p = splat(0.07802452f);
   p = p * f + splat(0.22606716f);
   p = p * f + splat(0.69583354f);
   p = p * f + splat(0.99992522f);
 #if defined(__AVX512F__)
-  return (Floats)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)kept);  // p * 2^floor(kept)
+  return (Floats)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)clamped);  // p * 2^floor(clamped)
 #else
   const Floats power = (Floats)((Ints)p + (__builtin_convertvector(floor, Ints) << 23));
-  return x == x ? power : x;  // the exponent's bits could make a number of NaN
+  return x == x ? power : x;  // the exponent bits could turn NaN into a number
 #endif
 }
 
@@ -56,17 +56,17 @@ const T* head_of(const HeadsView& view, int64_t batch, int64_t head, int64_t row
 }
 
 struct Sizes {
-  int64_t depth, keys, depth_blocks;  // the head's size and the keys, each padded to blocks of 32
+  int64_t depth, keys, depth_blocks;  // head size and keys, padded to blocks of 32
 
   explicit Sizes(const MultiHeadAttentionParams& p)
       : depth(round_up(p.head_size, kBlockDepth)),
         keys(round_up(p.kv_sequence, kBlockDepth)),
         depth_blocks(depth / kBlockDepth) {}
-  int64_t numbers() const { return depth * keys; }  // of a head's keys, or values
+  int64_t elements() const { return depth * keys; }  // of the keys or values of a head
 };
 
-// Keys `first` .. `first` + 31 of a head as rows of the first product, and as depths of the second one's, whose rows
-// are those of the transposed values: [block of 32 keys][row][32 keys].
+// Packs keys `first` to `first` + 31 of a head as rows of the first GEMM, and values as depths of the second, whose
+// rows are the transposed values: [block of 32 keys][row][32 keys].
 template <class T>
 void pack_keys_and_values(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch, int64_t head,
                           int64_t first, uint16_t* keys, uint16_t* values) {
@@ -95,7 +95,7 @@ void pack_keys_and_values(const MultiHeadAttentionParams& p, const Sizes& sizes,
   }
 }
 
-// Queries `first` .. `first` + 31 as two panels of columns, with the sign of the scale.
+// Packs queries `first` to `first` + 31 as two panels of columns, with the sign of the scale.
 template <class T>
 void pack_queries(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch, int64_t head, int64_t first,
                   uint16_t* to) {
@@ -104,9 +104,9 @@ void pack_queries(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t
   for (int64_t query = first; query < first + kQueries; query += kSide) {
     for (int64_t depth = 0; depth < sizes.depth; depth += kBlockDepth, to += kBlockElements) {
       for (int64_t i = 0; i < kSide; ++i) {
-        const bool there = query + i < p.sequence;
-        round_row(head_of<T>(p.query, batch, head, there ? query + i : 0) + (there ? depth : 0),
-                  there ? p.head_size - depth : 0, reinterpret_cast<uint16_t*>(rows + i * kSide));
+        const bool exists = query + i < p.sequence;
+        round_row(head_of<T>(p.query, batch, head, exists ? query + i : 0) + (exists ? depth : 0),
+                  exists ? p.head_size - depth : 0, reinterpret_cast<uint16_t*>(rows + i * kSide));
       }
       for (int64_t i = 0; i < kSide * kSide; ++i) rows[i] ^= sign;
       transpose_16(rows, kSide, reinterpret_cast<uint32_t*>(to), kSide);
@@ -114,14 +114,13 @@ void pack_queries(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t
   }
 }
 
-// What 32 queries have seen of their keys.
+// Softmax state of 32 queries.
 struct State {
   alignas(64) float reference[kQueries], sum[kQueries];
   alignas(64) uint16_t weights[kKeys * kQueries];
 };
 
-// The largest score of each query, of `count` rows of scores, an even number; what is no number is passed over, or
-// stays.
+// Largest score of each query over `count` rows of scores (even). NaN is ignored or stays.
 void find_largest(const float* scores, int64_t count, Floats (&most)[kVectors]) {
   Floats odd[kVectors];
   for (int64_t v = 0; v < kVectors; ++v) {
@@ -137,7 +136,7 @@ void find_largest(const float* scores, int64_t count, Floats (&most)[kVectors]) 
   for (int64_t v = 0; v < kVectors; ++v) most[v] = larger(odd[v], most[v]);
 }
 
-// Moves the references up to the largest scores where one of them passed its own by too much.
+// Raises the references to the largest scores if one exceeds its reference by more than kSlack.
 void raise(const Floats (&most)[kVectors], float scale, int64_t depth, State& state, float* output) {
   bool passed = false;
   for (int64_t v = 0; v < kVectors; ++v) {
@@ -156,7 +155,8 @@ void raise(const Floats (&most)[kVectors], float scale, int64_t depth, State& st
   }
 }
 
-// Scores of `count` keys, an even number, become weights: two panels [block of keys][pair][query][2], and sums.
+// Converts the scores of `count` keys (even) to weights, two panels [block of keys][pair][query][2], and adds their
+// sums.
 void weigh(const float* scores, int64_t count, float scale, State& state) {
   const int64_t each = count / kBlockDepth * kBlockElements;
   for (int64_t v = 0; v < kVectors; ++v) {
@@ -169,7 +169,7 @@ void weigh(const float* scores, int64_t count, float scale, State& state) {
       const Floats odd = power_of_two(load(scores + (key + 1) * kQueries + column) * factor - zero);
       sums[0] += even;
       sums[1] += odd;
-      // Rounded to the nearest, away from zero between two: of a NaN the sum knows.
+      // Rounded to nearest, ties away from zero; the sum preserves NaN.
       const Ints low = (Ints)((Words)((Ints)even + 0x8000) >> 16);
       const Ints both = low | (((Ints)odd + 0x8000) & static_cast<int32_t>(0xffff0000u));
       memcpy(to, &both, sizeof(both));
@@ -178,7 +178,7 @@ void weigh(const float* scores, int64_t count, float scale, State& state) {
   }
 }
 
-// Queries `first` .. `first` + 31 of the output, from sums [depth][query].
+// Writes queries `first` to `first` + 31 of the output from sums [depth][query].
 template <class T>
 void write(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch, int64_t head, int64_t first,
            const State& state, const float* output) {
@@ -189,7 +189,7 @@ void write(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch,
       transpose_16(output + depth * kQueries + query, kQueries, rows, kSide);
       for (int64_t q = 0; q < queries; ++q) {
         const float sum = state.sum[query + q];
-        const Floats inverse = splat(sum == 0.f ? 0.f : 1.f / sum);  // without keys
+        const Floats inverse = splat(sum == 0.f ? 0.f : 1.f / sum);  // no keys
         T* to = static_cast<T*>(p.output) + ((batch * p.sequence + first + query + q) * p.heads + head) * p.head_size;
         for (int64_t i = 0; i < kSide && depth + i < p.head_size; i += kLanes) {
           store_up_to(to + depth + i, load(rows + q * kSide + i) * inverse, p.head_size - depth - i);
@@ -199,14 +199,14 @@ void write(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch,
   }
 }
 
-// Up to kGroup columns of queries of a head, from query `first` on.
+// Computes up to kGroup block columns of queries of a head, starting at query `first`.
 template <class T>
 void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch, int64_t head, int64_t first,
             const uint16_t* keys, const uint16_t* values) {
-  static thread_local ThreadScratch kept;
+  static thread_local ThreadScratch<uint16_t> scratch;
   const int64_t left = ceil_div(p.sequence - first, kQueries), columns = left < kGroup ? left : kGroup;
-  const int64_t column = sizes.depth * kQueries;  // numbers of a column's queries, and floats of its sums
-  uint16_t* queries = kept.get(column * columns * 3 + kKeys * kQueries * 2);
+  const int64_t column = sizes.depth * kQueries;  // elements of the queries of a block column, and of its sums
+  uint16_t* queries = scratch.get(column * columns * 3 + kKeys * kQueries * 2);
   float* outputs = reinterpret_cast<float*>(queries + column * columns);
   float* scores = outputs + column * columns;
   State states[kGroup];
@@ -254,14 +254,14 @@ void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch
 template <class T>
 void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
   if (p.batch == 0 || p.heads == 0 || p.sequence == 0 || p.head_size == 0) return;
-  static thread_local ThreadScratch kept;
+  static thread_local ThreadScratch<uint16_t> scratch;
   const Sizes sizes(p);
   const int64_t heads = p.batch * p.heads, key_blocks = sizes.keys / kBlockDepth;
-  uint16_t* keys = kept.get(2 * heads * sizes.numbers());
-  uint16_t* values = keys + heads * sizes.numbers();
+  uint16_t* keys = scratch.get(2 * heads * sizes.elements());
+  uint16_t* values = keys + heads * sizes.elements();
   if (key_blocks > 0) {
     parallel(heads * key_blocks, [&](size_t task) {
-      const int64_t head = task / key_blocks, at = head * sizes.numbers();
+      const int64_t head = task / key_blocks, at = head * sizes.elements();
       pack_keys_and_values<T>(p, sizes, head / p.heads, head % p.heads, task % key_blocks * kBlockDepth, keys + at,
                               values + at);
     });
@@ -269,7 +269,7 @@ void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
   const int64_t groups = ceil_div(p.sequence, kGroup * kQueries);
   parallel(heads * groups, [&](size_t task) {
     const TileScope tiles;
-    const int64_t head = task / groups, at = head * sizes.numbers();
+    const int64_t head = task / groups, at = head * sizes.elements();
     attend<T>(p, sizes, head / p.heads, head % p.heads, task % groups * kGroup * kQueries, keys + at, values + at);
   });
 }

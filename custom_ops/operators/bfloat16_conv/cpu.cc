@@ -1,9 +1,9 @@
-// Bfloat16Conv on the CPU: pixels are the rows of a product, one for each tap of a filter.
+// Bfloat16Conv on the CPU: an implicit GEMM with pixels as rows, once per filter tap.
 //
-// An image is rounded, framed with zeros and put in order of pixels: row y (W + 2) + x of its matrix is pixel (y - 1,
-// x - 1), and for result (y, x), counted in the same rows, tap (i, j) reads row (y + i) (W + 2) + x + j. So the rows of
-// a tap follow each other too; the W-th result and the next of each line are made, and not written. With a stride of 2
-// the framed image is taken apart into four, of even and odd lines and columns: what a tap reads lies in one of them.
+// An image is rounded, zero-padded and reordered by pixels: row y (W + 2) + x of its matrix is pixel (y - 1, x - 1).
+// For result (y, x), in the same row numbering, tap (i, j) reads row (y + i) (W + 2) + x + j, so the rows of a tap are
+// consecutive; the two extra results of each line are computed and not written. With stride 2 the padded image is
+// divided into four by even and odd lines and columns, and a tap reads one of them.
 #include "common/bfloat16.h"
 #include "operators/bfloat16_conv/op.h"
 
@@ -16,7 +16,7 @@ constexpr int64_t kSide = 16;
 struct Frame {
   int64_t stride, pad, lines, columns, width, blocks, row_blocks, part_rows, row_count;
 
-  // `lines` and `columns` of the result; `width` of a part of the framed image.
+  // `lines` and `columns` of the result; `width` of a part of the padded image.
   explicit Frame(const Bfloat16ConvParams& p)
       : stride(p.stride),
         pad(p.edge / 2),
@@ -28,13 +28,13 @@ struct Frame {
         part_rows(row_blocks * kBlockRows + 2 * pad * (width + 1)),
         row_count(part_rows * stride * stride) {}
 
-  int64_t numbers() const { return blocks * row_count * kBlockDepth; }  // of an image
-  int64_t row(int64_t line, int64_t column) const {                     // of a pixel of the framed image
+  int64_t elements() const { return blocks * row_count * kBlockDepth; }  // of an image
+  int64_t row(int64_t line, int64_t column) const {                      // row of a pixel of the padded image
     return (line % stride * stride + column % stride) * part_rows + line / stride * width + column / stride;
   }
 };
 
-// 32 channels of an image whose channels are last, from `channel` on.
+// Packs 32 channels of a channels-last image, starting at `channel`.
 void pack_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t channel, uint16_t* to) {
   const int64_t pixels = p.height * p.width;
   const float* x = static_cast<const float*>(p.x) + image * pixels * p.channels + channel;
@@ -43,7 +43,7 @@ void pack_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, i
   }
 }
 
-// The same of an image whose channels are first.
+// Packs 32 channels of a channels-first image, starting at `channel`.
 void pack_pixels(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t channel, uint16_t* to) {
   memset(to, 0, frame.row_count * kBlockDepth * sizeof(uint16_t));
   const int64_t plane = p.height * p.width;
@@ -80,7 +80,7 @@ void pack_pixels(const Bfloat16ConvParams& p, const Frame& frame, int64_t image,
   }
 }
 
-// What lies of a block's 32 rows in the image: `count` results from row `row` of the block on, at `at` of the plane.
+// Range of a block's 32 rows inside the image: `count` results starting at row `row` of the block, at offset `at`.
 struct Run {
   int64_t row, count, at;
 };
@@ -119,7 +119,7 @@ void write(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64
   }
 }
 
-// The same for a result whose channels are last.
+// Writes a channels-last result.
 void write_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t first, int64_t filter,
                 const float* sums) {
   const int64_t pixels = frame.lines * frame.columns, rows = pixels - first < kBlockRows ? pixels - first : kBlockRows;
@@ -137,28 +137,27 @@ void write_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, 
 }  // namespace
 
 void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
-  static thread_local ThreadScratch kept;
+  static thread_local ThreadScratch<uint16_t> scratch;
   const Frame frame(p);
-  uint16_t* rows = kept.get(p.batch * frame.numbers());
+  uint16_t* rows = scratch.get(p.batch * frame.elements());
   if (frame.blocks > 0)
     parallel(p.batch * frame.blocks, [&](size_t task) {
       const int64_t image = static_cast<int64_t>(task) / frame.blocks,
                     block = static_cast<int64_t>(task) % frame.blocks;
       const auto pack = p.x_last ? pack_rows : pack_pixels;
       pack(p, frame, image, block * kBlockDepth,
-           rows + image * frame.numbers() + block * frame.row_count * kBlockDepth);
+           rows + image * frame.elements() + block * frame.row_count * kBlockDepth);
     });
   const Tasks tasks(p.batch * frame.row_blocks * kBlockRows, 2 * ceil_div(p.filter_count, kBlockColumns));
   parallel(tasks.count(), [&](size_t task) {
     const TileScope tiles;
     alignas(64) float sums[kBlockRows * kBlockColumns];
-    GemmBlock product = {nullptr,         p.packed, frame.row_count * kBlockDepth, kBlockDepth, frame.blocks,
-                         p.edge * p.edge, {}};
-    for (int64_t tap = 0; tap < product.taps; ++tap) product.first[tap] = frame.row(tap / p.edge, tap % p.edge);
+    GemmBlock gemm = {nullptr, p.packed, frame.row_count * kBlockDepth, kBlockDepth, frame.blocks, p.edge * p.edge, {}};
+    for (int64_t tap = 0; tap < gemm.taps; ++tap) gemm.first[tap] = frame.row(tap / p.edge, tap % p.edge);
     tasks.run(static_cast<int64_t>(task), false, [&](int64_t block, int64_t panel) {
       const int64_t image = block / frame.row_blocks, first = block % frame.row_blocks * kBlockRows;
-      product.rows = rows + image * frame.numbers();
-      multiply_block(product, first, panel, sums);
+      gemm.rows = rows + image * frame.elements();
+      multiply_block(gemm, first, panel, sums);
       (p.y_last ? write_rows : write)(p, frame, image, first, panel * kPanelColumns, sums);
     });
   });

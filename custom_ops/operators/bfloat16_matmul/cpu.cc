@@ -1,5 +1,5 @@
-// Bfloat16MatMul on the CPU: the rows are rounded and put in order, then multiplied block by block. Rows that are
-// bfloat16 already, in whole blocks, are read where they are.
+// Bfloat16MatMul on the CPU: rows are rounded and packed, then multiplied block by block. bfloat16 rows in complete
+// blocks are read in place.
 #include "common/bfloat16.h"
 #include "operators/bfloat16_matmul/op.h"
 
@@ -7,17 +7,17 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-constexpr int64_t kCached = 1 << 19;  // weights that stay in a core's cache while its rows go by: 1 MiB
+constexpr int64_t kCachedElements = 1 << 19;  // weights that fit the cache of a core: 1 MiB
 
-// Rows `row` .. `row` + 31 of X as [block of depths][row][32 depths], zeros behind its last row and column.
+// Packs rows `row` to `row` + 31 of X as [block of depths][row][32 depths], zeros beyond the last row and column.
 template <class T>
 void pack_rows(const Bfloat16MatMulParams& p, int64_t row, int64_t row_count, uint16_t* to) {
   for (int64_t r = row; r < row + kBlockRows; ++r) {
-    const bool there = r < p.rows;
-    const T* x = static_cast<const T*>(p.x) + (there ? r * p.inner : 0);
+    const bool unpacked = r < p.rows;
+    const T* x = static_cast<const T*>(p.x) + (unpacked ? r * p.inner : 0);
     uint16_t* at = to + (r - row) * kBlockDepth;
     for (int64_t depth = 0; depth < p.inner; depth += kBlockDepth, at += row_count * kBlockDepth) {
-      round_row(x + depth, there ? p.inner - depth : 0, at);
+      round_row(x + depth, unpacked ? p.inner - depth : 0, at);
     }
   }
 }
@@ -28,13 +28,13 @@ Floats load_bias(const Bfloat16MatMulParams& p, int64_t column, int64_t count) {
   return count >= kLanes ? load(bias) : load_some(bias, count);
 }
 
-// Rows `row` .. `row` + 31 of Y, of the columns of panels `panel` and `panel` + 1.
+// Writes rows `row` to `row` + 31 of Y for the columns of panels `panel` and `panel` + 1.
 template <class Y>
 void write(const Bfloat16MatMulParams& p, int64_t row, int64_t panel, const float* sums) {
   const int64_t rows = p.rows - row < kBlockRows ? p.rows - row : kBlockRows;
-  const int64_t width = p.gated ? p.columns / 2 : p.columns, made = p.gated ? kPanelColumns : kBlockColumns;
-  const int64_t column = panel / 2 * made;
-  for (int64_t part = 0; part < made && column + part < width; part += kLanes) {
+  const int64_t width = p.gated ? p.columns / 2 : p.columns, columns = p.gated ? kPanelColumns : kBlockColumns;
+  const int64_t column = panel / 2 * columns;
+  for (int64_t part = 0; part < columns && column + part < width; part += kLanes) {
     const int64_t left = width - column - part;
     const Floats added = load_bias(p, column + part, left);
     const Floats gate = p.gated ? load_bias(p, width + column + part, left) : splat(0.f);
@@ -51,14 +51,14 @@ void write(const Bfloat16MatMulParams& p, int64_t row, int64_t panel, const floa
 }  // namespace
 
 void bfloat16_matmul(const Bfloat16MatMulParams& p, const Parallel& parallel) {
-  static thread_local ThreadScratch kept;
+  static thread_local ThreadScratch<uint16_t> scratch;
   const int64_t pairs = p.gated ? ceil_div(p.columns / 2, kPanelColumns) : ceil_div(p.columns, kBlockColumns);
   const Tasks tasks(p.rows, 2 * pairs);
   const int64_t blocks = ceil_div(p.inner, kBlockDepth);
   const bool in_place = p.dtype == DType::kBFloat16 && p.inner % kBlockDepth == 0;
-  const int64_t first = in_place ? p.rows / kBlockRows : 0;  // of the blocks of rows that are packed
+  const int64_t first = in_place ? p.rows / kBlockRows : 0;  // first block of rows that is packed
   const int64_t row_count = (tasks.row_blocks - first) * kBlockRows;
-  uint16_t* rows = kept.get(blocks * row_count * kBlockDepth);
+  uint16_t* rows = scratch.get(blocks * row_count * kBlockDepth);
   const auto pack = p.dtype == DType::kFloat32 ? pack_rows<float> : pack_rows<BFloat>;
   const auto put = p.y_dtype == DType::kFloat32 ? write<float> : write<BFloat>;
   if (row_count > 0) {
@@ -68,13 +68,13 @@ void bfloat16_matmul(const Bfloat16MatMulParams& p, const Parallel& parallel) {
     });
   }
   const GemmBlock packed = {rows, p.packed, row_count * kBlockDepth, kBlockDepth, blocks, 1, {}};
-  const GemmBlock there = {static_cast<const uint16_t*>(p.x), p.packed, kBlockDepth, p.inner, blocks, 1, {}};
-  const bool by_rows = tasks.pairs_per_task * blocks * 2 * kBlockElements < kCached;
+  const GemmBlock unpacked = {static_cast<const uint16_t*>(p.x), p.packed, kBlockDepth, p.inner, blocks, 1, {}};
+  const bool by_rows = tasks.pairs_per_task * blocks * 2 * kBlockElements < kCachedElements;
   parallel(tasks.count(), [&](size_t task) {
     const TileScope tiles;
     alignas(64) float sums[kBlockRows * kBlockColumns];
     tasks.run(static_cast<int64_t>(task), by_rows, [&](int64_t block, int64_t panel) {
-      block < first ? multiply_block(there, block * kBlockRows, panel, sums)
+      block < first ? multiply_block(unpacked, block * kBlockRows, panel, sums)
                     : multiply_block(packed, (block - first) * kBlockRows, panel, sums);
       put(p, block * kBlockRows, panel, sums);
     });

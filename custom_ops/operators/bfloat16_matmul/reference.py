@@ -1,4 +1,4 @@
-"""NumPy reference of Bfloat16MatMul: the product of the rounded numbers, in float64, gated where that is asked for."""
+"""NumPy reference of Bfloat16MatMul: float64 product of the rounded inputs, optionally gated."""
 
 from __future__ import annotations
 

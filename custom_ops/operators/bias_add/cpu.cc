@@ -1,4 +1,4 @@
-// BiasAdd on the CPU: rows split over the threads, eight elements at a time.
+// BiasAdd on the CPU: rows are divided over the threads, in vectors of eight elements.
 #include "common/cpu.h"
 
 #include "operators/bias_add/op.h"
@@ -26,7 +26,7 @@ void run(const BiasAddParams& p, const Parallel& parallel) {
   const T* skip = static_cast<const T*>(p.skip);
   T* y = static_cast<T*>(p.y);
   const int64_t rows_a_task = rows_per_task(p.channels);
-  parallel(count_tasks(p.rows, rows_a_task), [&](size_t task) {
+  parallel(ceil_div(p.rows, rows_a_task), [&](size_t task) {
     for (int64_t row = task * rows_a_task; row < p.rows && row < int64_t(task + 1) * rows_a_task; ++row) {
       const int64_t at = row * p.channels;
       add_row(x + at, bias, skip == nullptr ? nullptr : skip + at, y + at, p.channels);

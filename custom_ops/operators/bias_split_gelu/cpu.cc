@@ -1,4 +1,4 @@
-// BiasSplitGelu on the CPU: rows split over the threads, eight elements at a time.
+// BiasSplitGelu on the CPU: rows are divided over the threads, in vectors of eight elements.
 #include "common/cpu.h"
 
 #include "operators/bias_split_gelu/op.h"
@@ -24,7 +24,7 @@ void gate_row(const T* x, const T* bias, T* y, int64_t half) {
 template <class T>
 void run(const BiasSplitGeluParams& p, const Parallel& parallel) {
   const int64_t rows_a_task = rows_per_task(2 * p.half);
-  parallel(count_tasks(p.rows, rows_a_task), [&](size_t task) {
+  parallel(ceil_div(p.rows, rows_a_task), [&](size_t task) {
     for (int64_t row = task * rows_a_task; row < p.rows && row < int64_t(task + 1) * rows_a_task; ++row) {
       gate_row(static_cast<const T*>(p.x) + row * 2 * p.half, static_cast<const T*>(p.bias),
                static_cast<T*>(p.y) + row * p.half, p.half);

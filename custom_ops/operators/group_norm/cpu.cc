@@ -1,8 +1,8 @@
 // GroupNorm and SkipGroupNorm on the CPU.
 //
-// Channels first, a group is contiguous: a task normalizes one group, reading it twice, the second time from cache.
-// Channels last, tasks take runs of pixels: one pass over memory for the statistics, one to normalize.
-// Statistics are exact sums over chunks that stay in cache (mean first, then squared distances), merged in double.
+// Channels first, a group is contiguous: a task normalizes one group in two reads, the second from cache.
+// Channels last, tasks handle ranges of pixels: one pass over memory for the statistics, one to normalize.
+// Statistics are exact sums over cached chunks (mean first, then squared distances), merged in double.
 #include "common/cpu.h"
 
 #include "operators/group_norm/op.h"
@@ -11,9 +11,9 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-constexpr int64_t kChunk = 2048;  // floats: 8 KB of stack, half of the smallest L1 with the values it came from
+constexpr int64_t kChunk = 2048;  // floats: 8 KB of stack, which fits the smallest L1 together with its source
 
-// Count, mean and summed squared distance from the mean; merged after Chan, Golub and LeVeque (1979).
+// Count, mean and sum of squared distances from the mean; merged after Chan, Golub and LeVeque (1979).
 struct Moments {
   double count = 0, mean = 0, m2 = 0;
 
@@ -89,7 +89,7 @@ class GroupNorm {
 
   void channels_last(const Parallel& parallel) const {
     const int64_t pixels = pixels_per_task();
-    const int64_t tasks = count_tasks(p.spatial, pixels);
+    const int64_t tasks = ceil_div(p.spatial, pixels);
     Moments* partial = new Moments[p.batch * tasks * p.groups];
     // (batch, 2, channels): the mean and the factor of each channel
     float* affine_of = new float[p.batch * 2 * p.channels];
@@ -131,11 +131,12 @@ class GroupNorm {
     }
   }
 
-  // V of a run of one channel's pixels: X itself, or computed into the buffer (and stored as S when `store_them`).
-  const float* row_values(int64_t n, int64_t c, int64_t at, int64_t count, float* buffer, bool store_them) const {
+  // Returns V of a range of pixels of one channel: X itself, or computed into the buffer (and stored as S if
+  // `store_sum`).
+  const float* row_values(int64_t n, int64_t c, int64_t at, int64_t count, float* buffer, bool store_sum) const {
     const int64_t begin = (n * p.channels + c) * p.spatial + at;
     if (skip == nullptr) return as_floats(x + begin, count, buffer);
-    if (stored_sum != nullptr && !store_them) return as_floats(stored_sum + begin, count, buffer);
+    if (stored_sum != nullptr && !store_sum) return as_floats(stored_sum + begin, count, buffer);
     const float offset = channel_offset(n, c);
     const T* other = p.skip_broadcast ? nullptr : skip + begin;
     int64_t i = 0;
@@ -164,7 +165,7 @@ class GroupNorm {
 
   void gather_statistics(int64_t n, int64_t first, int64_t pixels, Moments* moments) const {
     const int64_t last = first + pixels < p.spatial ? first + pixels : p.spatial;
-    const int64_t tile = kChunk / p.channels > 0 ? kChunk / p.channels : 1;  // pixels at once, in cache
+    const int64_t tile = kChunk / p.channels > 0 ? kChunk / p.channels : 1;  // pixels at a time, in cache
     float* values = new float[tile * p.channels + 3 * p.channels];
     float* offsets = values + tile * p.channels;
     float* sums = offsets + p.channels;
@@ -188,7 +189,7 @@ class GroupNorm {
     delete[] values;
   }
 
-  // Over `count` pixels: the sum of each channel, or of its squared distance from `means`.
+  // Adds over `count` pixels the values of each channel, or the squared distances from `means`.
   void add_up(const float* values, int64_t count, const float* means, float* sums) const {
     int64_t c = 0;
     for (; c + kLanes <= p.channels; c += kLanes) {
@@ -253,10 +254,10 @@ class GroupNorm {
     for (int64_t c = 0; c < p.channels; ++c) offsets[c] = skip == nullptr ? 0.f : channel_offset(n, c);
   }
 
-  // V of one pixel into `buffer`, and into S when `store_them`.
-  void pixel_values(int64_t n, int64_t at, const float* offsets, float* buffer, bool store_them) const {
+  // Writes V of one pixel to `buffer`, and to S if `store_sum`.
+  void pixel_values(int64_t n, int64_t at, const float* offsets, float* buffer, bool store_sum) const {
     const int64_t begin = (n * p.spatial + at) * p.channels;
-    const bool stored = stored_sum != nullptr && !store_them;
+    const bool stored = stored_sum != nullptr && !store_sum;
     const T* from = stored ? stored_sum + begin : x + begin;
     const T* other = skip == nullptr || p.skip_broadcast || stored ? nullptr : skip + begin;
     int64_t c = 0;
@@ -269,19 +270,19 @@ class GroupNorm {
     for (; c < p.channels; ++c) {
       buffer[c] = to_float(from[c]) + (stored ? 0.f : offsets[c]) + (other == nullptr ? 0.f : to_float(other[c]));
     }
-    if (stored_sum != nullptr && store_them) put(buffer, stored_sum + begin, p.channels);
+    if (stored_sum != nullptr && store_sum) put(buffer, stored_sum + begin, p.channels);
   }
 
-  // ---- both
+  // ---- both layouts
 
-  // What is added to every pixel of a channel: the bias and a broadcast skip.
+  // Sum of the bias and a broadcast skip for each channel.
   float channel_offset(int64_t n, int64_t c) const {
     return (bias == nullptr ? 0.f : to_float(bias[c])) + (p.skip_broadcast ? to_float(skip[n * p.channels + c]) : 0.f);
   }
 
   Floats activate(Floats v) const { return p.activation == 1 ? silu(v) : v; }
 
-  // Stores V as S, and V becomes what S holds: the second pass reads S, and both must see the same numbers.
+  // Stores V as S and rounds V to it: the second pass reads S, and both must see the same values.
   static void put(float* values, T* to, int64_t count) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {

@@ -1,5 +1,5 @@
-// LinearAdd on the CPU: tiles of a few rows by two vectors of columns, summed in float. Plain: on a CPU, ONNX Runtime's
-// MatMul is faster, and targets for CPUs do not make this operator.
+// LinearAdd on the CPU: tiles of a few rows by two vectors of columns, summed in float. For completeness: ONNX
+// Runtime's MatMul is faster, and CPU targets do not create this operator.
 #include "common/cpu.h"
 
 #include "operators/linear_add/op.h"
@@ -16,7 +16,7 @@ Floats load_columns(const T* from, int64_t count) {
   return count >= kLanes ? load(from) : load_some(from, count > 0 ? count : 0);
 }
 
-// Y[row .. row + rows, column .. column + columns]
+// Computes Y[row : row + rows, column : column + columns].
 template <class T>
 void tile(const LinearAddParams& p, int64_t row, int64_t rows, int64_t column, int64_t columns) {
   const T* x = static_cast<const T*>(p.x) + row * p.inner;
@@ -32,11 +32,11 @@ void tile(const LinearAddParams& p, int64_t row, int64_t rows, int64_t column, i
     for (int64_t part = 0; part < 2; ++part) {
       const int64_t left = columns - part * kLanes, at = column + part * kLanes;
       if (left <= 0) continue;
-      const int64_t whole = (row + r) * p.columns + at;
+      const int64_t offset = (row + r) * p.columns + at;
       Floats sum = sums[r][part];
       if (p.bias != nullptr) sum += load_columns(static_cast<const T*>(p.bias) + at, left);
-      if (p.skip != nullptr) sum += load_columns(static_cast<const T*>(p.skip) + whole, left);
-      T* y = static_cast<T*>(p.y) + whole;
+      if (p.skip != nullptr) sum += load_columns(static_cast<const T*>(p.skip) + offset, left);
+      T* y = static_cast<T*>(p.y) + offset;
       left >= kLanes ? store(y, sum) : store_some(y, sum, left);
     }
   }

@@ -1,5 +1,5 @@
-// MultiHeadAttention on the CPU: flash attention. A task takes some queries of one head and walks over the keys in
-// blocks that stay in cache; scores are logarithms to base 2, their softmax runs online. All arithmetic is in float32.
+// MultiHeadAttention on the CPU: flash attention. A task handles some queries of one head and iterates over the keys in
+// cached blocks with an online softmax; scores are logarithms to base 2. All arithmetic is float32.
 #include "common/cpu.h"
 
 #include <cfloat>
@@ -13,25 +13,25 @@ namespace SD_ORT_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int64_t kRows = 12;  // of a register tile: 12 rows of two vectors are 24 of 32 registers
+constexpr int64_t kRows = 12;  // rows of a register tile: 12 rows of two vectors use 24 of 32 registers
 #else
-constexpr int64_t kRows = 6;  // 12 of AVX2's 16 registers
+constexpr int64_t kRows = 6;  // uses 12 of 16 AVX2 registers
 #endif
 constexpr int64_t kColumns = 2 * kLanes;
 constexpr int64_t kQueries = 192;  // at most, per task
-constexpr int64_t kKeys = 128;     // of a block
+constexpr int64_t kKeys = 128;     // per block
 constexpr float kLog2E = 1.4426950408889634f;
 
 int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// 2^x for x <= 0, to 2 units in the last place: 2^n times the degree-6 Taylor polynomial of 2^r, |r| <= 1/2. Below -126
-// it gives 2^-126; NaN stays NaN.
+// 2^x for x <= 0 with an error of 2 units in the last place: 2^n times the degree-6 Taylor polynomial of 2^r, |r| <=
+// 1/2. Below -126 the result is 2^-126; NaN stays NaN.
 Floats exp2_negative(Floats x) {
-  const Floats kept = x < splat(-126.f) ? splat(-126.f) : x;
+  const Floats clamped = x < splat(-126.f) ? splat(-126.f) : x;
   const Floats shifter = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-  const Floats shifted = kept + shifter;
-  const Floats r = kept - (shifted - shifter);
+  const Floats shifted = clamped + shifter;
+  const Floats r = clamped - (shifted - shifter);
   Floats p = splat(1.5403530e-4f);  // ln(2)^i / i!
   p = p * r + splat(1.3333558e-3f);
   p = p * r + splat(9.6181291e-3f);
@@ -40,11 +40,11 @@ Floats exp2_negative(Floats x) {
   p = p * r + splat(6.9314718e-1f);
   p = p * r + splat(1.f);
   const Floats power = (Floats)((Ints)p + ((Ints)shifted << 23));
-  return x == x ? power : x;  // the exponent's bits could turn NaN into a number
+  return x == x ? power : x;  // the exponent bits could turn NaN into a number
 }
 
-// Matrices that are multiplied by rows lie in panels of kColumns columns, each panel contiguous: element (depth,
-// column) at columns[(column / kColumns * depths + depth) * kColumns + column % kColumns].
+// Matrices are stored in panels of kColumns columns, each contiguous: element (depth, column) is at
+// columns[(column / kColumns * depths + depth) * kColumns + column % kColumns].
 
 // to[kTileRows x kVectors * kLanes] (+)= sum over depth of rows[row * row_stride + depth] * panel[depth * kColumns +
 // column].
@@ -76,16 +76,16 @@ void multiply_tile(const float* rows, int64_t row_stride, const float* panel, in
   }
 }
 
-// The same for `row_count` rows (a multiple of kRows) and `column_count` columns (of kLanes), in panels of `depths`.
+// Computes `row_count` rows (a multiple of kRows) and `column_count` columns (of kLanes), in panels of `depths`.
 template <bool kAccumulate>
 void multiply(const float* rows, int64_t row_stride, int64_t row_count, const float* columns, int64_t depths,
               int64_t column_count, int64_t depth, float* to, int64_t to_stride) {
   for (int64_t c = 0; c < column_count; c += kColumns, columns += depths * kColumns) {
-    const bool whole = column_count - c >= kColumns;
+    const bool full = column_count - c >= kColumns;
     for (int64_t r = 0; r < row_count;) {
       const float* from = rows + r * row_stride;
       float* tile = to + r * to_stride + c;
-      if (whole) {
+      if (full) {
         multiply_tile<kAccumulate, kRows, 2>(from, row_stride, columns, depth, tile, to_stride);
         r += kRows;
       } else if (row_count - r >= 2 * kRows) {
@@ -99,7 +99,7 @@ void multiply(const float* rows, int64_t row_stride, int64_t row_count, const fl
   }
 }
 
-// A row of `count` elements as float, times factor, padded with zeros to a multiple of kLanes.
+// Converts a row of `count` elements to float, times factor, padded with zeros to a multiple of kLanes.
 template <class T>
 void scale_row(const T* from, int64_t count, float factor, float* to) {
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -108,7 +108,8 @@ void scale_row(const T* from, int64_t count, float factor, float* to) {
   }
 }
 
-// Keys as the columns of the scores, in panels of head_size; zeros for keys past `count` up to a multiple of kLanes.
+// Packs keys as columns of the scores, in panels of head_size; zeros for keys beyond `count` up to a multiple of
+// kLanes.
 template <class T>
 void pack_keys(const T* from, int64_t row_stride, int64_t count, int64_t head_size, float* to) {
   for (int64_t key = 0; key < round_up(count, kLanes); key += 8) {
@@ -130,7 +131,7 @@ void pack_keys(const T* from, int64_t row_stride, int64_t count, int64_t head_si
   }
 }
 
-// Values as the columns of the output, in panels of kKeys; zeros for columns past head_size up to a multiple of kLanes.
+// Packs values as columns of the output, in panels of kKeys; zeros beyond head_size up to a multiple of kLanes.
 template <class T>
 void pack_values(const T* from, int64_t row_stride, int64_t count, int64_t head_size, float* to) {
   for (int64_t key = 0; key < count; ++key) {
@@ -142,19 +143,19 @@ void pack_values(const T* from, int64_t row_stride, int64_t count, int64_t head_
   }
 }
 
-// What one row has seen of its keys.
+// Softmax state of one row.
 struct RowState {
   float largest;
   float sum;
 };
 
-// Scores of one row become weights 2^(score - largest so far). Returns the factor for what was computed before.
+// Converts the scores of one row to weights 2^(score - running maximum). Returns the factor for earlier results.
 float weigh(float* scores, int64_t count, RowState& state) {
   Floats maxima = load(scores);
   for (int64_t i = kLanes; i < count; i += kLanes) maxima = larger(maxima, load(scores + i));
   const float largest = sd_ort::SD_ORT_ISA::largest(maxima);
   const float updated = largest > state.largest ? largest : state.largest;
-  if (updated == -INFINITY) {  // nothing to see yet, unless it is NaN, which no comparison finds
+  if (updated == -INFINITY) {  // no visible key yet, or NaN, which comparisons ignore
     Floats zero_or_nan = splat(0.f);
     for (int64_t i = 0; i < count; i += kLanes) {
       const Floats score = load(scores + i);
@@ -176,8 +177,8 @@ float weigh(float* scores, int64_t count, RowState& state) {
   return factor;
 }
 
-// Adds a row of attention_bias, in powers of two. A large negative value stays finite, so that a row where all keys
-// have it is their mean; -infinity hides a key.
+// Adds a row of attention_bias, scaled to base 2. Large negative values stay finite, so that a row where all keys have
+// one is their mean; -infinity hides a key.
 template <class T>
 void add_bias(float* scores, const T* bias, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
@@ -187,7 +188,7 @@ void add_bias(float* scores, const T* bias, int64_t count) {
   }
 }
 
-// One task's memory, in floats.
+// Memory of a task, in floats.
 struct Buffers {
   float* keys;    // kKeys columns, head_size deep, in panels
   float* values;  // head_size columns, kKeys deep, in panels
@@ -212,7 +213,7 @@ const T* head_of(const HeadsView& view, int64_t batch, int64_t head, int64_t row
   return static_cast<const T*>(view.data) + batch * view.batch_stride + head * view.head_stride + row * view.row_stride;
 }
 
-// Queries [first, first + count) of one head.
+// Computes queries [first, first + count) of one head.
 template <class T>
 void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int64_t first, int64_t count,
             const Buffers& buffers) {
@@ -268,7 +269,7 @@ void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int6
 template <class T>
 void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
   if (p.batch == 0 || p.heads == 0 || p.sequence == 0 || p.head_size == 0) return;
-  const int64_t max_queries = p.head_size > 128 ? kQueries / 2 : kQueries;  // the buffers stay in the second-level cache
+  const int64_t max_queries = p.head_size > 128 ? kQueries / 2 : kQueries;  // keeps the buffers in the L2 cache
   const int64_t blocks = (p.sequence + max_queries - 1) / max_queries, heads = p.batch * p.heads;
   // Blocks of even size: 200 queries are 102 and 98, not 192 and 8.
   constexpr std::align_val_t kAlignment{64};

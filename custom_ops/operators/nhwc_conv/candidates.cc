@@ -24,7 +24,8 @@ Candidate<NhwcConvParams> library_candidate(int index) {
           [=](const NhwcConvParams& p) { return CudnnConvolution(p).workspace_bytes(index); }};
 }
 
-// Convolution, then a kernel for bias and skip: at some sizes faster than cuDNN's fused plans (results/gpu_experiments.md).
+// Convolution, then a kernel for bias and skip: at some sizes faster than cuDNN's fused plans
+// (results/gpu_experiments.md).
 Candidate<NhwcConvParams> separate_candidate(int index) {
   const auto bare = [](NhwcConvParams p) {
     p.bias = p.skip = nullptr;

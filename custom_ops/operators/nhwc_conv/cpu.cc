@@ -1,5 +1,5 @@
-// NhwcConv on the CPU, plainly: for each row of the output, the windows gathered into a matrix and multiplied. Targets
-// for CPUs keep Conv, which ONNX Runtime runs faster; this is what the provider's host vendor runs.
+// NhwcConv on the CPU: gathers the windows of an output row into a matrix and multiplies. CPU targets keep Conv, which
+// is faster in ONNX Runtime; the simulated device runs this kernel.
 #include "common/cpu.h"
 
 #include <cstdlib>
@@ -10,10 +10,11 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-constexpr int64_t kPixels = 4;   // of a register tile
-constexpr int64_t kFilters = 2;  // of a register tile
+constexpr int64_t kPixels = 4;   // per register tile
+constexpr int64_t kFilters = 2;  // per register tile
 
-// One window of a pixel as floats: (kernel_height, kernel_width, channels of the group), zeros outside of the image.
+// Copies the window of a pixel as floats: (kernel_height, kernel_width, channels of the group), zeros outside the
+// image.
 template <class T>
 void gather(const NhwcConvParams& p, int64_t image, int64_t row, int64_t column, int64_t group, float* window) {
   const int64_t channels = p.channels / p.groups;
@@ -29,7 +30,7 @@ void gather(const NhwcConvParams& p, int64_t image, int64_t row, int64_t column,
   }
 }
 
-// sums[pixel][filter] of a tile, over `depth` numbers of each window and filter.
+// Computes sums[pixel][filter] of a tile over `depth` elements.
 void multiply(const float* windows, const float* filters, int64_t depth, float (&sums)[kPixels][kFilters]) {
   Floats wide[kPixels][kFilters] = {};
   int64_t d = 0;
@@ -62,7 +63,7 @@ void store_tile(const NhwcConvParams& p, int64_t pixel, int64_t pixels, int64_t 
   }
 }
 
-// One row of the output, one group. `windows` has room for out_width + kPixels windows, `filters` holds the group's.
+// Computes one output row of one group. `windows` has room for out_width + kPixels windows.
 template <class T>
 void run_row(const NhwcConvParams& p, int64_t row, int64_t group, const float* filters, float* windows) {
   const int64_t depth = p.kernel_height * p.kernel_width * p.channels / p.groups;
@@ -88,8 +89,8 @@ void run(const NhwcConvParams& p, const Parallel& parallel) {
   const int64_t depth = p.kernel_height * p.kernel_width * p.channels / p.groups;
   const int64_t count = p.filter_count / p.groups;
   float* filters = zeros((p.filter_count + kFilters) * depth);
-  const T* given = static_cast<const T*>(p.filters);
-  for (int64_t i = 0; i < p.filter_count * depth; ++i) filters[i] = to_float(given[i]);
+  const T* source = static_cast<const T*>(p.filters);
+  for (int64_t i = 0; i < p.filter_count * depth; ++i) filters[i] = to_float(source[i]);
   parallel(p.batch * p.out_height, [&](size_t row) {
     float* windows = zeros((p.out_width + kPixels) * depth);
     for (int64_t group = 0; group < p.groups; ++group) {

@@ -19,10 +19,10 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     With attribute `upsampled`, X is repeated down and across first, and W is (9, M, C).
     """
     x, filters = (inputs[name].astype(np.float64) for name in ("X", "W"))
-    kept = [0, 1, 2, 3]
+    rows_used = [0, 1, 2, 3]
     if attributes.get("upsampled"):
-        x, kept = x.repeat(2, axis=1).repeat(2, axis=2), [0, 1, 3]
-    b, a, side = B[:, kept], A[kept], len(kept)
+        x, rows_used = x.repeat(2, axis=1).repeat(2, axis=2), [0, 1, 3]
+    b, a, side = B[:, rows_used], A[rows_used], len(rows_used)
     n, h, w, c = x.shape
     rows, columns = (h + 1) // 2, (w + 1) // 2
     padded = np.pad(x, ((0, 0), (1, 2 * rows - h + 1), (1, 2 * columns - w + 1), (0, 0)))
@@ -31,8 +31,8 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     products = np.einsum(
         "nrsabc,abmc->nrsabm", transformed, filters.reshape(side, side, filters.shape[1], c), optimize=True
     )
-    made = np.einsum("ai,nrsabm,bj->nrisjm", a, products, a, optimize=True)
-    y = made.reshape(n, 2 * rows, 2 * columns, filters.shape[1])[:, :h, :w]
+    tiles = np.einsum("ai,nrsabm,bj->nrisjm", a, products, a, optimize=True)
+    y = tiles.reshape(n, 2 * rows, 2 * columns, filters.shape[1])[:, :h, :w]
     for name in ("B", "skip"):
         y = y + inputs[name].astype(np.float64) if name in inputs else y
     return {"Y": y}

@@ -1,5 +1,5 @@
-// SkipLayerNormalization on the CPU: rows split over the threads; a row is summed once into a buffer that stays in
-// cache, then its mean, its variance and its output are taken from there.
+// SkipLayerNormalization on the CPU: rows are divided over the threads. The sum of a row is computed once into a cached
+// buffer, from which mean, variance and output are computed.
 #include "common/cpu.h"
 
 #include "operators/skip_layer_norm/op.h"
@@ -35,7 +35,7 @@ class SkipLayerNorm {
   }
 
  private:
-  // V of a row, also into `sum`.
+  // Computes V of a row, also into `sum`.
   void gather(int64_t row, float* values) const {
     const T* x = static_cast<const T*>(p.x) + row * p.channels;
     const T* skip = static_cast<const T*>(p.skip) + row % p.skip_rows * p.channels;
@@ -53,7 +53,7 @@ class SkipLayerNorm {
     }
   }
 
-  // The row's sum, or that of its squared distances from the mean.
+  // Returns the sum of the row, or of its squared distances from the mean.
   template <bool kSquared>
   float total(const float* values, float mean) const {
     Floats all = {};
@@ -80,7 +80,7 @@ template <class T>
 void run(const SkipLayerNormParams& p, const Parallel& parallel) {
   const SkipLayerNorm<T> op(p);
   const int64_t rows_a_task = rows_per_task(p.channels);
-  parallel(count_tasks(p.rows, rows_a_task), [&](size_t task) {
+  parallel(ceil_div(p.rows, rows_a_task), [&](size_t task) {
     float* values = new float[p.channels];
     for (int64_t row = task * rows_a_task; row < p.rows && row < int64_t(task + 1) * rows_a_task; ++row) {
       op.normalize(row, values);

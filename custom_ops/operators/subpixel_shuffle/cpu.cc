@@ -1,4 +1,4 @@
-// SubpixelShuffle on the CPU: rows of Y split over the threads, a pixel's channels at a time.
+// SubpixelShuffle on the CPU: rows of Y are divided over the threads.
 #include "common/cpu.h"
 
 #include "operators/subpixel_shuffle/op.h"
@@ -26,7 +26,7 @@ void run(const SubpixelShuffleParams& p, const Parallel& parallel) {
   T* y = static_cast<T*>(p.y);
   const int64_t rows = p.batch * p.height * 2, columns = p.width * 2;
   const int64_t rows_a_task = rows_per_task(columns * p.channels);
-  parallel(count_tasks(rows, rows_a_task), [&](size_t task) {
+  parallel(ceil_div(rows, rows_a_task), [&](size_t task) {
     for (int64_t line = task * rows_a_task; line < rows && line < int64_t(task + 1) * rows_a_task; ++line) {
       const int64_t sample = line / (p.height * 2), row = line % (p.height * 2);
       const T* from = x + (sample * (p.height + 1) + (row + 1) / 2) * (p.width + 1) * 4 * p.channels;

@@ -12,7 +12,7 @@ from custom_ops.operator_spec import Array
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
     """X (N, H + 1, W + 1, 4 C), bias (C) -> Y (N, 2 H, 2 W, C) in float64."""
     x = inputs["X"].astype(np.float64)
-    batch, height, width, channels = (size - taken for size, taken in zip(x.shape, (0, 1, 1, 0), strict=True))
+    batch, height, width, channels = (size - excess for size, excess in zip(x.shape, (0, 1, 1, 0), strict=True))
     phases = x.reshape(batch, height + 1, width + 1, 2, 2, channels // 4)
     y = np.empty((batch, height, 2, width, 2, channels // 4))
     for p, q in np.ndindex(2, 2):

@@ -1,4 +1,4 @@
-// UpsampleNearest on the CPU: rows split over the threads; a row of Y is put together once and then copied.
+// UpsampleNearest on the CPU: rows are divided over the threads; a row of Y is computed once and then copied.
 #include "common/cpu.h"
 
 #include "operators/upsample_nearest/op.h"
@@ -7,7 +7,7 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-// Each of `count` pixels `times` times, `pixel` bytes each.
+// Repeats each of `count` pixels of `pixel` bytes `times` times.
 void repeat_pixels(const char* from, char* to, int64_t count, int64_t times, size_t pixel) {
   for (; count > 0; --count, from += pixel) {
     for (int64_t i = 0; i < times; ++i, to += pixel) memcpy(to, from, pixel);
@@ -23,7 +23,7 @@ void upsample_nearest(const UpsampleNearestParams& p, const Parallel& parallel) 
   const char* x = static_cast<const char*>(p.x);
   char* y = static_cast<char*>(p.y);
   const int64_t rows_a_task = rows_per_task(p.width * p.scale_width * p.channels * p.scale_height);
-  parallel(count_tasks(p.rows, rows_a_task), [&](size_t task) {
+  parallel(ceil_div(p.rows, rows_a_task), [&](size_t task) {
     for (int64_t row = task * rows_a_task; row < p.rows && row < int64_t(task + 1) * rows_a_task; ++row) {
       char* to = y + row * p.scale_height * row_of_y;
       repeat_pixels(x + row * row_of_x, to, p.width, p.scale_width, pixel);

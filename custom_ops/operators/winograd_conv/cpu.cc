@@ -1,15 +1,15 @@
 // WinogradConv on the CPU: minimal filtering F(4x4, 3x3), after Lavin and Gray, "Fast Algorithms for Convolutional
-// Neural Networks" (2016): 36 multiplications where a direct convolution has 144.
+// Neural Networks" (2016): 36 multiplications instead of 144 of a direct convolution.
 //
 //   Y = At [ (G w Gt) * (Bt x B) ] A     for tiles of 4 x 4 results, which read 6 x 6 pixels
 //
-// The transforms evaluate polynomials at 0, +-5/8, +-3/2 and infinity. Of the symmetric sets of short fractions this
-// one loses least: its relative error in float32 is 3 times that of a direct sum, half that of the usual 0, +-1, +-2.
+// The transforms evaluate polynomials at 0, +-5/8, +-3/2 and infinity, the most accurate symmetric set of short
+// fractions: its relative float32 error is 3 times that of a direct sum, half that of the usual 0, +-1, +-2.
 //
-// A block is some rows of tiles, whose transformed pixels fit in the last cache. Each task then makes a panel of
-// output channels for a block: it transforms some filters into its own cache, multiplies, and goes on to the next
-// input channels. Filters are transformed anew in every call, as they are 4 times as large afterwards: reading them
-// would take longer than making them, and would cost memory.
+// A block is a number of tile rows whose transformed pixels fit the last-level cache. Each task computes a panel of
+// output channels for a block: it transforms some filters into its own cache, multiplies, and continues with the next
+// input channels. Filters are transformed in every call: transformed they are 4 times as large, so that reading them
+// would take longer than computing them, and would cost memory.
 #include "common/cpu.h"
 
 #include "operators/winograd_conv/op.h"
@@ -18,8 +18,8 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-// Vectors of a panel of output channels, and tiles multiplied at once: so many accumulators that they and their
-// operands fill the registers.
+// Vectors per panel of output channels, and tiles multiplied at a time: the accumulators and operands fill the
+// registers.
 #if defined(__AVX512F__)
 constexpr int64_t kVectors = 2, kTiles = 12;
 #elif defined(__AVX2__) || defined(__ARM_NEON)
@@ -28,39 +28,19 @@ constexpr int64_t kVectors = 2, kTiles = 6;
 constexpr int64_t kVectors = 1, kTiles = 6;
 #endif
 
-constexpr int64_t kPanel = kVectors * kLanes;  // output channels of a task
-constexpr int64_t kDepth = 64;                 // input channels whose filters are transformed at once
-constexpr int64_t kBlock = 128;                // tiles of a block, about
+constexpr int64_t kPanel = kVectors * kLanes;  // output channels per task
+constexpr int64_t kDepth = 64;                 // input channels whose filters are transformed at a time
+constexpr int64_t kBlock = 128;                // approximate number of tiles per block
 constexpr int64_t kOut = 4, kIn = 6;           // edges of a tile
 constexpr int64_t kPositions = kIn * kIn;
-constexpr int64_t kPad = 16;  // floats between the positions' matrices, or all would start in one set of the cache
+constexpr int64_t kPad = 16;  // floats between the matrices of positions, to avoid cache conflicts
 
-constexpr float kA = 5.f / 8, kB = 3.f / 2;  // the points
+constexpr float kA = 5.f / 8, kB = 3.f / 2;  // evaluation points
 constexpr float kA2 = kA * kA, kB2 = kB * kB;
 
-int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
-int64_t round_up(int64_t count, int64_t multiple) { return divide_up(count, multiple) * multiple; }
+int64_t round_up(int64_t count, int64_t multiple) { return ceil_div(count, multiple) * multiple; }
 
-// Memory that a thread keeps for its next call, aligned to cache lines.
-class Scratch {
- public:
-  ~Scratch() { delete[] memory_; }
-  float* get(int64_t count) {
-    if (count > count_) {
-      delete[] memory_;
-      count_ = 0;
-      memory_ = new float[count + 16];
-      count_ = count;
-    }
-    return memory_ + (64 - reinterpret_cast<uintptr_t>(memory_) % 64) % 64 / sizeof(float);
-  }
-
- private:
-  float* memory_ = nullptr;
-  int64_t count_ = 0;
-};
-
-// ---- the transforms, of one row or column; what is left of 1/f_i, f_i = prod (p_i - p_j), is in transform_output
+// ---- transforms of one row or column; transform_output applies the rest of 1/f_i, f_i = prod (p_i - p_j)
 
 void transform_input(const Floats (&x)[kIn], Floats (&to)[kIn]) {
   const Floats even_a = x[4] - kB2 * x[2], odd_a = kA * (x[3] - kB2 * x[1]);
@@ -93,7 +73,7 @@ void transform_output(const Floats (&s)[kIn], Floats (&to)[kOut]) {
   to[3] = (fa * kA2 * kA) * odd_a + (fb * kB2 * kB) * odd_b + s[5];
 }
 
-// ---- the multiplication
+// ---- multiplication
 
 // sums[tile * kPanel + channel] (+)= sum over depth of filters[depth * kPanel + channel] * pixels[tile, depth], the
 // pixels in groups of kLanes depths: [depth / kLanes][tile][depth % kLanes].
@@ -147,20 +127,20 @@ class Convolution {
         filters(static_cast<const T*>(p.filters)),
         bias(static_cast<const T*>(p.bias)),
         y(static_cast<T*>(p.y)),
-        tiles_across(divide_up(p.width, kOut)),
-        tiles_down(divide_up(p.height, kOut)),
+        tiles_across(ceil_div(p.width, kOut)),
+        tiles_down(ceil_div(p.height, kOut)),
         channels(round_up(p.channels, kLanes)) {}
 
   void run(const Parallel& parallel) const {
     if (p.batch == 0 || p.filter_count == 0 || p.height == 0 || p.width == 0) return;
     const int64_t rows = p.batch * tiles_down;
     const int64_t rows_at_once = kBlock < tiles_across ? 1 : kBlock / tiles_across;
-    const int64_t blocks = divide_up(rows, rows_at_once);
-    const int64_t depths = divide_up(channels, kDepth), panels = divide_up(p.filter_count, kPanel);
+    const int64_t blocks = ceil_div(rows, rows_at_once);
+    const int64_t depths = ceil_div(channels, kDepth), panels = ceil_div(p.filter_count, kPanel);
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t first = b * rows / blocks;
       Block block{first, (b + 1) * rows / blocks - first, nullptr};
-      static thread_local Scratch pixels;
+      static thread_local ThreadScratch<float> pixels;
       block.pixels = pixels.get(depths * kPositions * stride(block, kDepth));
       parallel(block.rows * depths, [&](size_t task) {
         read_tiles(block, first + int64_t(task) / depths, int64_t(task) % depths * kDepth);
@@ -170,7 +150,7 @@ class Convolution {
   }
 
  private:
-  // Rows of tiles, counted through all images, and their transformed pixels, of kDepth channels after the other:
+  // Rows of tiles over all images, and their transformed pixels by kDepth channels:
   // [position][tile / kTiles][channel / kLanes][tile % kTiles][channel % kLanes].
   struct Block {
     int64_t first;
@@ -179,17 +159,17 @@ class Convolution {
   };
 
   int64_t tiles_of(const Block& block) const { return block.rows * tiles_across; }
-  // Floats from a position to the next, of `depth` channels.
+  // Floats between positions for `depth` channels.
   int64_t stride(const Block& block, int64_t depth) const { return tiles_of(block) * depth + kPad; }
   int64_t depth_from(int64_t channel) const { return channels - channel < kDepth ? channels - channel : kDepth; }
   float* pixels_of(const Block& block, int64_t channel) const {
     return block.pixels + channel / kDepth * kPositions * stride(block, kDepth);
   }
 
-  // Transforms the pixels of one row of tiles, kDepth channels from `channel` on.
+  // Transforms the pixels of one row of tiles, kDepth channels starting at `channel`.
   void read_tiles(const Block& block, int64_t row, int64_t channel) const {
-    static thread_local Scratch scratch;
-    const int64_t columns = tiles_across * kOut + 2;  // with the padding
+    static thread_local ThreadScratch<float> scratch;
+    const int64_t columns = tiles_across * kOut + 2;  // including the padding
     const int64_t depth = depth_from(channel), tiles = tiles_of(block);
     float* lines = scratch.get(kIn * columns * kLanes);
     float* to = pixels_of(block, channel);
@@ -210,8 +190,8 @@ class Convolution {
     }
   }
 
-  // Six lines of pixels, from line `top` and column -1 of an image on, kLanes channels side by side, zeros outside;
-  // then transformed down each column.
+  // Loads six lines of pixels, starting at line `top` and column -1 of an image, kLanes channels at a time, zeros
+  // outside, and transforms each column.
   void gather(int64_t image, int64_t channel, int64_t top, float* lines, int64_t columns) const {
     memset(lines, 0, kIn * columns * kLanes * sizeof(float));
     for (int64_t i = 0; i < kIn; ++i) {
@@ -238,9 +218,9 @@ class Convolution {
     }
   }
 
-  // kPanel output channels of a block, from `filter` on.
+  // Computes kPanel output channels of a block, starting at `filter`.
   void make_panel(const Block& block, int64_t filter) const {
-    static thread_local Scratch scratch;
+    static thread_local ThreadScratch<float> scratch;
     constexpr int64_t panel_stride = kDepth * kPanel + kPad;
     const int64_t tiles = tiles_of(block), sums_stride = stride(block, kPanel);
     float* panel = scratch.get(kPositions * (panel_stride + sums_stride));
@@ -265,7 +245,8 @@ class Convolution {
     }
   }
 
-  // A cache line of each of the kPanel filters: as many lines as there are positions hold the taps of kDepth channels.
+  // Prefetches a cache line of each of the kPanel filters; as many lines as remaining are positions cover kDepth
+  // channels.
   void prefetch_filters(int64_t filter, int64_t channel, int64_t line) const {
     constexpr int64_t kLine = 64 / sizeof(T);
     if (channel * 9 + line * kLine >= p.channels * 9) return;
@@ -274,19 +255,19 @@ class Convolution {
     }
   }
 
-  // Filters [filter, filter + kPanel) of channels [channel, channel + depth) as to[position][channel][filter], the
-  // positions `stride` apart; zeros for those that do not exist.
+  // Transforms filters [filter, filter + kPanel) of channels [channel, channel + depth) to
+  // to[position][channel][filter], positions `stride` apart; zeros for missing filters.
   void transform_filters(int64_t filter, int64_t channel, int64_t depth, float* to, int64_t stride) const {
     constexpr int64_t kTaps = 9;
     float taps[8 * kTaps][kPanel];
     for (int64_t c = 0; c < depth; c += 8) {
-      const int64_t there = (p.channels - channel - c) * kTaps;  // floats of a filter from here on
+      const int64_t remaining = (p.channels - channel - c) * kTaps;  // remaining floats of the filter
       for (int64_t m = 0; m < kPanel; m += 8) {
         for (int64_t tap = 0; tap < 8 * kTaps; tap += 8) {
           Eight rows[8];
           for (int64_t k = 0; k < 8; ++k) {
             const T* from = filters + ((filter + m + k) * p.channels + channel + c) * kTaps + tap;
-            rows[k] = filter + m + k < p.filter_count && tap < there ? load_up_to(from, there - tap) : Eight{};
+            rows[k] = filter + m + k < p.filter_count && tap < remaining ? load_up_to(from, remaining - tap) : Eight{};
           }
           transpose_8x8(rows);
           for (int64_t k = 0; k < 8; ++k) store_eight(&taps[tap + k][m], rows[k]);
@@ -313,9 +294,9 @@ class Convolution {
     }
   }
 
-  // Results of one row of tiles, kLanes output channels from `filter` on, out of sums[position][tile][channel].
+  // Writes one row of tiles, kLanes output channels starting at `filter`, from sums[position][tile][channel].
   void write_tiles(int64_t row, int64_t filter, const float* sums, int64_t stride) const {
-    static thread_local Scratch scratch;
+    static thread_local ThreadScratch<float> scratch;
     const int64_t columns = round_up(tiles_across * kOut, 8);
     float* lines = scratch.get(kOut * columns * kLanes);
     float biases[kLanes] = {};
@@ -360,7 +341,7 @@ class Convolution {
   T* y;
   int64_t tiles_across;
   int64_t tiles_down;
-  int64_t channels;  // with zeros up to whole vectors
+  int64_t channels;  // padded to full vectors
 };
 
 }  // namespace

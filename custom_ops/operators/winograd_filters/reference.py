@@ -15,6 +15,6 @@ G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
     """weight (M, 3, 3, C) -> Y (16, M, C), or (9, M, C) of attribute `upsampled`, in float64."""
     weight = inputs["weight"].astype(np.float64)
-    made = G[[0, 1, 3]] if attributes.get("upsampled") else G
-    y = np.einsum("ai,mijc,bj->abmc", made, weight, made, optimize=True)
-    return {"Y": y.reshape(len(made) ** 2, weight.shape[0], weight.shape[3])}
+    g = G[[0, 1, 3]] if attributes.get("upsampled") else G
+    y = np.einsum("ai,mijc,bj->abmc", g, weight, g, optimize=True)
+    return {"Y": y.reshape(len(g) ** 2, weight.shape[0], weight.shape[3])}

@@ -11,11 +11,11 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import mask_mismatch
 from fusion_passes.canonicalize.attention.matmul_softmax import Sdpa
 from fusion_passes.graph_pass import PassCase, Rejection
-from fusion_passes.operators.definition import DOMAIN
 
 
 class Sdpa3D(Sdpa):

@@ -10,11 +10,11 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import batch_mismatch, mask_mismatch
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import PassCase
-from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 

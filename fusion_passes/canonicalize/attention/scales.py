@@ -16,10 +16,10 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
+from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import PassCase, Rejection
-from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 

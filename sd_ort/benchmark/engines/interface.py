@@ -1,7 +1,7 @@
-"""The engines a benchmark compares, and what each does in its own process: open once, run batches, time them.
+"""Engines of a benchmark, and what a worker process does with one: load it, run batches, time them.
 
-Two workloads: a whole pipeline that draws images from a prompt, or one component (`Settings.component`) called again
-and again on made-up inputs, which needs neither a tokenizer nor trained weights.
+Two workloads: a pipeline that generates images from a prompt, or repeated calls of one component
+(`BenchmarkSettings.component`) on synthetic inputs, which needs neither a tokenizer nor trained weights.
 """
 
 from __future__ import annotations
@@ -10,26 +10,65 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sd_ort.benchmark.engines.registry import KINDS
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.runtime import machine
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One contender: an ONNX folder run by an `engine` of `kinds.KINDS`, or the `model` it came from, run by "torch".
+class EngineType:
+    """`module`: has `open_component` and `open_pipeline`, which take an Engine and settings and return a LoadedEngine.
 
-    `model`: as given to `sd-ort export`, or with `random_weights` the preset whose weights `weights_seed` makes.
-    `make`: how to make `directory` from `raw`, the raw export (see `benchmark.recipes`); () when it exists. `variant`:
-    how torch runs, "" for eager, and the precision of OpenVINO. `graph`: calls are captured once and replayed as a
-    device graph. `library`: whether the custom-op library is registered.
+    `imports`: modules imported before loading is timed. `names`: of --engines, with `Engine.variant` and label.
+    """
+
+    module: str
+    imports: tuple[str, ...] = ()
+    names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+# Names for ONNX Runtime depend on the folder (`engine_selection`). Eager diffusers uses torch's
+# scaled_dot_product_attention.
+ENGINE_TYPES: Mapping[str, EngineType] = {
+    "onnxruntime": EngineType(
+        "sd_ort.benchmark.engines.ort",
+        ("sd_ort.pipelines.text_to_image", "transformers.models.clip.tokenization_clip"),
+    ),
+    "torch": EngineType(
+        "sd_ort.benchmark.engines.pytorch",
+        ("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "transformers.models.clip.modeling_clip"),
+        {
+            "torch": ("", "torch eager"),
+            "torch-channels-last": ("channels_last", "torch channels last"),
+            "torch-graph": ("graph", "torch eager + graph"),
+            "torch-compile": ("compile", "torch.compile"),
+            "xformers": ("xformers", "torch + xFormers"),
+        },
+    ),
+    "tensorrt": EngineType("sd_ort.benchmark.engines.ort", names={"tensorrt": ("", "TensorRT fp16")}),
+    "openvino": EngineType(
+        "sd_ort.benchmark.engines.openvino",
+        names={"openvino": ("float32", "OpenVINO fp32"), "openvino-bf16": ("bfloat16", "OpenVINO bf16")},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row of a benchmark: a pipeline folder, or the model it was exported from, in an engine of ENGINE_TYPES.
+
+    Args:
+        model: as for `sd-ort export`; with `random_weights` a preset, whose weights have the seed `weights_seed`.
+        build_spec: how to build `directory` from `raw_export` (`benchmark.engine_builds`); () if it exists.
+        variant: of torch ("" is eager), or the precision of OpenVINO.
+        graph: calls are captured as GPU graphs.
+        library: the op library is registered.
     """
 
     label: str
@@ -40,20 +79,28 @@ class Engine:
     target: str = ""
     random_weights: bool = False
     weights_seed: int | None = None
-    make: tuple[str, ...] = ()
-    raw: str = ""
+    build_spec: tuple[str, ...] = ()
+    raw_export: str = ""
     variant: str = ""
     graph: bool = False
     library: bool = True
 
+    @property
+    def pipeline_graph(self) -> bool | None:
+        """`graph` of a pipeline: optimized folders capture GPU graphs by default (None), others only if asked."""
+        optimized = self.stage == "optimize" or self.build_spec[:1] == ("ours",)
+        return True if self.graph else None if optimized else False
+
 
 @dataclass(frozen=True)
-class Settings:
-    """What every engine is asked to do, and how often. Height and width in pixels, None for the model's own.
+class BenchmarkSettings:
+    """Workload of a benchmark.
 
-    `batches`: images drawn at once, each size a row; with guidance the UNet sees twice as many. `component`: time
-    `steps` calls of this one a round, instead of drawing images in `steps` steps. `one_latent`: every image starts
-    from the noise of `seed`, as MLPerf has it.
+    Args:
+        component: time `steps` calls of this component instead of generating images in `steps` steps.
+        batches: images per batch, one row each; with guidance the UNet gets twice as many.
+        height, width: in pixels; None: the model's own.
+        one_latent: every image starts from the noise of `seed`, as in MLPerf.
     """
 
     provider: str = "cpu"
@@ -76,9 +123,9 @@ class Settings:
 
 @dataclass
 class Batch:
-    """What one batch gave: seconds of each UNet (or component) call, and uint8 images (B, H, W, 3) or an output.
+    """Result of one batch: seconds of each UNet or component call, and uint8 images (B, H, W, 3) or an output.
 
-    `output`: float32, of a component's first sample. `size`: pixels, (height, width).
+    `size`: (height, width) in pixels. `output`: float32, a component's output for the first image.
     """
 
     steps: list[float]
@@ -87,34 +134,33 @@ class Batch:
     output: np.ndarray | None = None
 
 
-Run = Callable[[int, list[str] | None, int], Batch]  # (batch size, its prompts or None for the settings', first seed)
+RunBatch = Callable[[int, list[str] | None, int], Batch]  # batch size; prompts, None for the settings' one; first seed
 
 
 @dataclass
-class Opened:
+class LoadedEngine:
     """An engine ready to run, and the precision of its UNet or component ("fp32", "fp16")."""
 
-    run: Run
+    run: RunBatch
     precision: str
-    notes: list[str] = field(default_factory=list)
 
 
-_opened: Opened  # this process's engine, once `load` ran
+_engine: LoadedEngine  # of this process, set by `load`
 
 
 def start_process() -> None:
-    """Make this process an engine's: quiet libraries, and Ctrl-C, which reaches the whole group, left to the parent."""
+    """Set up a worker process: quiet libraries; the parent handles Ctrl-C, which reaches the whole process group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ |= {"DIFFUSERS_VERBOSITY": "error", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
 
 
-def load(engine: Engine, settings: Settings) -> dict[str, Any]:
-    """Open an engine in this process. Raises SdOrtError, which can travel between processes, for every failure."""
-    global _opened
-    kind = KINDS[engine.engine]
-    opener = importlib.import_module(kind.module)
-    for module in kind.imports:
-        importlib.import_module(module)
+def load(engine: Engine, settings: BenchmarkSettings) -> dict[str, Any]:
+    """Load an engine in this process; return its precision, load time and memory. Raises SdOrtError on any failure."""
+    global _engine
+    engine_type = ENGINE_TYPES[engine.engine]
+    module = importlib.import_module(engine_type.module)
+    for name in engine_type.imports:
+        importlib.import_module(name)
     torch = importlib.import_module("torch")
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -122,34 +168,25 @@ def load(engine: Engine, settings: Settings) -> dict[str, Any]:
         torch.cuda.init()
     base = machine.peak_memory_MB()
     start = time.perf_counter()
-    _opened = with_plain_errors(opener.open_component if settings.component else opener.open_pipeline, engine, settings)
+    _engine = with_plain_errors(module.open_component if settings.component else module.open_pipeline, engine, settings)
     return {
-        "precision": _opened.precision,
+        "precision": _engine.precision,
         "load_s": time.perf_counter() - start,
         "base_memory_MB": base,
         "load_memory_MB": machine.peak_memory_MB(),
-        "notes": _opened.notes,
     }
 
 
-def draw_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> dict[str, Any]:
-    """One batch, timed: seconds in all, what `Batch` holds, and the process's peak memory in MB meanwhile."""
+def run_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> dict[str, Any]:
+    """Run one batch; return the fields of `Batch`, its seconds, and the peak memory of the process in MB."""
     machine.reset_peak_memory()
     start = time.perf_counter()
-    result: Batch = with_plain_errors(_opened.run, batch, prompts, seed)
-    seconds = time.perf_counter() - start
-    return {
-        "seconds": seconds,
-        "steps": result.steps,
-        "size": result.size,
-        "memory_MB": machine.peak_memory_MB(),
-        "images": result.images,
-        "output": result.output,
-    }
+    result: Batch = with_plain_errors(_engine.run, batch, prompts, seed)
+    return {"seconds": time.perf_counter() - start, "memory_MB": machine.peak_memory_MB(), **vars(result)}
 
 
 def with_plain_errors(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`; every exception leaves as an SdOrtError, since others may not survive pickling."""
+    """Call a function; exceptions become an SdOrtError, because others may not survive pickling between processes."""
     try:
         return function(*arguments)
     except SdOrtError as error:
@@ -158,38 +195,43 @@ def with_plain_errors(function: Callable[..., Any], *arguments: Any) -> Any:
         raise SdOrtError(f"{type(error).__name__}: {first_line(error)}") from None
 
 
-def pipeline_arguments(settings: Settings, batch: int, prompts: list[str] | None, seed: int) -> dict[str, Any]:
-    """What our pipeline and diffusers' are called with; image i of the batch has the seed settings.seed + seed + i, or
-    with `one_latent` settings.seed."""
+def time_calls(call: Callable[[], Any], count: int) -> list[float]:
+    """Return the seconds of each of `count` calls."""
+    seconds = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def pipeline_arguments(settings: BenchmarkSettings, batch: int, prompts: list[str] | None, seed: int) -> dict[str, Any]:
+    """Return the arguments of a pipeline call, for diffusers and sd-ort.
+
+    Image i has the seed settings.seed + seed + i, or with `one_latent` settings.seed.
+    """
     import torch
 
-    first = settings.seed + seed
+    seeds = [settings.seed if settings.one_latent else settings.seed + seed + i for i in range(batch)]
     return {
         "prompt": prompts or [settings.prompt] * batch,
         "height": settings.height,
         "width": settings.width,
         "num_inference_steps": settings.steps,
         "guidance_scale": settings.guidance,
-        "generator": [
-            torch.Generator().manual_seed(settings.seed if settings.one_latent else first + i) for i in range(batch)
-        ],
+        "generator": [torch.Generator().manual_seed(image_seed) for image_seed in seeds],
     }
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a component: its signature, its made-up inputs in float32 or int64, and the image size in pixels."""
+def component_call(
+    engine: Engine, settings: BenchmarkSettings, batch: int
+) -> tuple[dict[str, np.ndarray], tuple[int, int]]:
+    """Return a component's synthetic inputs (float32 or int64) for `batch` images, and the image size in pixels.
 
-    signature: Any
-    feeds: dict[str, np.ndarray]
-    sizes: dict[str, int]
-    pixels: tuple[int, int]
+    They are the same for every engine.
 
-
-def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
-    """What a component is called with for `batch` images: the same for every engine. Sizes as the pipeline has them.
-
-    Raises InputError when the folder's configs do not say what the component takes, or a size does not fit.
+    Raises:
+        InputError: if the folder's configs are missing, or a size does not fit.
     """
     import onnx_ir as ir
 
@@ -198,7 +240,7 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
     from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent, random_inputs
 
     assert settings.component is not None
-    name, folder = settings.component, Path(engine.raw or engine.directory)
+    name, folder = settings.component, Path(engine.raw_export or engine.directory)
     configs = {c: component_config(folder, c) for c in ("unet", name)}
     if not all(configs.values()):
         raise InputError(f"{folder} has no config.json of its UNet and {name}: export it with sd-ort.")
@@ -210,12 +252,8 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
     for axis in ("height", "width"):
         if sizes[axis] % (multiple := signature.multiples.get(axis, 1)):
             raise InputError(f"{axis} must be a multiple of {multiple * scale} pixels for this {name}.")
+    dtypes = {"float32": ir.DataType.FLOAT, "int64": ir.DataType.INT64}
     values = [
-        ir.Value(name=t.name, shape=ir.Shape(t.axes), type=ir.TensorType(ir.DataType[_ONNX_TYPES[t.dtype]]))
-        for t in signature.inputs
+        ir.Value(name=t.name, shape=ir.Shape(t.axes), type=ir.TensorType(dtypes[t.dtype])) for t in signature.inputs
     ]
-    feeds = random_inputs(name, values, configs[name], sizes, settings.seed)
-    return Call(signature, feeds, sizes, (height * scale, width * scale))
-
-
-_ONNX_TYPES = {"float32": "FLOAT", "int64": "INT64"}
+    return random_inputs(name, values, configs[name], sizes, settings.seed), (height * scale, width * scale)

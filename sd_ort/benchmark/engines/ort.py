@@ -1,4 +1,4 @@
-"""ONNX Runtime as an engine: a pipeline folder that draws, or one of its components called with bound inputs."""
+"""ONNX Runtime as an engine: a pipeline folder that generates images, or one component with bound inputs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.benchmark.engines.interface import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
+from sd_ort.benchmark.engines import interface
+from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine, LoadedEngine
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime import bound_run, ort_wheel, providers, session
 
 
-def time_calls(opened: Any) -> list[float]:
-    """A list that gets the seconds of every run of a session from now on, over host arrays or bound buffers."""
+def record_run_times(ort_session: Any) -> list[float]:
+    """Return a list to which the seconds of every later run of a session are appended."""
     seconds: list[float] = []
 
     def timed(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,11 +30,11 @@ def time_calls(opened: Any) -> list[float]:
 
         return call
 
-    opened.run, opened.run_with_iobinding = timed(opened.run), timed(opened.run_with_iobinding)
+    ort_session.run, ort_session.run_with_iobinding = timed(ort_session.run), timed(ort_session.run_with_iobinding)
     return seconds
 
 
-def _session_options(engine: Engine, settings: Settings) -> dict[str, Any]:
+def _session_options(engine: Engine, settings: BenchmarkSettings) -> dict[str, Any]:
     return {
         "threads": settings.threads,
         "tuning": settings.tuning,
@@ -42,66 +43,59 @@ def _session_options(engine: Engine, settings: Settings) -> dict[str, Any]:
     }
 
 
-def open_pipeline(engine: Engine, settings: Settings) -> Opened:
-    """Our pipeline on an ONNX folder, as `from_pretrained` gives it: ours with all that it does of itself.
+def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
+    """Open a pipeline folder with the defaults of `from_pretrained`.
 
-    Where all steps are queued on the device, a step's time is their mean there; else every UNet call is timed.
+    If all steps are enqueued on the device, the time of a step is their mean there; otherwise UNet calls are timed.
     """
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 
     if engine.engine == "tensorrt":
         raise SdOrtError("TensorRT is measured on one component: use --component.")
-    options = _session_options(engine, settings)
-    ours = engine.stage == "optimize" or engine.make[:1] == ("ours",)
-    graph = True if engine.graph else None if ours else False
-    pipeline = StableDiffusionPipeline.from_pretrained(engine.directory, settings.provider, graph=graph, **options)
+    options = _session_options(engine, settings) | {"graph": engine.pipeline_graph}
+    pipeline = StableDiffusionPipeline.from_pretrained(engine.directory, settings.provider, **options)
     for name in ("text_encoder", "text_encoder_2", "unet_prompt", "unet_time", "unet", "vae_decoder"):
         if name in pipeline.models:
-            assert pipeline.models[name]  # opened now, so that this is time to load
+            assert pipeline.models[name]  # opens the session, which is part of the load time
     unet = pipeline.models["unet"]
-    seconds = time_calls(unet.session)
+    seconds = record_run_times(unet.session)
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
         pipeline.loop.step_seconds = None
-        drawn = pipeline(**pipeline_arguments(settings, batch, prompts, seed), progress=False).images
-        images = np.stack([np.asarray(image) for image in drawn])
+        result = pipeline(**interface.pipeline_arguments(settings, batch, prompts, seed), progress=False).images
+        images = np.stack([np.asarray(image) for image in result])
         mean = pipeline.loop.step_seconds
         return Batch([mean] if mean is not None else list(seconds), images.shape[1:3], images)
 
-    return Opened(run, _precision(unet))
+    return LoadedEngine(run, _precision(unet))
 
 
-def open_component(engine: Engine, settings: Settings) -> Opened:
-    """One component; on a GPU its inputs and outputs stay there, and with `engine.graph` calls are captured.
+def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
+    """Open one component. On a GPU its inputs and outputs stay there, and with `engine.graph` calls are captured.
 
-    A captured graph keeps its memory with its session, so such a session is opened again for each batch size.
+    A GPU graph retains its memory until its session closes, so each batch size gets a new session then.
     """
     model = open_model(engine, settings)
     calls: dict[int, tuple[Callable[[], Any], Callable[[], np.ndarray]]] = {}
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         nonlocal model
-        call = component_call(engine, settings, batch)
+        feeds, size = interface.component_call(engine, settings, batch)
         if batch not in calls:
             if engine.graph and calls:
                 calls.clear()
                 del model
                 model = open_model(engine, settings)
-            calls[batch] = bind(model, all_feeds(engine, settings, call.feeds), settings)
+            calls[batch] = bind(model, all_feeds(engine, settings, feeds), settings)
         step, output = calls[batch]
-        seconds = []
-        for _ in range(settings.steps):
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
-        return Batch(seconds, call.pixels, output=output()[:1].astype(np.float32))
+        return Batch(interface.time_calls(step, settings.steps), size, output=output()[:1].astype(np.float32))
 
-    return Opened(run, _precision(model))
+    return LoadedEngine(run, _precision(model))
 
 
-def all_feeds(engine: Engine, settings: Settings, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """The component's inputs; for a hoisted UNet also what its prompt and time graphs make of them, run once."""
+def all_feeds(engine: Engine, settings: BenchmarkSettings, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """Return the inputs of a component; for a hoisted UNet also the outputs of its prompt and time graphs."""
     folder = Path(engine.directory)
     if settings.component != "unet" or not (folder / "unet_prompt" / MODEL).is_file():
         return feeds
@@ -113,12 +107,9 @@ def all_feeds(engine: Engine, settings: Settings, feeds: Mapping[str, np.ndarray
 
 
 def bind(
-    model: session.Model, feeds: Mapping[str, np.ndarray], settings: Settings
+    model: session.Model, feeds: Mapping[str, np.ndarray], settings: BenchmarkSettings
 ) -> tuple[Callable[[], Any], Callable[[], np.ndarray]]:
-    """(one call, its first output), over arrays on the host or over buffers on the device.
-
-    A call returns when its results are there.
-    """
+    """Return (synchronous call, function that returns its first output), over host arrays or device buffers."""
     feeds = {name: np.ascontiguousarray(feeds[name], model.dtype(name)) for name in model.inputs}
     if settings.provider != "cpu":
         device = providers.provider_named(settings.provider).device
@@ -133,12 +124,11 @@ def bind(
 
 
 def _precision(model: session.Model) -> str:
-    floating = [model.dtype(name) for name in model.inputs if name != "timestep"]
-    return "fp16" if np.float16 in floating else "fp32"
+    return "fp16" if np.float16 in [model.dtype(name) for name in model.inputs if name != "timestep"] else "fp32"
 
 
-def open_model(engine: Engine, settings: Settings, profile: Path | None = None) -> session.Model:
-    """The session of one component; `profile`: prefix of ONNX Runtime's profile."""
+def open_model(engine: Engine, settings: BenchmarkSettings, profile: Path | None = None) -> session.Model:
+    """Open the session of one component; `profile`: path prefix of ONNX Runtime's profile."""
     path = Path(engine.directory) / str(settings.component) / MODEL
     if engine.engine == "tensorrt":
         return session.Model(_tensorrt_session(path))
@@ -149,7 +139,7 @@ def open_model(engine: Engine, settings: Settings, profile: Path | None = None) 
 
 
 def _tensorrt_session(path: Path) -> Any:
-    """ONNX Runtime's TensorRT provider, in float16. Raises SdOrtError that says what is missing."""
+    """Open a session of ONNX Runtime's TensorRT provider in float16. Raises SdOrtError if something is missing."""
     onnxruntime = ort_wheel.runtime()
     name, library = "TensorrtExecutionProvider", "libnvinfer.so.10"
     if name not in onnxruntime.get_available_providers():

@@ -1,4 +1,4 @@
-"""torch as an engine: diffusers' own pipeline or one of its components, eager, channels-last, compiled or xFormers."""
+"""torch as an engine: diffusers' pipeline or one component, eager, channels-last, compiled, or with xFormers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort.benchmark.engines.interface import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
+from sd_ort.benchmark.engines import interface
+from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine, LoadedEngine
 from sd_ort.checkpoints.signatures import default_latents
 from sd_ort.core.errors import InputError, SdOrtError
 
+PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16"}
 
-def _device(settings: Settings) -> tuple[str, torch.dtype]:
-    """Where torch runs for a provider: float32 on the CPU, float16 on a GPU. Raises SdOrtError without that GPU."""
+
+def _device(settings: BenchmarkSettings) -> tuple[str, torch.dtype]:
+    """Return torch's device and dtype for a provider. Raises SdOrtError if torch has no GPU."""
     if settings.provider == "cpu":
         return "cpu", torch.float32
     if not torch.cuda.is_available():
@@ -26,42 +29,40 @@ def _device(settings: Settings) -> tuple[str, torch.dtype]:
     return "cuda", torch.float16
 
 
-def _prepared(module: Any, variant: str, device: str) -> Any:
-    """A UNet or other module as a variant runs it."""
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _apply_variant(module: Any, variant: str, device: str) -> Any:
     if variant in ("channels_last", "compile"):
         module = module.to(memory_format=torch.channels_last)
     if variant == "compile":
         mode = "reduce-overhead" if device == "cuda" else "default"
         module = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
     if variant == "xformers":
-        _use_xformers(module)
+        if importlib.util.find_spec("xformers") is None:
+            raise SdOrtError("xformers is not installed: pip install xformers.")
+        parts = [part for part in module.modules() if hasattr(part, "enable_xformers_memory_efficient_attention")]
+        if not parts:
+            raise SdOrtError("this component has no attention that xFormers can replace.")
+        parts[0].enable_xformers_memory_efficient_attention()
     return module
 
 
-def _use_xformers(module: Any) -> None:
-    if importlib.util.find_spec("xformers") is None:
-        raise SdOrtError("xformers is not installed: pip install xformers.")
-    for part in module.modules():
-        if hasattr(part, "enable_xformers_memory_efficient_attention"):
-            part.enable_xformers_memory_efficient_attention()
-            return
-    raise SdOrtError("this component has no attention that xFormers can replace.")
-
-
-def open_pipeline(engine: Engine, settings: Settings) -> Opened:
-    """diffusers' pipeline of the engine's model; every UNet call is timed, with the device waited for."""
+def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
+    """Open diffusers' pipeline of the engine's model; every UNet call is timed, synchronized with the device."""
     device, dtype = _device(settings)
     if engine.variant == "graph":
         raise SdOrtError("torch's graphs are captured for one component: use --component.")
     pipeline = torch_pipeline(engine.model, engine.random_weights, engine.weights_seed or 0)
     pipeline.to(device, dtype)
-    pipeline.unet = _prepared(pipeline.unet, engine.variant, device)
+    pipeline.unet = _apply_variant(pipeline.unet, engine.variant, device)
     starts: list[float] = []
     seconds: list[float] = []
 
     def now() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _synchronize(device)
         return time.perf_counter()
 
     pipeline.unet.register_forward_pre_hook(lambda *_: starts.append(now()))
@@ -69,18 +70,18 @@ def open_pipeline(engine: Engine, settings: Settings) -> Opened:
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
-        arguments = pipeline_arguments(settings, batch, prompts, seed)
-        drawn = pipeline(**arguments, latents=first_latents(pipeline, arguments).to(device, dtype)).images
-        images = np.stack([np.asarray(image) for image in drawn])
+        arguments = interface.pipeline_arguments(settings, batch, prompts, seed)
+        result = pipeline(**arguments, latents=first_latents(pipeline, arguments).to(device, dtype)).images
+        images = np.stack([np.asarray(image) for image in result])
         return Batch(list(seconds), images.shape[1:3], images)
 
-    return Opened(run, "fp32" if dtype == torch.float32 else "fp16")
+    return LoadedEngine(run, PRECISIONS[dtype])
 
 
 def first_latents(pipeline: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
-    """The noise that diffusers' pipeline draws for these arguments in float32: (B, C, h, w), on the CPU.
+    """Return the noise (B, C, h, w) that diffusers' pipeline samples for these arguments in float32 on the CPU.
 
-    In half precision torch 2.11 and older draw other numbers from the same seed, and no two images could be compared.
+    In half precision torch 2.11 and older sample other values from the same seed, so images could not be compared.
     """
     from diffusers.utils.torch_utils import randn_tensor
 
@@ -90,8 +91,8 @@ def first_latents(pipeline: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
     return randn_tensor(shape, arguments["generator"], torch.device("cpu"), torch.float32)
 
 
-def open_component(engine: Engine, settings: Settings) -> Opened:
-    """One component as the module that the exporter traces, its inputs on the device before the clock starts."""
+def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
+    """Open one component as the module that the exporter traces; its inputs are on the device before timing starts."""
     from sd_ort.checkpoints.checkpoint import is_sdxl
     from sd_ort.checkpoints.modules import wrap
     from sd_ort.checkpoints.signatures import MODEL_OF
@@ -102,26 +103,27 @@ def open_component(engine: Engine, settings: Settings) -> Opened:
     with torch.no_grad():
         model = source.load(MODEL_OF.get(settings.component, settings.component))
     module = wrap(settings.component, model, is_sdxl(source), "controlnet" in source.configs).to(device, dtype)
-    module = _prepared(module, engine.variant, device)
-    graphs: dict[int, Any] = {}
+    module = _apply_variant(module, engine.variant, device)
+    calls: dict[int, Any] = {}
+    output: Any = None
 
     @torch.inference_mode()
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
-        call = component_call(engine, settings, batch)
-        if batch not in graphs:
-            inputs = [_tensor(name, array, device, dtype) for name, array in call.feeds.items()]
-            graphs[batch] = _captured(module, inputs) if engine.variant == "graph" else lambda: module(*inputs)
-        seconds = []
-        for _ in range(settings.steps):
-            start = time.perf_counter()
-            output = graphs[batch]()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        first = output[0] if isinstance(output, tuple) else output
-        return Batch(seconds, call.pixels, output=first[:1].float().cpu().numpy().copy())
+        feeds, size = interface.component_call(engine, settings, batch)
+        if batch not in calls:
+            inputs = [_tensor(name, array, device, dtype) for name, array in feeds.items()]
+            calls[batch] = _captured(module, inputs) if engine.variant == "graph" else lambda: module(*inputs)
 
-    return Opened(run, "fp32" if dtype == torch.float32 else "fp16")
+        def step() -> None:
+            nonlocal output
+            output = calls[batch]()
+            _synchronize(device)
+
+        seconds = interface.time_calls(step, settings.steps)
+        first = output[0] if isinstance(output, tuple) else output
+        return Batch(seconds, size, output=first[:1].float().cpu().numpy().copy())
+
+    return LoadedEngine(run, PRECISIONS[dtype])
 
 
 def _tensor(name: str, array: np.ndarray, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -130,7 +132,7 @@ def _tensor(name: str, array: np.ndarray, device: str, dtype: torch.dtype) -> to
 
 
 def _captured(module: Any, inputs: list[torch.Tensor]) -> Any:
-    """A function that replays one captured call. Three calls before it, on a side stream, as torch's manual asks."""
+    """Return a function that replays one captured call, after three calls on a side stream as torch's manual says."""
     if inputs[0].device.type != "cuda":
         raise SdOrtError("graphs are captured on a GPU.")
     stream = torch.cuda.Stream()
@@ -142,7 +144,7 @@ def _captured(module: Any, inputs: list[torch.Tensor]) -> Any:
     with torch.cuda.graph(graph):
         output = module(*inputs)
 
-    def replay(_read: list[torch.Tensor] = inputs) -> Any:  # the graph reads the inputs' memory: they must live on
+    def replay(_inputs: list[torch.Tensor] = inputs) -> Any:  # keeps the memory alive that the GPU graph reads
         graph.replay()
         return output
 
@@ -157,20 +159,22 @@ def _source(model: str, random_weights: bool, seed: int) -> Any:
 
 
 def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> Any:
-    """The diffusers pipeline, in float32 on the CPU, of what `sd-ort export` was given; without safety checker.
+    """Return diffusers' pipeline of a model, in float32 on the CPU, without safety checker.
 
-    `model`: "demo", a diffusers folder or a hub id; or with `random_weights` a preset, its weights made from `seed`.
-    Raises InputError when it cannot be loaded.
+    `model`: "demo", a diffusers folder or a hub id; with `random_weights` a preset, whose weights have the seed `seed`.
+
+    Raises:
+        InputError: if the model cannot be loaded.
     """
     from diffusers import DiffusionPipeline
 
     source = _source(model, random_weights, seed)
-    parts: dict[str, Any] = {name: source.load(name) for name in source.configs}
-    parts |= {name: None for name in ("safety_checker", "feature_extractor") if name in source.index}
+    components: dict[str, Any] = {name: source.load(name) for name in source.configs}
+    components |= {name: None for name in ("safety_checker", "feature_extractor") if name in source.index}
     try:
         with tempfile.TemporaryDirectory() as folder:
             source.write_configs(Path(folder))
-            pipeline = DiffusionPipeline.from_pretrained(folder, **parts)
+            pipeline = DiffusionPipeline.from_pretrained(folder, **components)
     except (OSError, ValueError) as error:
         raise InputError(f"diffusers cannot open {model}: {error}") from error
     pipeline.set_progress_bar_config(disable=True)

@@ -10,7 +10,7 @@ from typing import Any
 import comfy.utils
 from comfy_api.latest import ComfyExtension, io
 
-from sd_ort.core.errors import explained
+from sd_ort.core.errors import describe_error
 from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.integrations.comfyui import folders
 from sd_ort.integrations.models import TorchComponentSessions, default_provider
@@ -26,7 +26,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RuntimeError(f"sd-ort: {explained(error)[0]}") from error
+        raise RuntimeError(f"sd-ort: {describe_error(error)[0]}") from error
 
 
 def _progress_callback(steps: int) -> folders.ProgressCallback:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.errors import InputError, explained
+from sd_ort.core.errors import InputError, describe_error
 from sd_ort.integrations.webui.unet import WebUNet, folders
 
 TITLE = "sd-ort"
@@ -34,7 +34,7 @@ def host() -> str:
 
 def warn(error: Exception) -> None:
     """Print an error in one line, and show it as gradio's warning."""
-    line = f"sd-ort: {explained(error)[0]} The WebUI's own UNet is used."
+    line = f"sd-ort: {describe_error(error)[0]} The WebUI's own UNet is used."
     print(line)
     try:
         importlib.import_module("gradio").Warning(line)

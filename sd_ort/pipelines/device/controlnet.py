@@ -10,7 +10,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.graphs import sampling_graphs
 from sd_ort.graphs.sampling_graphs import identifier
 from sd_ort.pipelines.controlnet_inputs import MIDDLE
-from sd_ort.pipelines.sampling_job import Drawing
+from sd_ort.pipelines.sampling_job import SamplingJob
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class ControlNets:
     """The ControlNets of a drawing over its buffers: they read the UNet's sample and timestep, and what they add to the
     UNet's skip connections is its input. `every` is what runs before the UNet at every step."""
 
-    def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
+    def __init__(self, buffers: Buffers, drawing: SamplingJob) -> None:
         """Raises InputError for a ControlNet of another type than the UNet."""
         loop, values = buffers.loop, buffers.values
         self.images: list[tuple[Any, np.dtype]] = []
@@ -37,7 +37,7 @@ class ControlNets:
             if time.ndim != shared.ndim:
                 raise InputError(f"{control.name} takes its timestep otherwise than the UNet: export both with sd-ort.")
             shown = np.dtype(net.dtype("controlnet_cond"))
-            self.images.append((loop.value(control.image.numpy().astype(shown)), shown))
+            self.images.append((loop.value(control.image.astype(shown)), shown))
             self.dtypes.append(np.dtype(net.dtype("conditioning_scale")))
             scale = values[f"conditioning_scale_{number}"] = loop.value(np.zeros(1, self.dtypes[-1]))
             read = [name for name in net.inputs if buffers.is_conditioning(name, drawing.conditioning)]
@@ -62,7 +62,7 @@ class ControlNets:
         values |= {MIDDLE.get(name, name): added.outputs[identifier(name)] for name in outputs}
         return [added]
 
-    def give(self, drawing: Drawing) -> None:
+    def give(self, drawing: SamplingJob) -> None:
         """Copy the pictures of this drawing to the device."""
         for (value, dtype), control in zip(self.images, drawing.controls, strict=True):
-            value.update_inplace(np.ascontiguousarray(control.image.numpy(), dtype))
+            value.update_inplace(np.ascontiguousarray(control.image, dtype))

@@ -30,7 +30,7 @@ from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.schedule import Steps
-    from sd_ort.pipelines.sampling_job import Drawing
+    from sd_ort.pipelines.sampling_job import SamplingJob
     from sd_ort.runtime.components import Components
     from sd_ort.runtime.stream import Stream
 
@@ -50,7 +50,7 @@ class SplitLoop(DeviceLoop):
         self.turn = threading.Lock()
         self.events = [Events(loop.models.stream) for loop in (self, self.other)]
 
-    def run(self, drawing: Drawing) -> np.ndarray:
+    def run(self, drawing: SamplingJob) -> np.ndarray:
         """As `DeviceLoop.run`; without guidance on the first device alone, with a warning."""
         if drawing.guidance is None:
             warn_once("without guidance there is nothing to split: one device draws.")

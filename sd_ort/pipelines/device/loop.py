@@ -24,7 +24,7 @@ from sd_ort.graphs import sampling_graphs
 from sd_ort.pipelines.device.controlnet import ControlNets
 from sd_ort.pipelines.device.schedule import Steps
 from sd_ort.pipelines.device.text_encoders import DeviceTexts
-from sd_ort.pipelines.sampling_job import Arrays, Drawing, Part, check_finite
+from sd_ort.pipelines.sampling_job import Arrays, SamplingJob, StepStage, check_finite
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, BoundRun, bind
 from sd_ort.runtime.ort_values import empty_value, place
 from sd_ort.runtime.ort_wheel import runtime
@@ -54,7 +54,7 @@ class DeviceLoop:
         self.graphs: dict[Any, Any] = {}
         self.captured = itertools.count()
 
-    def run(self, drawing: Drawing) -> np.ndarray:
+    def run(self, drawing: SamplingJob) -> np.ndarray:
         """Latents (B, C, h, w) float32 as the last step leaves them, or with `decode` pictures (B, H, W, 3) uint8.
 
         One thread draws at a time. Raises SdOrtError for numbers that are not finite, naming the component that made
@@ -68,7 +68,7 @@ class DeviceLoop:
                 if self.models.low_memory:
                     self.kept.clear()
 
-    def buffers(self, drawing: Drawing) -> Buffers:
+    def buffers(self, drawing: SamplingJob) -> Buffers:
         """Those of a kind of drawing."""
         conditioning = tuple((name, value.shape) for name, value in sorted(drawing.conditioning.items()))
         channels = None if drawing.channels is None else drawing.channels.shape
@@ -141,7 +141,7 @@ class DeviceLoop:
 class Buffers:
     """The components over the buffers of one kind of drawing, whatever its schedule."""
 
-    def __init__(self, loop: DeviceLoop, drawing: Drawing) -> None:
+    def __init__(self, loop: DeviceLoop, drawing: SamplingJob) -> None:
         self.loop = loop
         unet = loop.models["unet"]
         self.texts = None if drawing.texts is None else DeviceTexts(loop, drawing.texts)
@@ -207,7 +207,7 @@ class Buffers:
             self.steps[1].between.release()
             self.steps = None
 
-    def begin(self, drawing: Drawing) -> Steps:
+    def begin(self, drawing: SamplingJob) -> Steps:
         """Give the device what this drawing has of its own, and queue what runs before its first step.
 
         Nothing is copied once something is queued: the copy would wait for it.
@@ -224,7 +224,7 @@ class Buffers:
             part.run(self.loop.wait)
         return steps
 
-    def finish(self, drawing: Drawing, every: Sequence[Part]) -> np.ndarray:
+    def finish(self, drawing: SamplingJob, every: Sequence[StepStage]) -> np.ndarray:
         """Run all steps, each the parts `every` in turn, and what follows them. Returns as `DeviceLoop.run`."""
         *ends, last = self._ends(drawing.decode)
         wait, stream, count = self.loop.wait, self.loop.models.stream, len(drawing.schedule.timesteps)
@@ -248,7 +248,7 @@ class Buffers:
             self.loop.step_seconds = stream.seconds(0, count) / count
         return self._read(drawing, [*ends, last])
 
-    def _queue(self, every: Sequence[Part], stream: Stream, count: int, wait: bool, progress: bool) -> None:
+    def _queue(self, every: Sequence[StepStage], stream: Stream, count: int, wait: bool, progress: bool) -> None:
         """All steps, an event before and behind them and, to show `progress`, one behind each."""
         stream.reserve(count + 1)
         stream.record(0)
@@ -258,11 +258,11 @@ class Buffers:
             if progress or number + 1 == count:
                 stream.record(number + 1)
 
-    def _steps(self, drawing: Drawing) -> Steps:
+    def _steps(self, drawing: SamplingJob) -> Steps:
         """The buffers for as many steps, draws and inputs as this drawing has."""
         schedule, flags = drawing.schedule, (bool(drawing.rescale), drawing.kept is not None)
-        drawn = int((schedule.drawn != 0).sum(1).max(initial=0))
-        key = schedule.steps.shape, drawn, schedule.draws, bool((schedule.scales != 1).any()), *flags
+        drawn = int((schedule.noise_coefficients != 0).sum(1).max(initial=0))
+        key = schedule.coefficients.shape, drawn, schedule.noise_count, bool((schedule.input_scales != 1).any()), *flags
         if self.steps is None or self.steps[0] != key:
             self._release_steps()  # the old buffers go before the new ones come
             self.steps = key, Steps(self, drawing)
@@ -286,7 +286,7 @@ class Buffers:
             self.ends[pictures] = ends
         return self.ends[pictures]
 
-    def _read(self, drawing: Drawing, ends: list[BoundRun]) -> np.ndarray:
+    def _read(self, drawing: SamplingJob, ends: list[BoundRun]) -> np.ndarray:
         """Latents or pictures, once all is done; checked, and that every step was taken: a provider that copied the
         buffers instead of reading them would draw from what they held at first."""
         assert self.steps is not None

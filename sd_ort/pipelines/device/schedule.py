@@ -12,9 +12,9 @@ from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES, SchedulerStepSpec, id
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
-    from sd_ort.checkpoints.schedule_cache import LinearSchedule
+    from sd_ort.checkpoints.linear_schedule import LinearSchedule
     from sd_ort.pipelines.device.loop import Buffers
-    from sd_ort.pipelines.sampling_job import Drawing
+    from sd_ort.pipelines.sampling_job import SamplingJob
     from sd_ort.runtime.bound_run import BoundRun
 
 
@@ -22,13 +22,13 @@ class Steps:
     """The buffers and graphs of a schedule: `before` runs once a drawing, then `unet` and `between` in turn; `renewed`
     runs when the schedule is another one, or when `is_outdated`: weights were updated in place."""
 
-    def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
+    def __init__(self, buffers: Buffers, drawing: SamplingJob) -> None:
         loop, self.schedule = buffers.loop, drawing.schedule
         self.before = [buffers.prompt] if buffers.prompt is not None else []
         self.renewed: list[BoundRun] = []
         self.is_outdated = False
         unet = buffers.loop.models["unet"]
-        count, window = drawing.schedule.steps.shape[:2]
+        count, window = drawing.schedule.coefficients.shape[:2]
         self.rows = drawing.rows
         self.arrays = self._arrays(drawing)
         self.values = buffers.values | {name: loop.value(array) for name, array in self.arrays.items()}
@@ -44,7 +44,7 @@ class Steps:
             tuple(by_step.items()),
             control_scales=tuple(buffers.controls.dtypes),
             window=window,
-            scales_input=bool((drawing.schedule.scales != 1).any()),
+            scales_input=bool((drawing.schedule.input_scales != 1).any()),
             guidance=drawing.guidance is not None,
             rescales_guidance=bool(drawing.guidance is not None and drawing.rescale),
             noise_count=0 if drawing.draws is None else self.arrays["drawn"].shape[1],
@@ -70,14 +70,14 @@ class Steps:
         self.between = loop.repeated(sampling_graphs.scheduler_step_graph, what, self.values)
         self.every = [*buffers.controls.every, self.unet, self.between]
 
-    def _arrays(self, drawing: Drawing) -> dict[str, np.ndarray]:
+    def _arrays(self, drawing: SamplingJob) -> dict[str, np.ndarray]:
         """What the graphs read from the host, with one entry more than steps: the input of a step that is not made."""
         schedule = drawing.schedule
         timesteps = np.append(schedule.timesteps, schedule.timesteps[-1:])
         guidance = None if drawing.rescale else drawing.guidance
         arrays = {
             **tables(schedule, guidance),
-            "scales": np.append(schedule.scales, schedule.scales[-1:]),
+            "scales": np.append(schedule.input_scales, schedule.input_scales[-1:]),
             "timesteps": timesteps,
             "rows_timesteps": np.repeat(timesteps, self.rows),
             "start": drawing.latents,
@@ -127,7 +127,7 @@ class Steps:
             self.values[identifier(output.name)] = buffers.values[output.name]
         return by_step
 
-    def give(self, drawing: Drawing) -> list[BoundRun]:
+    def give(self, drawing: SamplingJob) -> list[BoundRun]:
         """Copy to the device what this drawing has of its own; the schedule only when it is another one. Returns what
         has to run for that."""
         arrays, run = self._arrays(drawing), self.renewed if self.is_outdated else []
@@ -145,8 +145,8 @@ class Steps:
 def tables(schedule: LinearSchedule, guidance: float | None) -> dict[str, np.ndarray]:
     """What `scheduler_step_graph` reads of a schedule of T steps, with a row more: before the first step there is
     nothing to sum up. With `guidance` a prediction's factor stands for the negative one's, and the positive one's."""
-    count, window = schedule.steps.shape[:2]
-    latents, prediction = np.moveaxis(schedule.steps.astype(np.float64), 2, 0)
+    count, window = schedule.coefficients.shape[:2]
+    latents, prediction = np.moveaxis(schedule.coefficients.astype(np.float64), 2, 0)
     sides = [prediction] if guidance is None else [prediction * (1 - guidance), prediction * guidance]
     factors = np.stack([latents, *sides], 2)
     steps, back = np.mgrid[:count, :window]
@@ -157,11 +157,13 @@ def tables(schedule: LinearSchedule, guidance: float | None) -> dict[str, np.nda
     if window > 1:
         made["slots"] = np.zeros((count + 1, window), np.bool_)
         made["slots"][steps[:, 0] + 1, slot[:, 0]] = True
-    if schedule.draws:
-        most = max(1, int((schedule.drawn != 0).sum(1).max()))
-        drawn = np.argsort(schedule.drawn == 0, 1, kind="stable")[:, :most]  # those that a step reads come first
+    if schedule.noise_count:
+        most = max(1, int((schedule.noise_coefficients != 0).sum(1).max()))
+        drawn = np.argsort(schedule.noise_coefficients == 0, 1, kind="stable")[
+            :, :most
+        ]  # those that a step reads come first
         made["drawn"] = np.concatenate([drawn[:1], drawn])
-        read = np.take_along_axis(schedule.drawn, drawn, 1)
+        read = np.take_along_axis(schedule.noise_coefficients, drawn, 1)
         made["drawn_weights"] = np.concatenate([np.zeros_like(read[:1]), read])
         if window == 1:
             made["weights"] = np.concatenate([made["weights"], made.pop("drawn_weights")], 1)

@@ -13,7 +13,7 @@ from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.loop import DeviceLoop
-    from sd_ort.pipelines.sampling_job import Tokens
+    from sd_ort.pipelines.sampling_job import PromptTokens
     from sd_ort.runtime.bound_run import BoundRun
 
 EMBEDDINGS, POOLED = "encoder_hidden_states", "text_embeds"  # inputs of the UNet
@@ -31,7 +31,7 @@ class Made:
 class DeviceTexts:
     """The text encoders of a kind of drawing over its buffers. `parts` run once a drawing, before all others."""
 
-    def __init__(self, loop: DeviceLoop, tokens: Tokens) -> None:
+    def __init__(self, loop: DeviceLoop, tokens: PromptTokens) -> None:
         self.loop = loop
         self.arrays = self._arrays(tokens)
         self.values = {name: loop.value(array) for name, array in self.arrays.items()}
@@ -63,13 +63,13 @@ class DeviceTexts:
             self.made[key] = bound.outputs["conditioning"]
         return self.made[key]
 
-    def _arrays(self, tokens: Tokens) -> dict[str, np.ndarray]:
+    def _arrays(self, tokens: PromptTokens) -> dict[str, np.ndarray]:
         """What the encoders and the graphs behind them read from the host."""
         types = {encoder: self.loop.models[encoder].dtype("input_ids") for encoder in tokens.ids}
         ids = {encoder: np.ascontiguousarray(ids, types[encoder]) for encoder, ids in tokens.ids.items()}
         return {**ids, "row": tokens.row, "zeroed": tokens.zeroed}
 
-    def give(self, tokens: Tokens) -> None:
+    def give(self, tokens: PromptTokens) -> None:
         """Copy to the device what these texts have of their own."""
         arrays = self._arrays(tokens)
         for name, array in arrays.items():

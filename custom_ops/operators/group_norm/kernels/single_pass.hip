@@ -27,10 +27,10 @@ __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
   const uint32_t stride = static_cast<uint32_t>(slice.pixel_step * channels);
   const uint32_t offset = static_cast<uint32_t>(min(slice.pixel, spatial - 1) * channels + slice.in_span);
 
-  Pack held[kItems];
+  Pack items[kItems];
   if (skip == nullptr && skip_channels == nullptr && bias == nullptr) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) held[i] = Pack::load(x + begin + (offset + min(i, last) * stride));
+    for (int i = 0; i < kItems; ++i) items[i] = Pack::load(x + begin + (offset + min(i, last) * stride));
   } else {
     float offsets[kVec];
     load_offsets(offsets, skip_channels, bias, sample, channels, slice.channel);
@@ -46,8 +46,8 @@ __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
 #pragma unroll
         for (int k = 0; k < kVec; ++k) v[k] += other[k];
       }
-      held[i] = Pack::pack(v);
-      if (sum != nullptr && i < pixels) held[i].store(sum + begin + at);
+      items[i] = Pack::pack(v);
+      if (sum != nullptr && i < pixels) items[i].store(sum + begin + at);
     }
   }
 
@@ -57,7 +57,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     float v[kVec];
-    held[i].unpack(v);
+    items[i].unpack(v);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       if (i == 0) sums[k].start(v[k]);
@@ -98,8 +98,8 @@ __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
   for (int i = 0; i < kItems; ++i) {
     if (i < static_cast<int>(stored)) {
       float v[kVec];
-      launder(held[i].raw);  // unpack again: the floats of all items would need twice the registers
-      held[i].unpack(v);
+      launder(items[i].raw);  // unpack again: the floats of all items would need twice the registers
+      items[i].unpack(v);
       normalizer.apply(v, activation);
       Pack::pack(v).store(y + begin + at);
       at += stride;

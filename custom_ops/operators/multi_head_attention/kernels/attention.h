@@ -1,6 +1,6 @@
-// What MultiHeadAttention's kernels share: flash attention (Dao et al., "FlashAttention-2", 2023). A block takes some
-// queries of one head and walks over the keys in tiles; softmax runs online, in powers of two; the S x L scores never
-// exist. Device code, and the launch that all kernels have in common.
+// Shared parts of the MultiHeadAttention kernels: flash attention (Dao et al., "FlashAttention-2", 2023). A block
+// computes some queries of one head and iterates over the keys in tiles with an online softmax to base 2; the S x L
+// scores are never stored. Device code, and the common launch.
 #pragma once
 
 #include <limits>
@@ -14,7 +14,7 @@
 
 namespace sd_ort {
 
-// The kernels' sizes and strides, in elements: one argument, thus a plain struct.
+// Sizes and strides in elements, as one kernel argument.
 struct AttentionShape {
   int32_t heads;
   int32_t sequence;
@@ -40,8 +40,8 @@ namespace {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLargestFloat = 3.4028234663852886e38f;
 
-// Rows of one head of query, key or value in global memory; rows aligned to 16 bytes, columns a multiple of 8, under
-// 4 GB from first to last: an address is a wave's pointer and a lane's 32-bit offset.
+// Rows of one head of query, key or value in global memory. Rows are aligned to 16 bytes, columns are a multiple of 8,
+// and the range is under 4 GB: an address is a wave-uniform pointer plus a 32-bit offset of the lane.
 template <class T>
 struct Rows {
   const T* data;
@@ -50,7 +50,7 @@ struct Rows {
   int columns;
   int first_column = 0;
 
-  // The rows from `row` on, which must exist; the columns from `column` on, which need not.
+  // View starting at `row`, which must exist, and `column`, which may be outside.
   __device__ Rows from(int row) const {
     return {data + static_cast<int64_t>(row) * stride, stride, rows - row, columns, first_column};
   }
@@ -64,8 +64,8 @@ struct Rows {
     return reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + offset * static_cast<uint32_t>(sizeof(T)));
   }
 
-  // N neighboring elements at offset(row, column), zeros when not valid: then the first element's are read and masked,
-  // so that no branch keeps other loads from starting.
+  // Loads N adjacent elements at offset(row, column), zeros if not valid: masks the first elements instead of a branch,
+  // which would delay other loads.
   template <int N>
   __device__ Vec<T, N> load(uint32_t offset, bool valid) const {
     const uint32_t mask = valid ? 0xffffffffu : 0u;
@@ -80,8 +80,8 @@ struct Rows {
   }
 };
 
-// Copies a tile of kRows x kColumns to LDS, row by row: begin() starts the loads, finish() has them written. On NVIDIA
-// the copies write LDS in between, so begin() may run only when the tile is free.
+// Copies a tile of kRows x kColumns to LDS: begin() starts the loads, finish() stores them. On NVIDIA the copies write
+// LDS in between, so begin() requires a free tile.
 template <class T, int kRows, int kColumns, int kThreads>
 class RowTile {
  public:
@@ -119,14 +119,14 @@ class RowTile {
 #endif
   }
 
-  // The 16 x 16 operand at (row, column).
+  // Loads the 16 x 16 operand at (row, column).
   __device__ mma::Operand<T> operand(int row, int column) const {
     return mma::load_operand(lds_ + row * kStride + column, kStride);
   }
 
  protected:
-  // So many lanes load a row, 16 bytes each: a lane's column and the distance of its rows are fixed, and an address
-  // costs an addition. Lanes too few for another row do nothing.
+  // Lanes per row, 16 bytes each: the column and row step of a lane are fixed, so an address needs one addition. Excess
+  // lanes do nothing.
   static constexpr int kLanesARow = kColumns / 8;
   static constexpr int kRowsAStep = kThreads / kLanesARow < kRows ? kThreads / kLanesARow : kRows;
   static constexpr int kSteps = (kRows + kRowsAStep - 1) / kRowsAStep;
@@ -145,19 +145,19 @@ class RowTile {
 };
 
 #if defined(SD_ORT_MMA_NVIDIA)
-// A tile of values, read as operands whose depth is the row: ldmatrix transposes.
+// A tile of values, loaded as operands with rows as depth: ldmatrix transposes.
 template <class T, int kRows, int kColumns, int kThreads>
 class ColumnTile : public RowTile<T, kRows, kColumns, kThreads> {
  public:
   using RowTile<T, kRows, kColumns, kThreads>::RowTile;
 
-  // The 16 x 16 operand of columns from `column` on, with rows from `row` on as depth.
+  // Loads the 16 x 16 operand at `column`, with rows starting at `row` as depth.
   __device__ mma::Operand<T> operand(int column, int row) const {
     return mma::load_operand_transposed(this->lds_ + row * this->kStride + column, this->kStride);
   }
 };
 #else
-// A tile of values, transposed on its way to LDS: a thread takes patches of 4 rows x 8 columns.
+// A tile of values, transposed when it is written to LDS: a thread copies patches of 4 rows x 8 columns.
 template <class T, int kRows, int kColumns, int kThreads>
 class ColumnTile {
  public:
@@ -204,8 +204,8 @@ class ColumnTile {
   }
 
  private:
-  // Lanes go over four rows of patches first, then over columns: 64 bytes of a row are read together, and the writes of
-  // 16 lanes use a bank at most twice.
+  // Lanes iterate over four rows of patches, then over columns: 64 bytes of a row are read together, and writes of 16
+  // lanes use a bank at most twice.
   static constexpr int kPatches = kRows / 4 * (kColumns / 8);
   static constexpr int kSteps = (kPatches + kThreads - 1) / kThreads;
   static constexpr int kGroup = 4;
@@ -219,7 +219,8 @@ class ColumnTile {
 };
 #endif
 
-// Per query: the largest score so far, in powers of two, and the sum of 2^(score - largest) over the lane's keys.
+// Softmax state per query: the running maximum of the scores (base 2), and the sum of 2^(score - maximum) over the keys
+// of the lane.
 struct SoftmaxState {
   float largest[mma::kRowsPerLane];
   float sum[mma::kRowsPerLane];
@@ -246,7 +247,7 @@ __device__ inline void reset(SoftmaxState (&state)[kRowTiles]) {
   }
 }
 
-// The largest element of each of the lane's rows.
+// Largest element of each row of the lane.
 template <int kTiles>
 __device__ inline void row_maxima(const mma::Accumulator (&scores)[kTiles], float (&largest)[mma::kRowsPerLane]) {
 #pragma unroll
@@ -262,9 +263,9 @@ __device__ inline void row_maxima(const mma::Accumulator (&scores)[kTiles], floa
   for (int slot = 0; slot < mma::kRowsPerLane; ++slot) largest[slot] = mma::reduce_row<Max>(largest[slot]);
 }
 
-// scores * factor are logarithms to base 2, `largest` the rows' largest of this step. Replaces scores by
-// 2^(score - largest so far) and updates the state. A row of nothing but -infinity stays zero. What was computed with
-// the earlier largest is to be scaled by `rescale`, where this returns true.
+// scores * factor are logarithms to base 2, `largest` the row maxima of this step. Replaces scores by
+// 2^(score - running maximum) and updates the state. Rows of only -infinity stay zero. If this returns true, earlier
+// results must be scaled by `rescale`.
 template <int kKeyTiles>
 __device__ inline bool softmax_scores(mma::Accumulator (&scores)[kKeyTiles], const float (&largest)[mma::kRowsPerLane],
                                       float factor, SoftmaxState& state, float (&rescale)[mma::kRowsPerLane]) {
@@ -291,7 +292,7 @@ __device__ inline bool softmax_scores(mma::Accumulator (&scores)[kKeyTiles], con
   return moved;
 }
 
-// The same, and `output` is scaled.
+// Updates the state and scales `output`.
 template <int kKeyTiles, int kHeadTiles>
 __device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const float (&largest)[mma::kRowsPerLane],
                                     float factor, SoftmaxState& state, mma::Accumulator (&output)[kHeadTiles]) {
@@ -305,45 +306,45 @@ __device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const
   }
 }
 
-// What a tile that is no plain rectangle of scores needs: a mask, the causal edge, the end of the keys.
+// Masking of a tile: attention_bias, the causal boundary, and the end of the keys.
 template <class T>
 struct ScoreEdges {
-  const T* bias;  // of this batch and head
+  const T* bias;  // of the batch and head
   bool has_bias;
   int queries;
   int keys;
   float scale;
   int causal;
 
-  // Whether scores need more than a positive factor: then apply() them all, else hide() in tiles that are not whole.
+  // Whether scores need more than a positive factor: if so, call apply() on all tiles, else hide() on partial tiles.
   __device__ bool general() const { return has_bias || !(scale > 0.f); }
-  // What turns raw scores, or applied ones, into logarithms to base 2.
+  // Factor that converts raw or applied scores to logarithms to base 2.
   __device__ float factor() const { return general() ? 1.f : scale * kLog2E; }
-  // Whether every query from `first_query` on sees keys up to `last_key`.
-  __device__ bool whole(int first_query, int last_key) const {
+  // Whether every query from `first_query` on attends to keys up to `last_key`.
+  __device__ bool all_visible(int first_query, int last_key) const {
     return last_key < keys && (!causal || last_key <= first_query);
   }
 
-  // attention_bias of a query, if any; queries past the last get the last one's, for nothing. No null pointers: chosen
-  // among, they would keep AMD's compiler from seeing that this is global memory.
+  // attention_bias of a query, if any; queries beyond the last use the row of the last. Never null: a choice with null
+  // would hide from AMD's compiler that this is global memory.
   __device__ const T* bias_row(int query) const { return bias + static_cast<int64_t>(min(query, queries - 1)) * keys; }
 
-  // A raw score as a logarithm to base 2, -infinity when the key is hidden from the query. A large negative finite
-  // bias stays finite: a row where all keys have it is their mean, as in plain arithmetic.
+  // Converts a raw score to a logarithm to base 2, -infinity if the key is hidden. Large negative finite biases stay
+  // finite: a row where all keys have one is their mean, as in exact arithmetic.
   __device__ float apply(float score, const T* bias_row, int query, int key) const {
     if (key >= keys || (causal && key > query)) return -INFINITY;
     float x = score * scale;
     if (has_bias) x += to_float(bias_row[key]);
     if (x == -INFINITY) return x;
     x *= kLog2E;
-    return x < -kLargestFloat ? -kLargestFloat : x;  // not fmaxf, which would turn NaN into a number
+    return x < -kLargestFloat ? -kLargestFloat : x;  // not fmaxf, which would drop NaN
   }
 
-  // Both for accumulators that begin at (query, key).
+  // apply() and hide() for accumulators that begin at (query, key).
   template <int kTiles>
   __device__ void hide(mma::Accumulator (&scores)[kTiles], int query, int key) const {
     const int lane = mma::lane_id();
-    int visible[mma::kRowsPerLane];  // keys of this tile that a row sees
+    int visible[mma::kRowsPerLane];  // visible keys of this tile per row
 #pragma unroll
     for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
       visible[slot] = (causal ? min(keys, query + mma::slot_row(lane, slot) + 1) : keys) - key;
@@ -351,7 +352,7 @@ struct ScoreEdges {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t column = tile * mma::kTile;
-      launder(column);  // compare with it anew: the masks of all tiles would take more scalar registers than there are
+      launder(column);  // recompute comparisons: the masks of all tiles exceed the scalar registers
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
         const bool seen = static_cast<int>(column) + mma::accumulator_column(lane, i) < visible[mma::row_slot(i)];
@@ -368,7 +369,7 @@ struct ScoreEdges {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t column = key + tile * mma::kTile;
-      launder(column);  // as above
+      launder(column);  // see above
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
         scores[tile].x[i] = apply(scores[tile].x[i], rows[mma::row_slot(i)], query + mma::accumulator_row(lane, i),
@@ -395,7 +396,7 @@ __device__ inline mma::Pieces load_tile(const Rows<T>& rows, int first_row, int 
   return pieces;
 }
 
-// Writes the part of a 16 x 16 tile that lies in the first `rows` rows and `columns` columns from `to` on.
+// Writes the part of a 16 x 16 tile within the first `rows` rows and `columns` columns at `to`.
 template <class T>
 __device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stride, int rows, int columns) {
   const int lane = mma::lane_id();
@@ -411,7 +412,7 @@ __device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stri
   }
 }
 
-// One head of one sample: what a block works on.
+// One head of one sample, the work of a block.
 template <class T>
 struct Head {
   Rows<T> query;
@@ -438,7 +439,7 @@ struct Head {
   }
 };
 
-// Where row `row` of this head lies in the output, (batch, sequence, heads * head_size).
+// Address of row `row` of this head in the output (batch, sequence, heads * head_size).
 template <class T>
 __device__ inline T* output_row(T* output, const AttentionShape& shape, int row) {
   const int64_t stride = static_cast<int64_t>(shape.heads) * shape.head_size;
@@ -446,12 +447,12 @@ __device__ inline T* output_row(T* output, const AttentionShape& shape, int row)
          static_cast<int64_t>(blockIdx.y) * shape.head_size;
 }
 
-// Keys that some of a block's queries see: those from `first` on, `count` of them.
+// Range of keys that any query of the block attends to.
 __device__ inline int keys_seen(const AttentionShape& shape, int first, int count) {
   return shape.causal ? min(shape.kv_sequence, first + count) : shape.kv_sequence;
 }
 
-// Launches any of the kernels: they take the same arguments.
+// Launches any of the kernels, which have the same arguments.
 template <class T>
 using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, AttentionShape);
 
@@ -474,7 +475,7 @@ const char* launch_attention(AttentionKernel<T>* kernel, const MultiHeadAttentio
   shape.value_head_stride = p.value.head_stride;
   shape.bias_batch_stride = p.bias_batch_stride;
   shape.bias_head_stride = p.bias_head_stride;
-  // One NaN for all: AMD's rounding to bfloat16 makes numbers of those with low bits.
+  // Canonical NaN: AMD's rounding to bfloat16 turns NaNs with low bits into numbers.
   shape.scale = p.scale == p.scale ? p.scale : std::numeric_limits<float>::quiet_NaN();
   shape.causal = p.causal;
   return launch(kernel, dim3(blocks_per_head, p.heads, p.batch), dim3(threads), lds_bytes, stream,

@@ -1,5 +1,5 @@
-// MultiHeadAttention for fp16 and bf16 by matrix instructions, heads whose output a wave holds: head_size <= kHead.
-// Tiles of kShortKeys keys hold all of them: both tiles are on their way at once, and nothing is computed in steps.
+// MultiHeadAttention for fp16 and bf16 by matrix instructions, for heads whose output fits the registers of a wave:
+// head_size <= kHead. Tiles of kShortKeys keys hold all keys: both tiles are loaded at once, without an online softmax.
 //
 // flash_attention_kernel<T, kHead, kQueries, kKeys, kThreads>
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / kQueries), heads, batch), no dynamic LDS.
@@ -19,7 +19,7 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries, holds_all(kKe
   constexpr int kHeadTiles = kHead / kTile;
   constexpr int kKeyTiles = kKeys / kTile;
   constexpr bool kFewRegisters = kHead > 96, kOnce = holds_all(kKeys);
-  static_assert(kRowTiles * kTile * kWaves == kQueries, "each wave takes whole tiles of queries");
+  static_assert(kRowTiles * kTile * kWaves == kQueries, "each wave computes complete tiles of queries");
 
   using Keys = RowTile<T, kKeys, kHead, kThreads>;
   using Values = ColumnTile<T, kKeys, kHead, kThreads>;
@@ -81,12 +81,12 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries, holds_all(kKe
       schedule_barrier();
     }
 
-    const bool whole = edges.whole(first_query, first_key + kKeys - 1);
+    const bool all_visible = edges.all_visible(first_query, first_key + kKeys - 1);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       if (edges.general()) {
         edges.apply(scores[m], wave_query + m * kTile, first_key);
-      } else if (!whole) {
+      } else if (!all_visible) {
         edges.hide(scores[m], wave_query + m * kTile, first_key);
       }
       float largest[kRowsPerLane];

@@ -1,5 +1,5 @@
-// MultiHeadAttention without matrix instructions, of any type, alignment and head size: what the other kernels are held
-// to.
+// MultiHeadAttention without matrix instructions, for any type, alignment and head size: the reference of the other
+// kernels.
 //
 // generic_attention_kernel<T, kColumnTiles>
 //   Launch: block (256, 1, 1), grid (ceil(sequence / 64) * ceil(head_size / (64 * kColumnTiles)), heads, batch), no
@@ -8,17 +8,17 @@
 
 namespace sd_ort {
 
-// The same in float32 without matrix instructions, for any type, alignment and head size: 64 queries x 64 keys per
-// block of 256 threads; a thread has 4 rows x 4 keys of the scores and 4 rows x 4 columns of each 64 columns of the
-// output. A block computes 64 * kColumnTiles columns of the output, and all scores.
+// Computes 64 queries x 64 keys per block of 256 threads in float32; a thread has 4 rows x 4 keys of the scores and 4
+// rows x 4 columns of each 64 columns of the output. A block computes 64 * kColumnTiles columns of the output, and all
+// scores.
 template <class T, int kColumnTiles>
 __global__ __launch_bounds__(256, 1) void generic_attention_kernel(const T* query, const T* key, const T* value,
                                                                    const T* attention_bias, T* output,
                                                                    AttentionShape shape) {
   wait_for_predecessor();
   constexpr int kTile = 64, kDepth = 32, kThreads = 256;
-  constexpr int kStride = kTile + 4;  // 16-byte rows; neighboring rows start 4 banks apart
-  // While scores are computed: kDepth rows of Q^T, then of K^T. Afterwards: 64 rows of V.
+  constexpr int kStride = kTile + 4;  // 16-byte rows; adjacent rows start 4 banks apart
+  // For scores: kDepth rows of Q^T, then of K^T. Afterwards: 64 rows of V.
   alignas(16) __shared__ float stage[kTile][kStride];
   alignas(16) __shared__ float weights[kTile][kStride];  // (key, query)
 
@@ -69,7 +69,7 @@ __global__ __launch_bounds__(256, 1) void generic_attention_kernel(const T* quer
       }
     }
 
-    // Sixteen neighboring lanes share four rows.
+    // Sixteen adjacent lanes share four rows.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = first_query + row + i;

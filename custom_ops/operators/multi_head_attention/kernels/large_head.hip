@@ -1,4 +1,4 @@
-// MultiHeadAttention for fp16 and bf16 by matrix instructions, heads that all waves of a block share.
+// MultiHeadAttention for fp16 and bf16 by matrix instructions, for large heads that all waves of a block share.
 //
 // large_head_attention_kernel<T, kHead, kStage, kThreads>
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / 64), heads, batch), no dynamic LDS.
@@ -8,8 +8,8 @@ namespace sd_ort {
 
 namespace {
 
-// to[m][first + i] += rows (a wave's from `row` on) times columns (kColumnTiles tiles of wave column `wave_column`),
-// over kDepth numbers of both, from LDS.
+// to[m][first + i] += rows of a wave (starting at `row`) times kColumnTiles column tiles of wave column `wave_column`,
+// over a depth of kDepth, from LDS.
 template <class T, int kDepth, int kColumnTiles, class RowsInLds, class ColumnsInLds, int kRowTiles, int kTiles>
 __device__ __forceinline__ void multiply_tiles(const RowsInLds& rows_in_lds, const ColumnsInLds& columns_in_lds,
                                                int row, int wave_column, mma::Accumulator (&to)[kRowTiles][kTiles],
@@ -30,8 +30,8 @@ __device__ __forceinline__ void multiply_tiles(const RowsInLds& rows_in_lds, con
   }
 }
 
-// Scores to weights in LDS, with what waves that share rows have to tell each other: each row's largest score.
-// row_lds: a value per row and wave column. Begins and ends between barriers of its own.
+// Converts scores to weights in LDS. Waves that share rows exchange the row maxima through row_lds, a value per row and
+// wave column. Begins and ends with a barrier.
 template <int kWaveColumns, int kWeightStride, class T, int kQueries, int kRowTiles, int kKeyTiles, int kOutTiles>
 __device__ __forceinline__ void softmax_over_waves(mma::Accumulator (&scores)[kRowTiles][kKeyTiles],
                                                    mma::Accumulator (&out)[kRowTiles][kOutTiles],
@@ -40,21 +40,21 @@ __device__ __forceinline__ void softmax_over_waves(mma::Accumulator (&scores)[kR
                                                    int keys, float (&row_lds)[kWaveColumns][kQueries], T* weight_lds) {
   using namespace mma;
   const int lane = lane_id();
-  const bool whole = edges.whole(first_query, first_key + keys - 1);
+  const bool all_visible = edges.all_visible(first_query, first_key + keys - 1);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     const int row = wave_row + m * kTile;
     const int wave_key = first_key + wave_column * kKeyTiles * kTile;
     if (edges.general()) {
       edges.apply(scores[m], first_query + row, wave_key);
-    } else if (!whole) {
+    } else if (!all_visible) {
       edges.hide(scores[m], first_query + row, wave_key);
     }
     float largest[kRowsPerLane];
     row_maxima(scores[m], largest);
 #pragma unroll
     for (int slot = 0; slot < kRowsPerLane; ++slot) {
-      row_lds[wave_column][row + slot_row(lane, slot)] = largest[slot];  // lanes of a row write the same
+      row_lds[wave_column][row + slot_row(lane, slot)] = largest[slot];  // lanes of a row write the same value
     }
   }
   block_barrier();
@@ -80,7 +80,7 @@ __device__ __forceinline__ void softmax_over_waves(mma::Accumulator (&scores)[kR
   block_barrier();
 }
 
-// One over each row's sum of weights, over the waves that share the rows; 0 where all keys were hidden.
+// Reciprocal of the sum of weights of each row over the waves that share it; 0 if all keys are hidden.
 template <int kWaveColumns, int kQueries, int kRowTiles>
 __device__ __forceinline__ void sums_over_waves(const SoftmaxState (&state)[kRowTiles], int wave_row, int wave_column,
                                                 float (&row_lds)[kWaveColumns][kQueries],
@@ -110,9 +110,9 @@ __device__ __forceinline__ void sums_over_waves(const SoftmaxState (&state)[kRow
 
 }  // namespace
 
-// Heads whose output no wave holds alone: all waves of a block share one tile of 64 queries x 64 keys. Q, K and V come
-// through LDS in stages of kStage columns, each loaded while the one before is used; a wave computes the same part of
-// every stage: its rows of the scores, and its columns of the output.
+// Attention of heads whose output does not fit one wave: all waves of a block share a tile of 64 queries x 64 keys. Q,
+// K and V are loaded to LDS in stages of kStage columns, each while the previous one is used; a wave computes the same
+// part of every stage: its rows of the scores and its columns of the output.
 template <class T, int kHead, int kStage, int kThreads>
 __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const T* query, const T* key, const T* value,
                                                                            const T* attention_bias, T* output,
@@ -123,10 +123,10 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE;
   constexpr int kWaveRows = kWaves > 4 ? 4 : 2, kWaveColumns = kWaves / kWaveRows;
   constexpr int kRowTiles = kQueries / kTile / kWaveRows;
-  constexpr int kKeyTiles = kKeys / kTile / kWaveColumns;      // of the scores
-  constexpr int kColumnTiles = kStage / kTile / kWaveColumns;  // of a stage of the output
+  constexpr int kKeyTiles = kKeys / kTile / kWaveColumns;      // key tiles of the scores
+  constexpr int kColumnTiles = kStage / kTile / kWaveColumns;  // column tiles of a stage of the output
   constexpr int kStages = kHead / kStage;
-  static_assert(kColumnTiles >= 1 && kStages * kStage == kHead, "whole stages, some columns for each wave");
+  static_assert(kColumnTiles >= 1 && kStages * kStage == kHead, "complete stages, some columns for each wave");
 
   using QueryTile = RowTile<T, kQueries, kStage, kThreads>;
   using KeyTile = RowTile<T, kKeys, kStage, kThreads>;
@@ -149,7 +149,7 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
   ValueTile values(stage_lds[0]);
   WeightTile weights(weight_lds);
 
-  // Stages use the two buffers in turn.
+  // Stages alternate between two buffers.
   const auto begin_scores = [&](int buffer, int first_key, int stage) {
     queries.place(stage_lds[buffer]);
     keys.place(stage_lds[buffer] + QueryTile::kSize);
@@ -215,7 +215,7 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
       const ValueTile stage_values(stage_lds[buffer]);
       const bool last = stage + 1 == kStages;
       uint32_t left = end - first_key;
-      launder(left);  // compare with it anew: a mask held over all stages is two scalar registers too many on CDNA
+      launder(left);  // recompute comparisons: a mask kept over all stages exceeds the scalar registers of CDNA by two
       const bool done = last && static_cast<int>(left) <= kKeys;
       if (!last) {
         begin_values(buffer ^ 1, first_key, stage + 1);

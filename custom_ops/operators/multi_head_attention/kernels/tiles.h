@@ -1,5 +1,4 @@
-// The sizes that were tuned per vendor. AMD's registers end sooner than NVIDIA's, and its waves of 64 take more
-// queries.
+// Tile sizes per vendor. AMD has fewer registers than NVIDIA, and its waves of 64 handle more queries.
 #pragma once
 
 #include "common/vendors/which.h"
@@ -7,7 +6,7 @@
 
 namespace sd_ort {
 
-// What a block works on: queries, keys per step, and threads.
+// Tile of a block: queries, keys per step, and threads.
 struct AttentionTile {
   int queries;
   int keys;
@@ -29,12 +28,12 @@ constexpr AttentionTile flash_tile(MultiHeadAttentionKernel kernel, int head) {
                     : AttentionTile{64, 64, 128};
 }
 
-// Threads of wide attention's block of 64 queries; NVIDIA has no instance of heads up to 160, which flash attention
-// takes there.
+// Threads per block of 64 queries for large heads. NVIDIA has no instance for heads up to 160, which use flash
+// attention.
 constexpr int wide_threads(int head) { return kHip && head > 160 ? 512 : 256; }
 
-// Blocks that a multiprocessor should hold, for nvcc, which spends registers to that limit. On AMD the number means
-// waves, and the compiler chooses well.
+// Blocks per multiprocessor, a limit that lets nvcc use more registers. On AMD the number means waves, and the compiler
+// chooses well without it.
 constexpr int min_blocks(int head, int queries, bool once) {
   return kHip || queries > 64 || head > 64 ? 1 : once ? 5 : 3;
 }

@@ -1,4 +1,4 @@
-// What the attention kernels on warpgroup instructions share.
+// Shared parts of the attention kernels on warpgroup instructions.
 #pragma once
 
 #include "common/wgmma.h"
@@ -8,12 +8,12 @@
 namespace sd_ort {
 namespace {
 
-constexpr int kWarpgroupKeys = 64;  // in a tile
+constexpr int kWarpgroupKeys = 64;  // per tile
 __host__ __device__ constexpr int warpgroup_panels(int head) {
   return (head + wgmma::kPanelColumns - 1) / wgmma::kPanelColumns;
 }
 
-// Copies kRows rows, columns up to kColumns (the rest of a panel stays as it is), to swizzled panels.
+// Copies kRows rows and columns up to kColumns to swizzled panels; the rest of a panel is unchanged.
 template <class T, int kRows, int kColumns, int kThreads>
 class PanelTile {
  public:
@@ -29,7 +29,7 @@ class PanelTile {
       to_[i] = piece / 8 * kPanelBytes + wgmma::piece_offset(row_[i], piece % 8);
     }
   }
-  // Rows and columns that `from` does not hold become zeros.
+  // Rows and columns outside of `from` become zeros.
   __device__ void begin(char* lds, const Rows<T>& from) const {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {

@@ -8,13 +8,13 @@
 namespace sd_ort {
 #if SD_ORT_HAS_WARPGROUPS
 
-// Tiles in LDS: one in use, one on its way and, where there is room, one whose values are still being multiplied.
+// Tiles in LDS: one in use, one being loaded and, if it fits, one whose values are still being multiplied.
 __host__ __device__ constexpr int warpgroup_stages(int head) { return head <= 64 ? 3 : 2; }
 __host__ __device__ constexpr int warpgroup_lds_bytes(int head, int groups) {
   return warpgroup_panels(head) * wgmma::kRowBytes * (64 * groups + 2 * warpgroup_stages(head) * kWarpgroupKeys);
 }
 
-// A warpgroup takes 64 queries; the warpgroups of a block share tiles of keys and values.
+// A warpgroup computes 64 queries; the warpgroups of a block share tiles of keys and values.
 template <class T, int kHead, int kGroups>
 __global__ __launch_bounds__(wgmma::kThreads* kGroups,
                              kHead > 80     ? 2 / kGroups
@@ -45,7 +45,7 @@ __global__ __launch_bounds__(wgmma::kThreads* kGroups,
   const Head<T> head(query, key, value, attention_bias, shape);
   const ScoreEdges<T>& edges = head.edges;
 
-  const Keys tile;  // of keys or of values
+  const Keys tile;  // of keys or values
   Queries().begin(lds, head.query.from(first_query));
   tile.begin(key_lds, head.key);
   tile.begin(value_lds, head.value);
@@ -62,7 +62,7 @@ __global__ __launch_bounds__(wgmma::kThreads* kGroups,
   for (int first_key = 0; first_key < end; first_key += kKeys) {
     wait_for_copies();
     wgmma::fence_stores();
-    block_barrier();  // this tile is here, and all have left the one that the next takes the place of
+    block_barrier();  // this tile is loaded, and no thread reads the tile that the next one replaces
     const int next = stage + 1 < kStages ? stage + 1 : 0;
     if (first_key + kKeys < end) {
       tile.begin(key_lds + next * Keys::kBytes, head.key.from(first_key + kKeys));
@@ -84,7 +84,7 @@ __global__ __launch_bounds__(wgmma::kThreads* kGroups,
 
     if (edges.general()) {
       edges.apply(scores, wave_query, first_key);
-    } else if (!edges.whole(first_query, first_key + kKeys - 1)) {
+    } else if (!edges.all_visible(first_query, first_key + kKeys - 1)) {
       edges.hide(scores, wave_query, first_key);
     }
     float largest[kRowsPerLane];

@@ -1,9 +1,9 @@
-// MultiHeadAttention for fp16 and bf16 on NVIDIA's warpgroup instructions (sm_90a), neither masked nor causal, of a
-// positive scale. What is left out makes room for five blocks a multiprocessor, 640 at once on an H200: as many as
-// SDXL's 1024 queries of 20 heads and 2 images are.
+// MultiHeadAttention for fp16 and bf16 on NVIDIA's warpgroup instructions (sm_90a), without mask, not causal, with a
+// positive scale. The simpler kernel permits five blocks per multiprocessor, 640 on an H200: as many as SDXL's 1024
+// queries of 20 heads and 2 images have.
 //
-// short_warpgroup_attention_kernel<T, kHead>: up to kShortKeys keys. All is loaded at once, and what remains of a
-// softmax in steps is left out: such calls are bound by their instructions.
+// short_warpgroup_attention_kernel<T, kHead>: up to kShortKeys keys. All keys are loaded at once, without an online
+// softmax: such calls are bound by instructions.
 //   Launch: block (128, 1, 1), grid (ceil(sequence / 64), heads, batch), dynamic LDS short_lds_bytes(kHead).
 // full_tiles_attention_kernel<T>: heads of 64, keys a multiple of 64.
 //   Launch: block (128, 1, 1), grid (ceil(sequence / 64), heads, batch), dynamic LDS kFullTilesLdsBytes.
@@ -19,7 +19,7 @@ __host__ __device__ constexpr int short_lds_bytes(int head) {
 
 namespace {
 
-// The raw scores of 64 queries, panels of kHead columns in LDS, and kTiles * 16 keys.
+// Computes raw scores of 64 queries (panels of kHead columns in LDS) and kTiles * 16 keys.
 template <class T, int kHead, int kTiles>
 __device__ inline void score(mma::Accumulator (&scores)[kTiles], uint32_t queries, uint32_t keys) {
   constexpr int kDepthsAPanel = wgmma::kPanelColumns / mma::kTile;
@@ -35,7 +35,7 @@ __device__ inline void score(mma::Accumulator (&scores)[kTiles], uint32_t querie
   wgmma::wait<0>();
 }
 
-// Begins to add the weighted values, panels of kKeyTiles * 16 rows in LDS.
+// Starts to add the weighted values (panels of kKeyTiles * 16 rows in LDS).
 template <class T, int kHeadTiles, int kKeyTiles>
 __device__ inline void begin_weighting(mma::Accumulator (&out)[kHeadTiles], const mma::Operand<T> (&weights)[kKeyTiles],
                                        uint32_t values) {
@@ -49,8 +49,8 @@ __device__ inline void begin_weighting(mma::Accumulator (&out)[kHeadTiles], cons
   wgmma::commit();
 }
 
-// Waits for the sums of weighted values and writes them, divided by the sums of the lanes' weights. Not by store_tile,
-// which computes every address anew.
+// Waits for the sums of weighted values and writes them, divided by the sums of the weights. Not by store_tile, which
+// recomputes every address.
 template <class T, int kHeadTiles>
 __device__ inline void finish_rows(const mma::Accumulator (&out)[kHeadTiles], const float (&weights)[mma::kRowsPerLane],
                                    T* output, const AttentionShape& shape) {
@@ -118,7 +118,7 @@ __global__ __launch_bounds__(wgmma::kThreads, kHead <= 64 ? 5 : 4) void short_wa
 #pragma unroll
   for (int slot = 0; slot < kRowsPerLane; ++slot) {
     sum[slot] = 0.f;
-    // a row of nothing but -infinity is zeros
+    // a row of only -infinity gives zeros
     largest[slot] = largest[slot] == -INFINITY ? 0.f : largest[slot] * factor;
   }
   Operand<T> weights[kKeyTiles];
@@ -186,7 +186,7 @@ __global__ __launch_bounds__(wgmma::kThreads, 5) void full_tiles_attention_kerne
     wait_for_copies();
     wgmma::fence_stores();
     wgmma::wait<0>();
-    block_barrier();  // this tile is here, and all have left the one that the next takes the place of
+    block_barrier();  // this tile is loaded, and no thread reads the tile that the next one replaces
     if (first_key + kWarpgroupKeys < shape.kv_sequence) begin_tile(stage ^ 1);
 
     Accumulator scores[kTiles];

@@ -124,9 +124,10 @@ __device__ inline Eight load_window(const Window<T>& window, const NhwcConvShape
 
 // Loads 8 elements of a filter starting at `depth`; zeros beyond the last filter or depth.
 template <int kVec, class T>
-__device__ inline Eight load_filter(const T* filters, int filter, int filter_count, int depth, int end, int whole) {
+__device__ inline Eight load_filter(const T* filters, int filter, int filter_count, int depth, int end,
+                                    int full_depth) {
   const bool exists = filter < filter_count;
-  const int first = exists ? filter * whole : 0;
+  const int first = exists ? filter * full_depth : 0;
   if constexpr (kVec == 8) {
     const bool valid = exists && depth < end;
     return load_eight(filters + (valid ? first + depth : 0), valid);
@@ -156,8 +157,8 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
 
   const int lane_row = threadIdx.x / kLanesPerRow, lane_depth = threadIdx.x % kLanesPerRow * 8;
   const int first_pixel = blockIdx.x * kPixels, first_filter = blockIdx.y * kFilters;
-  const int whole = s.kernel_height * s.kernel_width * s.channels;
-  const int begin = blockIdx.z * split_depth, end = min(begin + split_depth, whole);
+  const int full_depth = s.kernel_height * s.kernel_width * s.channels;
+  const int begin = blockIdx.z * split_depth, end = min(begin + split_depth, full_depth);
   const int wave = threadIdx.x / SD_ORT_WAVE_SIZE;
   const int wave_row = wave % kWaveRows * 32, wave_column = wave / kWaveRows * kColumnTiles * kTile;
 
@@ -171,7 +172,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
 #pragma unroll
     for (int i = 0; i < kFilterSteps; ++i) {
       const int filter = first_filter + lane_row + i * kRowsPerStep;
-      filter_part[i] = load_filter<kVec>(filters, filter, s.filter_count, depth, end, whole);
+      filter_part[i] = load_filter<kVec>(filters, filter, s.filter_count, depth, end, full_depth);
     }
     place.advance(s, kDepth);
   };

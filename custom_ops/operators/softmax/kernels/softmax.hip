@@ -19,16 +19,16 @@ __global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* sco
   __shared__ float shared[2 * max_waves(kSoftmaxBlock)];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * columns;
   const int begin = kVec * static_cast<int>(threadIdx.x), step = kVec * kSoftmaxBlock;
-  float held[kItems][kVec];
+  float values[kItems][kVec];
   float largest = -INFINITY;
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
     const bool inside = begin + item * step < columns;
-    if (inside) Vec<float, kVec>::load(scores + row + begin + item * step).unpack(held[item]);
+    if (inside) Vec<float, kVec>::load(scores + row + begin + item * step).unpack(values[item]);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      if (!inside) held[item][k] = -INFINITY;  // weight 0
-      largest = fmaxf(largest, held[item][k]);
+      if (!inside) values[item][k] = -INFINITY;  // weight 0
+      largest = fmaxf(largest, values[item][k]);
     }
   }
   largest = block_reduce<Max, kSoftmaxBlock>(largest, shared);
@@ -37,17 +37,17 @@ __global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* sco
   for (int item = 0; item < kItems; ++item) {
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      held[item][k] = exponential(held[item][k] - largest);
-      sum += held[item][k];
+      values[item][k] = exponential(values[item][k] - largest);
+      sum += values[item][k];
     }
   }
   const float inverse = 1.f / block_reduce<Sum, kSoftmaxBlock>(sum, shared + max_waves(kSoftmaxBlock));
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) held[item][k] *= inverse;
+    for (int k = 0; k < kVec; ++k) values[item][k] *= inverse;
     if (begin + item * step < columns) {
-      Vec<T, kVec>::pack(held[item]).store(weights + row + begin + item * step);
+      Vec<T, kVec>::pack(values[item]).store(weights + row + begin + item * step);
     }
   }
 }

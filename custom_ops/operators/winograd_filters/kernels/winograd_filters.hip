@@ -35,18 +35,18 @@ __global__ __launch_bounds__(256) void winograd_filters_kernel(const T* weight, 
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
     const auto& row = rows[kSide == 3 && i == 2 ? 3 : i];
-    float made[4][kVec];
+    float transformed[4][kVec];
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       const float ends = row[0][k] + row[2][k], middle = row[1][k];
-      made[0][k] = row[0][k];
-      made[1][k] = 0.5f * (ends + middle);
-      made[2][k] = 0.5f * (ends - middle);
-      made[3][k] = row[2][k];
+      transformed[0][k] = row[0][k];
+      transformed[1][k] = 0.5f * (ends + middle);
+      transformed[2][k] = 0.5f * (ends - middle);
+      transformed[3][k] = row[2][k];
     }
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
-      Vec<T, kVec>::pack(made[kSide == 3 && j == 2 ? 3 : j]).store(y + (kSide * i + j) * length + at);
+      Vec<T, kVec>::pack(transformed[kSide == 3 && j == 2 ? 3 : j]).store(y + (kSide * i + j) * length + at);
     }
   }
 }

@@ -1,4 +1,7 @@
-"""The timestep input of a UNet: shape [] in Optimum's exports, [1] in sd-ort's, [rows] in a hoisted time graph."""
+"""Two properties of a UNet graph: the shape of its timestep, and the image sizes that its upsampling supports.
+
+The timestep has shape [] in Optimum's exports, [1] in sd-ort's, and [rows] in a hoisted time graph.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import onnx_ir as ir
 from fusion_passes import value_queries
 
 TIMESTEP = "timestep"
+# Operators between a Shape and the sizes of a Resize that do not change a size.
+SIZE_FORWARDING_OPS = ("Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
+UPSAMPLING_OPS = ("Upsample", "UpsampleNearest", "SubpixelShuffle", "Resize")
 
 
 def make_timestep_1d(model: ir.Model) -> bool:
@@ -46,3 +52,31 @@ def _adds_one_axis(node: ir.Node) -> bool:
         return len(node.attributes.get_ints("axes") or ()) == 1
     axes = value_queries.ints(node.inputs[1])
     return value_queries.size(node.inputs[1], 0) == 1 if axes is None else len(axes) == 1
+
+
+def requires_even_sizes(model: ir.Model) -> bool:
+    """Return whether a graph upsamples by fixed or computed factors instead of to the sizes of other values.
+
+    diffusers' UNets upsample to other values' sizes if a size does not halve evenly at every level (`upsample_size`).
+    Exporters trace only one of the two. A graph with factors runs at even sizes only.
+    """
+    return any(node.op_type in UPSAMPLING_OPS and not _has_sizes_of_values(node) for node in model.graph)
+
+
+def _has_sizes_of_values(node: ir.Node) -> bool:
+    """Return whether a node is a Resize whose sizes are constants and elements of Shapes, at least one of a Shape."""
+    sizes = node.inputs[3] if node.op_type == "Resize" and len(node.inputs) > 3 else None
+    if sizes is None or value_queries.is_constant(sizes):
+        return False
+    operands, has_shape = [sizes], False
+    for value in operands:  # the list grows
+        producer = value.producer()
+        if value_queries.is_constant(value) or producer is None:
+            continue
+        if producer.op_type == "Shape":
+            has_shape = True
+        elif producer.op_type in SIZE_FORWARDING_OPS:
+            operands += [operand for operand in producer.inputs if operand is not None]
+        else:
+            return False
+    return has_shape

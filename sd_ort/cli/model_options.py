@@ -1,0 +1,103 @@
+"""What the commands that generate images share: the model and its provider, LoRAs and embeddings."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from sd_ort.runtime.provider_choice import ProviderChoice
+
+
+def say(line: str) -> None:
+    """Print progress, which is no result."""
+    click.echo(line, err=True)
+
+
+def choose_provider(folder: Path, provider: str) -> str:
+    """Return the provider that runs a pipeline folder, and say an automatic choice."""
+    from sd_ort.core.pipeline_folder import components
+    from sd_ort.runtime.provider_choice import provider_for
+
+    components(folder)
+    return _said(provider_for(folder, provider))
+
+
+def _said(choice: ProviderChoice) -> str:
+    if choice.reason:
+        say(choice.line)
+    return choice.provider
+
+
+def resolve_pipeline_folder(
+    model: Path, provider: str, *, config: str | None = None, save_to: Path | None = None, allow_fallback: bool = False
+) -> tuple[Path, str]:
+    """Return the pipeline folder of --model, and the provider that runs it.
+
+    A checkpoint is optimized for the provider, into the cache of models or into `save_to`. Raises InputError for what
+    is no model, ProviderError for a provider that cannot be used: before seconds of optimizing.
+    """
+    from sd_ort import model_cache
+    from sd_ort.checkpoints import is_checkpoint
+    from sd_ort.core.errors import InputError
+    from sd_ort.runtime import provider_choice
+    from sd_ort.runtime.providers import check_provider
+
+    if not is_checkpoint(model):
+        if save_to or config:
+            raise InputError(f"--save-optimized and --config go with a checkpoint: {model} is none.")
+        folder, choice = model_cache.open_model(model, provider)
+        check_provider(choice.provider, allow_fallback=allow_fallback)
+        return folder, _said(choice)
+    auto = provider == provider_choice.AUTO
+    provider = _said(provider_choice.choose_provider() if auto else provider_choice.resolve_device(provider))
+    check_provider(provider, allow_fallback=allow_fallback)
+    if save_to is None:
+        return model_cache.open_model(model, provider, config=config, on_progress=say)[0], provider
+    from sd_ort.checkpoints.open import CheckpointOptions
+    from sd_ort.stages import optimize
+
+    target, dtype = provider_choice.target_of(provider), model_cache.dtype_for(provider)
+    optimize(str(model), save_to, target=target, dtype=dtype, checkpoint=CheckpointOptions(config), on_progress=say)
+    return save_to, provider
+
+
+def check_files(loras: tuple[str, ...], embedding_files: tuple[str, ...]) -> None:
+    """Raise InputError if the file of a LoRA or an embedding is missing, or an adapter scale is not a number."""
+    from sd_ort.core.errors import InputError
+
+    for path in (*(parse_lora(lora)[0] for lora in loras), *embedding_files):
+        if not Path(path).is_file():
+            raise InputError(f"{path}: no such file; pass a .safetensors file.")
+
+
+def parse_lora(text: str) -> tuple[str, float]:
+    """FILE:0.8 -> (FILE, 0.8), FILE -> (FILE, 1.0). Raises InputError if the adapter scale is not a number."""
+    from sd_ort.core.errors import InputError
+
+    path, colon, scale = text.rpartition(":")
+    if not colon or scale.endswith(".safetensors"):
+        return text, 1.0
+    try:
+        number = float(scale)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"--lora {text}: {scale!r} is not a number; write FILE or FILE:0.8.")
+    return path, number
+
+
+def load_adapters(loras: tuple[str, ...], embedding_files: tuple[str, ...], pipeline: Any) -> None:
+    """Load LoRAs, each FILE or FILE:SCALE, and textual inversion embeddings into a pipeline."""
+    names = [f"lora{number}" for number in range(len(loras))]
+    scales = []
+    for name, (path, scale) in zip(names, map(parse_lora, loras), strict=True):
+        pipeline.load_lora_weights(path, name)
+        scales.append(scale)
+    if names:
+        pipeline.set_adapters(names, scales)
+    for path in embedding_files:
+        pipeline.load_textual_inversion(path)

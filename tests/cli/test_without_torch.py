@@ -1,0 +1,43 @@
+"""An installation without the extra `export`: imports of its packages fail, as where they are not installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sd_ort.core.errors import EXPORT_PACKAGES
+
+BLOCK = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {EXPORT_PACKAGES}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+from sd_ort.cli import main
+main()
+"""
+
+
+def run(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", BLOCK, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+
+def test_a_published_architecture_is_optimized_and_explained(tmp_path: Path) -> None:
+    for arguments in (["optimize", "demo", "out", "--target", "cpu"], ["verify", "demo", "out"], ["explain", "out"],
+                      ["verify", "out", "out"], ["doctor"], ["cache"]):  # fmt: skip
+        result = run(tmp_path, *arguments)
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["export", "demo", "raw"], ["optimize", "owner/name", "out"]])
+def test_what_needs_the_extra_says_so(tmp_path: Path, arguments: list[str]) -> None:
+    result = run(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].endswith("which is not installed: pip install 'sd-ort[export]'.")

@@ -1,0 +1,161 @@
+"""Images without torch, diffusers, transformers and onnx_ir, in the first process of a folder too."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+from safetensors.numpy import save_file
+
+from sd_ort.pipelines import noise
+from sd_ort.pipelines.images import nearest, preprocess, readable
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch draws other numbers elsewhere")
+def test_noise_is_torchs_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in (0, 1, 7, 2**31, 2**32 + 5, 2**64 - 1, -1, -(2**63), *range(100, 120)):
+        theirs, ours = torch.Generator().manual_seed(seed), noise.Normals(seed)
+        for shape in ((1, 4, 72, 64), (2, 4, 8, 24), (3, 7), (16,)):  # some are no whole number of blocks
+            assert ours.draw(shape).tobytes() == torch.randn(shape, generator=theirs).numpy().tobytes()
+    seeds = [3, torch.Generator().manual_seed(4)]
+    each = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(seed)).numpy() for seed in (3, 4)]
+    assert (noise.draw_noise((2, 4, 8, 8), noise.sources(seeds)) == np.concatenate(each)).all()
+    monkeypatch.delitem(sys.modules, "torch")
+    drawn = noise.draw_noise((1, 4, 8, 8), noise.sources(3))
+    assert drawn.tobytes() == each[0].tobytes()
+    by_chance = noise.draw_noise((2, 4, 8, 8), None)
+    assert abs(by_chance.std() - 1) < 0.3
+    assert (by_chance[0] != by_chance[1]).all()
+
+
+def test_products_and_sums_are_rounded_once() -> None:
+    last = np.float32(2**-23)  # the last bit of 1
+    a, b, c = np.float32(2**-24) * (1 + last), 1 - last, 1 + last  # a b is a little less than half of that bit
+    assert np.float32(np.float64(a) * np.float64(b) + np.float64(c)) != c  # rounded to the half, and then up
+    assert noise.multiply_add(np.array([a, -a]), b, np.array([c, -c])).tolist() == [c, -c]
+
+
+# --- Images that are given ------------------------------------------------------------------------------------------
+
+RANDOM = np.random.default_rng(0)
+BYTES = RANDOM.integers(0, 256, (70, 50, 3), dtype=np.uint8)
+WIDE = Image.fromarray(RANDOM.integers(0, 256, (30, 90, 3), dtype=np.uint8))
+IMAGES: list[Any] = [
+    Image.fromarray(BYTES), [Image.fromarray(BYTES), WIDE], Image.fromarray(BYTES[..., 0]), BYTES, [BYTES, BYTES],
+    RANDOM.random((2, 70, 50, 3)), RANDOM.random((70, 50)), torch.rand(3, 70, 50), torch.rand(2, 3, 70, 50),
+    [torch.rand(3, 70, 50)] * 2, torch.rand(1, 4, 8, 8), [torch.rand(1, 3, 40, 41)] * 2,
+]  # fmt: skip
+MASKS: list[Any] = [
+    Image.fromarray(BYTES), [Image.fromarray(BYTES)] * 2, RANDOM.random((70, 50)), RANDOM.random((70, 50, 1)),
+    RANDOM.random((2, 70, 50)), [RANDOM.random((70, 50))] * 2, torch.rand(70, 50), torch.rand(1, 70, 50),
+    torch.rand(2, 70, 50), torch.rand(2, 1, 70, 50), [torch.rand(1, 70, 50)] * 2,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Passing `image` as a list of 4d:FutureWarning")
+def test_images_are_diffusers_to_the_byte() -> None:
+    signed = VaeImageProcessor(8, vae_latent_channels=4, do_convert_rgb=True)
+    unsigned = VaeImageProcessor(8, do_convert_rgb=True, do_normalize=False)
+    for image in map(readable, IMAGES):
+        for theirs, is_signed in ((signed, True), (unsigned, False)):
+            expected = theirs.preprocess(image, 64, 56).float().numpy()
+            ours = preprocess(image, 64, 56, signed=is_signed, latent_channels=4)
+            assert ours.dtype == np.float32
+            np.testing.assert_array_equal(ours, expected)
+
+
+def test_masks_are_diffusers_to_the_byte() -> None:
+    theirs = VaeImageProcessor(8, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+    for mask in map(readable, MASKS):
+        expected = theirs.preprocess(mask, 64, 56).float().numpy()
+        np.testing.assert_array_equal(preprocess(mask, 64, 56, mask=True), expected)
+    x = torch.rand(1, 1, 70, 50)
+    for size in ((8, 8), (9, 13), (100, 64)):
+        np.testing.assert_array_equal(nearest(x.numpy(), *size), torch.nn.functional.interpolate(x, size=size).numpy())
+
+
+# --- The command ----------------------------------------------------------------------------------------------------
+
+SLOW_PACKAGES = ("diffusers", "onnx_ir", "torch", "transformers")
+COMMAND = f"""
+import sys
+from sd_ort.__main__ import main
+try:
+    main()
+finally:
+    print("imported:", *(name for name in {SLOW_PACKAGES!r} if name in sys.modules))
+"""
+KINDS: dict[str, list[str]] = {
+    "text": [],
+    "schedulers": ["--scheduler", "dpmsolver", "--negative", "blue"],
+    "image": ["--image", "{image}", "--scheduler", "euler_ancestral"],
+    "inpainting": ["--image", "{image}", "--mask", "{image}"],
+    "weights": ["--weights", "--negative", "(blue:1.2)"],
+    "controlnet": ["--control-image", "{image}"],
+    "lora": ["--lora", "{lora}:0.5"],
+    "embedding": ["--embedding", "{word}"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_imports_none_of_them(
+    kind: str, cache: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """In the first process of a folder and a cache, and in the second."""
+    folder = request.getfixturevalue("controlled" if kind == "controlnet" else "small_export")
+    Image.fromarray(BYTES).save(tmp_path / "in.png")
+    width = json.loads((folder / "unet" / "config.json").read_text())["block_out_channels"][-1]
+    query = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    lora = {f"{query}.lora_A.weight": np.ones((2, width)), f"{query}.lora_B.weight": np.ones((width, 2))}
+    save_file({name: factor.astype(np.float32) for name, factor in lora.items()}, tmp_path / "lora.safetensors")
+    save_file({"<circle>": np.ones(64, np.float32)}, tmp_path / "word.safetensors")
+    files = {"image": "in.png", "lora": "lora.safetensors", "word": "word.safetensors"}
+    paths = {name: tmp_path / file for name, file in files.items()}
+    options = [option.format(**paths) for option in KINDS[kind]]
+    for name in ("first", "second"):
+        out = tmp_path / f"{name}.png"
+        arguments = ["generate", "a red <circle>", "--model", folder, "--steps", 4, "--height", 64, "--width", 64]
+        assert imported(*arguments, "--seed", 1, *options, "--out", out) == ""
+    images = [Image.open(tmp_path / f"{name}.png") for name in ("first", "second")]
+    np.testing.assert_array_equal(*map(np.asarray, images))
+
+
+def test_a_replica_imports_none_of_them(cache: Path, small_export: Path, tmp_path: Path) -> None:
+    """`serve`'s and `--replicas`' processes, and the loop on the device."""
+    code = f"""
+import sys
+from pathlib import Path
+from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
+replica = PipelineReplica(ReplicaConfig(Path({str(small_export)!r}), {{"device_loop": True}}))
+replica.pipeline("a red circle", num_inference_steps=2, height=64, width=64, generator=0, progress=False)
+print("imported:", *(name for name in {SLOW_PACKAGES!r} if name in sys.modules))
+"""
+    assert run(code) == ""
+
+
+def imported(*arguments: object) -> str:
+    return run(COMMAND, *arguments)
+
+
+def run(code: str, *arguments: object) -> str:
+    """Run Python code in a process of its own; the slow packages that it names in its last line."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1].removeprefix("imported:").strip()
