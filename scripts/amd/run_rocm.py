@@ -36,6 +36,7 @@ from whole import (
     Table,
     compare_images,
     compare_with_reference,
+    copy_pixels,
     draw_references,
     image_faults,
 )
@@ -266,7 +267,7 @@ def main() -> None:
         failed += [f"{run.target}: {case}" for case in wanted if not run.cases[case]()]
         image = run.folder / "generate.png"
         if image.is_file():
-            shutil.copy(image, options.out / f"rocm-{run.target}.png")
+            copy_pixels(image, options.out / f"rocm-{run.target}.png")
     if failed:
         raise SystemExit("Failed: " + "; ".join(failed))
 

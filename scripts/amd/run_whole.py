@@ -31,6 +31,7 @@ from whole import (
     Table,
     compare_images,
     compare_with_reference,
+    copy_pixels,
     draw_references,
     image_faults,
 )
@@ -209,7 +210,7 @@ def main() -> None:
             failed += [f"{target} {dtype}: {name}" for name in options.cases if not whole.case(name)]
             image = whole.folder / "generate.png"
             if image.is_file():
-                shutil.copy(image, options.out / f"hip-{whole.folder.name}.png")
+                copy_pixels(image, options.out / f"hip-{whole.folder.name}.png")
     if failed:
         raise SystemExit("Failed: " + "; ".join(failed))
 

@@ -172,6 +172,11 @@ def image_faults(columns: Mapping[str, Any], dtype: str) -> list[str]:
     return [f"the image differs by {mean} of 255 in the mean, more than {limit}"] if mean > limit else []
 
 
+def copy_pixels(image: Path, to: Path) -> None:
+    """Copy an image without its metadata, which name the model's folder."""
+    Image.open(image).convert("RGB").save(to)
+
+
 class Table:
     """Rows of results in `path`.json and `path`.md, written after each row. A row replaces one with the same keys."""
 
