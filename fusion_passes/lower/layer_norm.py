@@ -1,4 +1,4 @@
-"""Lowers LayerNormalization to SkipLayerNormalization, for targets with a slow LayerNormalization kernel.
+"""Lowers LayerNormalization to SkipLayerNormalization, for targets with a slow or wrong LayerNormalization kernel.
 
     LayerNormalization(x, gamma, beta)  =>  SkipLayerNormalization(x, 0, gamma, beta)       0: a vector of zeros
 
@@ -23,15 +23,14 @@ def layer_norm(model: ir.Model) -> PassOutcome:
 
 
 def _reject_reason(node: ir.Node) -> str | None:
-    x, output = node.inputs[0], node.outputs[0]
+    x = node.inputs[0]
     width = values.size(x, -1)
     if width is None or not values.last_axis(node.attributes.get_int("axis", -1), x):
         return "it is not over a last axis of known size"
     if len(node.inputs) < 3 or not all(values.is_vector(value, width) for value in node.inputs[1:3]):
         return "gamma and beta are not constant vectors"
-    if any(other.uses() for other in node.outputs[1:]):
-        return "its mean or deviation has consumers"
-    return "its result is an output of the graph" if output.is_graph_output() else None
+    is_read = any(other.uses() or other.is_graph_output() for other in node.outputs[1:])
+    return "its mean or deviation has consumers" if is_read else None
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
@@ -65,7 +64,7 @@ CASES = [
     _case("no beta", "n = LayerNormalization (x, gamma)", "constant vectors"),
     _case("gamma that is an input", "n = LayerNormalization (x, v, beta)", "constant vectors", ", float[8] v"),
     _case("mean is read", "l, mean = LayerNormalization (x, gamma, beta)  n = Add (l, mean)", "mean"),
-    _case("an output", "n = LayerNormalization (x, gamma, beta)", "an output", outputs=", float[B,S,8] n"),
+    _case("an output", "n = LayerNormalization (x, gamma, beta)", outputs=", float[B,S,8] n"),
 ]
 
 PASS = Pass("layer_norm", layer_norm, CASES)

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -29,7 +28,18 @@ from build import build
 from draw_hip import GUIDANCE, PROMPT, STEPS
 from rocm_headers import rocm_headers
 from rocm_wheel import rocm_wheel
-from whole import ROOT, Run, Simulation, Table, compare_images
+from whole import (
+    DRAWING,
+    ROOT,
+    Run,
+    Simulation,
+    Table,
+    compare_images,
+    compare_with_reference,
+    copy_pixels,
+    draw_references,
+    image_faults,
+)
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime.library import library_path
@@ -48,8 +58,6 @@ COLUMNS = {
     "verdict": "verdict",
     "note": "",
 }
-HERE = Path(__file__).parent
-DRAWING = HERE / "draw_hip.py"
 CLIENT = ROOT / "tests/amd/rocm_wheel_client.py"
 COMPONENTS = ("unet_prompt", "unet_time", "unet", "vae_decoder")
 CPU_ARITHMETIC = {"Shape", "Concat", "Gather", "Slice", "Mul", "Add", "Cast", "Unsqueeze", "Squeeze"}  # of shapes
@@ -59,7 +67,6 @@ IMAGES = {
     "sizes": {"square-0", "wide-0", "batch-0", "batch-1", "again-0"},
     "lora": {"before-0", "full-0", "half-0", "after-0"},
 }
-SAME_IMAGES = {"again-0": "square-0", "before-0": "square-0"}
 
 
 def rocm_tree(folder: Path, libraries: Path) -> Path:
@@ -122,7 +129,7 @@ class RocmRun:
 
     def add(self, case: str, run: Run, fault: str = "", **columns: Any) -> bool:
         """Add a row; returns whether the command ended well and there is no `fault`."""
-        faults = [*run.faults, fault] if fault else run.faults
+        faults = [*run.faults, *filter(None, [fault]), *image_faults(columns, "float16")]
         command = re.sub(r"\S*/(?=\S)", "", " ".join(run.command))
         row = {"target": self.target, "case": case, "command": command, **run.row(), **columns}
         row |= {
@@ -177,7 +184,7 @@ class RocmRun:
         image.unlink(missing_ok=True)
         command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "rocm", *SIZE, *options]
         run = self.run(case, [*command, "--overwrite", "--out", image], tuning=tuning)
-        columns = self.compared(image, "square-0")
+        columns = compare_with_reference(self.work, image, "square-0")
         if case != "generate" and image.is_file() and first.is_file():
             difference = compare_images(first, image)
             columns["note"] = f"{difference['largest']} of 255 from `generate`'s image" * (not difference["equal"])
@@ -189,7 +196,7 @@ class RocmRun:
         images = self.folder / name
         shutil.rmtree(images, ignore_errors=True)
         run = self.run(name, [sys.executable, DRAWING, name, self.model, images, "rocm"])
-        compared = {path.stem: self.compared(path, path.stem) for path in sorted(images.glob("*.png"))}
+        compared = {path.stem: compare_with_reference(self.work, path) for path in sorted(images.glob("*.png"))}
         columns: dict[str, Any] = {"images": compared}
         if compared:
             columns |= {key: max(each[key] for each in compared.values()) for key in ("largest", "mean")}
@@ -233,26 +240,6 @@ class RocmRun:
         """`sd-ort generate` with the tuning results of `benchmark`."""
         return self.generate("tuned", tuning="tuning")
 
-    def compared(self, image: Path, reference: str) -> dict[str, Any]:
-        """Differences from the CPU provider's image of the same size, seed and LoRA; nothing if there is no image."""
-        path = self.work / "cpu" / f"{SAME_IMAGES.get(reference, reference)}.png"
-        return compare_images(path, image) if image.is_file() else {}
-
-
-def draw_references(work: Path) -> None:
-    """The images of the CPU provider in float32: sizes and LoRAs."""
-    model, images, unfinished = work / "demo-float32", work / "cpu", work / "cpu.partial"
-    if images.is_dir():
-        return
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if not model.is_dir():
-        optimize = [sys.executable, "-m", "sd_ort", "optimize", "demo", str(model), "--target", "cpu"]
-        subprocess.run(optimize, env=environment, check=True)
-    for name in IMAGES:
-        command = [sys.executable, str(DRAWING), name, str(model), str(unfinished), "cpu"]
-        subprocess.run(command, env=environment, check=True)
-    unfinished.rename(images)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -280,7 +267,7 @@ def main() -> None:
         failed += [f"{run.target}: {case}" for case in wanted if not run.cases[case]()]
         image = run.folder / "generate.png"
         if image.is_file():
-            shutil.copy(image, options.out / f"rocm-{run.target}.png")
+            copy_pixels(image, options.out / f"rocm-{run.target}.png")
     if failed:
         raise SystemExit("Failed: " + "; ".join(failed))
 

@@ -11,7 +11,6 @@ logs and images of a run lie in --work.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -24,7 +23,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from draw_hip import GUIDANCE, PROMPT, STEPS
-from whole import ROOT, Run, Simulation, Table, compare_images
+from whole import (
+    DRAWING,
+    ROOT,
+    Run,
+    Simulation,
+    Table,
+    compare_images,
+    compare_with_reference,
+    copy_pixels,
+    draw_references,
+    image_faults,
+)
 
 TITLE = "`--provider hip` on a simulated AMD GPU"
 NOTE = """No AMD GPU was used. Each case ran under `scripts/amd/simulate`: HIP and hipBLASLt are simulated in host
@@ -46,9 +56,14 @@ COLUMNS = {
     "note": "",
     "faults": "faults",
 }
-DRAWING = Path(__file__).with_name("draw_hip.py")
 SIZE = ("--steps", STEPS, "--guidance", GUIDANCE, "--height", 64, "--width", 64, "--seed", 0)
 PROGRAMS = ("sizes", "threads", "lora")
+# What the emulation has no time for, in front of the sd-ort of first_numbers.
+SHORTENED = """case "$*" in
+  "benchmark out/amd/demo/"*) set -- "$@" --steps 2 --warmup 0 --runs 1 ;;
+  "benchmark out/amd/sd15/"*) export SIMULATED_HIP_KERNELS=skip ;;
+esac
+"""
 CASES = ("build", "optimize", "doctor", "generate", *PROGRAMS, "benchmark", "tune", "tuned", "first_numbers")
 
 
@@ -80,9 +95,11 @@ class Whole:
 
     def add(self, case: str, run: Run, **columns: Any) -> bool:
         """Add a row; returns whether the command ended well."""
-        self.table.add({**self.labels, "case": case, **run.row(), **columns})
-        print(f"{self.folder.name}: {case}: {run.seconds:.0f} s {columns} {'; '.join(run.faults)}", flush=True)
-        return run.status == 0
+        row = {**self.labels, "case": case, **run.row(), **columns}
+        row["faults"] = faults = [*run.faults, *image_faults(columns, self.dtype)]
+        self.table.add(row)
+        print(f"{self.folder.name}: {case}: {run.seconds:.0f} s {columns} {'; '.join(faults)}", flush=True)
+        return not faults
 
     def build(self) -> bool:
         """`sd-ort build-ops --hip` for all targets of this run, from the cache if it is there."""
@@ -106,16 +123,14 @@ class Whole:
         image = self.folder / "generate.png"
         command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "hip", *SIZE]
         run = self.run("generate", [*command, "--overwrite", "--out", image])
-        return self.add("generate", run, **self.compared(image, "square-0"))
+        return self.add("generate", run, **compare_with_reference(self.work, image, "square-0"))
 
     def program(self, name: str) -> bool:
         """A program of draw_hip.py: each of its images is compared."""
         images = self.folder / name
         shutil.rmtree(images, ignore_errors=True)
         run = self.run(name, [sys.executable, DRAWING, name, self.model, images, "hip"])
-        compared = {
-            path.stem: self.compared(path, self.reference_name(path.stem)) for path in sorted(images.glob("*.png"))
-        }
+        compared = {path.stem: compare_with_reference(self.work, path) for path in sorted(images.glob("*.png"))}
         columns: dict[str, Any] = {"images": compared}
         if compared:
             columns |= {key: max(each[key] for each in compared.values()) for key in ("largest", "mean")}
@@ -145,69 +160,30 @@ class Whole:
         image = self.folder / "tuned.png"
         command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "hip", *SIZE]
         run = self.run("tuned", [*command, "--overwrite", "--out", image])
-        return self.add("generate, tuned", run, **self.compared(image, "square-0"))
+        return self.add("generate, tuned", run, **compare_with_reference(self.work, image, "square-0"))
 
     def first_numbers(self) -> bool:
-        """scripts/amd/first_numbers in a copy of this checkout, its U-Net and VAE of SD 1.5 included."""
+        """scripts/amd/first_numbers in a new clone of the last commit, with what SHORTENED changes."""
         checkout = self.work / "checkout"
-        if not checkout.is_dir():
-            subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
-            (checkout / ".venv").symlink_to((ROOT / ".venv").resolve())
-        options = (*self.simulation.options, "--kernels", "skip")
-        simulation = Simulation(self.target, self.folder, options, {"SD_ORT_TUNING": str(self.folder / "tuning-idle")})
+        shutil.rmtree(checkout, ignore_errors=True)
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
+        programs = checkout / ".venv/bin"
+        programs.mkdir(parents=True)
+        for name, script in {"python": 'exec {} "$@"', "sd-ort": SHORTENED + 'exec {} -m sd_ort "$@"'}.items():
+            (programs / name).write_text("#!/bin/bash\n" + script.replace("{}", sys.executable) + "\n")
+            (programs / name).chmod(0o755)
+        simulation = Simulation(self.target, self.folder, self.simulation.options)
         print(f"{self.folder.name}: first_numbers ...", flush=True)
         run = simulation.run("first_numbers", ["scripts/amd/first_numbers", self.target], self.timeout, checkout)
         results = checkout / f"results/amd/first_numbers_{self.target}"
-        files = sorted(str(path.relative_to(results)) for path in results.glob("**/*.json"))
-        return self.add("first_numbers, kernels skipped", run, note=files)
-
-    def compared(self, image: Path, reference: str) -> dict[str, Any]:
-        """Differences from the CPU provider's image; nothing if there is no image."""
-        return compare_images(self.work / "cpu" / f"{reference}.png", image) if image.is_file() else {}
-
-    def reference_name(self, stem: str) -> str:
-        """The CPU provider's image of the same size, seed and LoRA."""
-        names = {"again-0": "square-0", "second-0": "square-0"}
-        return names.get(stem, stem)
-
-    CASES: tuple[str, ...] = (
-        "build",
-        "optimize",
-        "doctor",
-        "generate",
-        *PROGRAMS,
-        "benchmark",
-        "tune",
-        "tuned",
-        "first_numbers",
-    )
+        files = sorted(str(path.relative_to(results)) for path in results.glob("**/*") if path.is_file())
+        note = ["two steps and one run of the demo's benchmark; kernels of Stable Diffusion 1.5 skipped", *files]
+        return self.add("first_numbers", run, note=note)
 
     def case(self, name: str) -> bool:
         """Run a case by its name."""
         method: Callable[[], bool] = (lambda: self.program(name)) if name in PROGRAMS else getattr(self, name)
         return method()
-
-
-def reference_name(stem: str) -> str:
-    """The CPU provider's image of the same size, seed and LoRA."""
-    return {"again-0": "square-0", "second-0": "square-0"}.get(stem, stem)
-
-
-def draw_references(work: Path) -> None:
-    """The images of the CPU provider in float32: sizes and LoRAs."""
-    model, images = work / "demo-float32", work / "cpu"
-    if images.is_dir():
-        return
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    optimize = [sys.executable, "-m", "sd_ort", "optimize", "demo", str(model), "--target", "cpu"]
-    if not model.is_dir():
-        subprocess.run(optimize, env=environment, check=True)
-    unfinished = work / "cpu.partial"
-    for name in ("sizes", "lora"):
-        subprocess.run(
-            [sys.executable, str(DRAWING), name, str(model), str(unfinished), "cpu"], env=environment, check=True
-        )
-    unfinished.rename(images)
 
 
 def main() -> None:
@@ -234,7 +210,7 @@ def main() -> None:
             failed += [f"{target} {dtype}: {name}" for name in options.cases if not whole.case(name)]
             image = whole.folder / "generate.png"
             if image.is_file():
-                shutil.copy(image, options.out / f"hip-{whole.folder.name}.png")
+                copy_pixels(image, options.out / f"hip-{whole.folder.name}.png")
     if failed:
         raise SystemExit("Failed: " + "; ".join(failed))
 

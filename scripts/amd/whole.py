@@ -29,6 +29,11 @@ from sd_ort.runtime import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATE = ROOT / "scripts/amd/simulate"
+DRAWING = ROOT / "scripts/amd/draw_hip.py"
+# Image of draw_hip.py -> the CPU provider's image of the same size, seed and LoRA, if it has another name.
+SAME_IMAGES = {"again-0": "square-0", "before-0": "square-0", "second-0": "square-0"}
+# dtype -> largest mean difference from the CPU provider's image, in steps of 1/255, that rounding explains.
+MEAN_LIMIT = {"float16": 0.5, "bfloat16": 2.0}
 FAULT = re.compile(r"^simulated (?:HIP|hipBLASLt|hipBLAS|MIOpen).*", re.MULTILINE)
 
 
@@ -134,6 +139,42 @@ def compare_images(expected: Path, image: Path) -> dict[str, Any]:
         raise SystemExit(f"{image} has shape {arrays[1].shape}, {expected} {arrays[0].shape}.")
     difference = np.abs(arrays[0] - arrays[1])
     return {"largest": int(difference.max()), "mean": round(float(difference.mean()), 3), "equal": not difference.any()}
+
+
+def draw_references(work: Path) -> None:
+    """Draw the images of the CPU provider in float32 into WORK/cpu, unless they are there: sizes and LoRAs."""
+    model, images, unfinished = work / "demo-float32", work / "cpu", work / "cpu.partial"
+    if images.is_dir():
+        return
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if not model.is_dir():
+        optimize = [sys.executable, "-m", "sd_ort", "optimize", "demo", str(model), "--target", "cpu"]
+        subprocess.run(optimize, env=environment, check=True)
+    for name in ("sizes", "lora"):
+        command = [sys.executable, str(DRAWING), name, str(model), str(unfinished), "cpu"]
+        subprocess.run(command, env=environment, check=True)
+    unfinished.rename(images)
+
+
+def compare_with_reference(work: Path, image: Path, stem: str | None = None) -> dict[str, Any]:
+    """Return the differences of an image from the CPU provider's, nothing if there is no image.
+
+    `stem`: the name in draw_hip.py of what the image shows, that of its file by default.
+    """
+    stem = stem or image.stem
+    reference = work / f"cpu/{SAME_IMAGES.get(stem, stem)}.png"
+    return compare_images(reference, image) if image.is_file() else {}
+
+
+def image_faults(columns: Mapping[str, Any], dtype: str) -> list[str]:
+    """Return what is wrong with the image of a row, or the worst of its images."""
+    mean, limit = columns.get("mean", 0), MEAN_LIMIT[dtype]
+    return [f"the image differs by {mean} of 255 in the mean, more than {limit}"] if mean > limit else []
+
+
+def copy_pixels(image: Path, to: Path) -> None:
+    """Copy an image without its metadata, which name the model's folder."""
+    Image.open(image).convert("RGB").save(to)
 
 
 class Table:

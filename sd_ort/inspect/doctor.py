@@ -17,17 +17,14 @@ from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import machine, tuning
 from sd_ort.runtime.bound_run import FAILED_CAPTURES, failed_captures
 from sd_ort.runtime.library import library_path
-from sd_ort.runtime.op_library import build_command
+from sd_ort.runtime.op_library import build_command, op_library
 from sd_ort.runtime.ort_wheel import installed_wheels, runtime
 from sd_ort.runtime.provider_choice import choose_provider, provider_problem
 from sd_ort.runtime.provider_table import PROVIDERS
 from sd_ort.runtime.providers import missing_libraries
-from sd_ort.runtime.rocm_checks import gives_wrong_softmax
+from sd_ort.runtime.rocm_checks import has_wrong_wave_size
 
-WRONG_SOFTMAX = (
-    "its Softmax gives wrong values on this GPU for rows of 64 numbers: graphs optimized for target rocm do without, "
-    f"with the op library ({build_command('rocm')})"
-)
+WRONG_WAVE_SIZE = "its Softmax and LayerNormalization give wrong values on this GPU: optimize for target rocm"
 
 
 def examine() -> dict[str, Any]:
@@ -101,8 +98,15 @@ def examine_provider(name: str) -> dict[str, Any]:
         with contextlib.suppress(SdOrtError):  # without onnxruntime, which `problem` says
             missing = missing_libraries(name)
         return {"ok": False, "problem": problem, "missing_libraries": missing, "note": None}
-    note = WRONG_SOFTMAX if name == "rocm" and gives_wrong_softmax() else None
-    return {"ok": True, "problem": None, "missing_libraries": [], "note": note}
+    return {"ok": True, "problem": None, "missing_libraries": [], "note": _note(name)}
+
+
+def _note(provider: str) -> str | None:
+    """Return what an available provider does wrong on this GPU."""
+    if provider != "rocm" or not has_wrong_wave_size():
+        return None
+    has_ops = op_library(True, provider) is not None
+    return WRONG_WAVE_SIZE + ("" if has_ops else f", and build the op library: {build_command(provider)}")
 
 
 def examine_tuning(usable: list[str], library: Path | None) -> list[dict[str, Any]]:

@@ -157,8 +157,8 @@ def _shared_weights(model: ir.Model, data: Path) -> Arrays:
 
 
 def _run(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
+    from sd_ort.runtime.ort_values import host_value
     from sd_ort.runtime.session import Model, create_session
-    from sd_ort.runtime.updatable_weights import host_value
 
     shared = {name: host_value(array) for name, array in weights.items()}
     try:

@@ -60,14 +60,6 @@ def _even_channels_per_group(node: ir.Node) -> str | None:
     return None
 
 
-def _rocm_group_norm(node: ir.Node) -> str | None:
-    if reason := _even_channels_per_group(node):
-        return reason
-    channels = c.size(node.inputs[1], 0)
-    narrow = channels is not None and channels < 64
-    return f"its kernel faults with {channels} channels, below 64" if narrow else None
-
-
 def _cuda_gelu_width(node: ir.Node) -> str | None:
     width = c.size(node.inputs[1], 0)
     return None if width in (2560, 5120, 6144, 10240, 12288) else f"its kernel has no width {width}"
@@ -199,6 +191,7 @@ CUDA = Target(
 )
 
 # MultiHeadAttention does not run with any of our inputs: the wheel is built without Composable Kernel.
+# LayerNormalization is wrong on RDNA (`rocm_kernels.WRONG_ON_RDNA`); SkipLayerNormalization is not.
 ROCM = Target(
     "rocm",
     lowering_passes=(
@@ -208,12 +201,9 @@ ROCM = Target(
         pack_qkv.PASS,
         upsample_nearest.PASS,
         subpixel_conv.PASS,
+        layer_norm.PASS,
     ),
-    contrib_constraints={
-        **{name: limit for name, limit in CUDA_CONTRIB.items() if name != "MultiHeadAttention"},
-        "GroupNorm": _rocm_group_norm,
-        "SkipGroupNorm": _rocm_group_norm,
-    },
+    contrib_constraints={name: constraint for name, constraint in CUDA_CONTRIB.items() if name != "MultiHeadAttention"},
     float32_inputs=_FLOAT32_INPUTS,
     dtypes=_NO_BFLOAT16,
     newest_opset=NEWEST_OPSET,

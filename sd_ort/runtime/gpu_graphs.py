@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from sd_ort.core.errors import SdOrtError, first_line
+from sd_ort.runtime.device_calls import DEVICE_CALLS
 from sd_ort.runtime.stream import Stream
 
 # Held during a capture. Meanwhile HIP refuses every wait for a device and every copy without a stream, in all threads.
@@ -89,7 +90,7 @@ class GpuGraph:
 def capture_graph(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
     """Return the graph of what `run` enqueues on `stream`."""
     graph, handle = ctypes.c_void_p(), ctypes.c_void_p(stream.handle)
-    with CAPTURING, _no_garbage_collection():  # a finalizer may wait for the stream
+    with CAPTURING, DEVICE_CALLS.excluded(), _no_garbage_collection():  # a finalizer may wait for the stream
         stream.call("StreamBeginCapture", handle, RELAXED)
         try:
             run()
@@ -163,7 +164,7 @@ def copies_pageable_memory(stream: Stream, node: ctypes.c_void_p) -> bool:
 
 
 def _release(stream: Stream, executable: ctypes.c_void_p, release: HostNodeParams | None) -> None:
-    with CAPTURING:
+    with DEVICE_CALLS.section():
         stream.synchronize()
         stream.call("GraphExecDestroy", executable)
     if release is not None:

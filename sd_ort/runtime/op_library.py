@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,5 +89,6 @@ def hip_runtime_clash(library: Path, provider: str) -> str | None:
     )
 
 
+@cache
 def _hip_runtime(library: Path) -> str | None:
     return next((name for name in needed_libraries(library) if name.startswith(HIP_RUNTIME)), None)

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from sd_ort.runtime.ort_wheel import runtime
+
+BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 
 
 @cache
@@ -45,6 +48,14 @@ def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
         return value.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, **place(device))
     except Exception:  # onnxruntime-rocm allocates nothing on "cuda" by shape and type, but copies an array there
         return value.ortvalue_from_numpy(np.empty(shape, dtype), **place(device))
+
+
+def host_value(array: np.ndarray) -> Any:
+    """An OrtValue over a contiguous array of the host, which must outlive it, of any type that weights have."""
+    value = runtime().OrtValue
+    if array.dtype == ml_dtypes.bfloat16:
+        return value.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
+    return value.ortvalue_from_numpy(array)
 
 
 def unowned(value: Any) -> Any:

@@ -17,6 +17,7 @@ from sd_ort.runtime.provider_table import WHEELS
 
 # ONNX Runtime's severity: its warnings are about plugins that nobody asked for, and what exporters leave behind.
 ERRORS_ONLY = 3
+FATAL_ONLY = 4
 
 
 @cache

@@ -27,8 +27,8 @@ def check_graph(path: Path, model_bytes: bytes | None, *, has_ops: bool) -> None
     """Check the graph at `path`, or `model_bytes` in its place, before the rocm provider opens it.
 
     `has_ops`: the op library is registered, so function bodies of its domain do not run. Warns of an opset whose
-    operators run on the CPU. Raises InputError for a node that no kernel of the wheel takes, ProviderError for a
-    Softmax where the wheel's is wrong.
+    operators run on the CPU. Raises InputError for a node that no kernel of the wheel takes, ProviderError for
+    a Softmax or LayerNormalization where the wheel's is wrong.
     """
     import onnx
 
@@ -42,7 +42,7 @@ def check_graph(path: Path, model_bytes: bytes | None, *, has_ops: bool) -> None
             f"{', '.join(slow)} on the CPU and captures no graphs: {again}."
         )
     wrong = sorted({node.op_type for node in _nodes_that_run(model, has_ops)} & WRONG_ON_RDNA)
-    if wrong and gives_wrong_softmax():
+    if wrong and has_wrong_wave_size():
         raise ProviderError(
             f"{path} has {', '.join(wrong)}, for which onnxruntime-rocm gives wrong values on this GPU: {again}, and "
             f"build the op library: {build_command('rocm')}."
@@ -50,10 +50,10 @@ def check_graph(path: Path, model_bytes: bytes | None, *, has_ops: bool) -> None
 
 
 @cache
-def gives_wrong_softmax() -> bool:
-    """Return whether the Softmax of the installed ROCm provider is wrong on this GPU, tried on rows of 64 columns.
+def has_wrong_wave_size() -> bool:
+    """Return whether the installed ROCm provider gives wrong values for `WRONG_ON_RDNA` on this GPU.
 
-    On RDNA its kernel for 33 to 1024 columns is compiled for waves of 64 lanes, which are of 32 there.
+    Their kernels are compiled for waves of 64 lanes, which have 32 on RDNA. Tried by Softmax on rows of 64 columns.
     """
     import onnx
 

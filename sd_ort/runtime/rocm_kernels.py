@@ -43,9 +43,9 @@ _NEWEST_KERNELS = {
 }
 NEWEST_KERNEL = {op_type: version for version, names in _NEWEST_KERNELS.items() for op_type in names.split()}
 
-# Operators whose kernel gives wrong values on GPUs with waves of 32 lanes (RDNA), for 33 to 1024 columns: it is
-# compiled for waves of 64.
-WRONG_ON_RDNA = frozenset({"Softmax", "LogSoftmax"})
+# Operators whose kernel gives wrong values on GPUs with waves of 32 lanes (RDNA), since it is compiled for waves of 64:
+# Softmax for 33 to 1024 columns, and LayerNormalization, which counts the squared deviations twice.
+WRONG_ON_RDNA = frozenset({"Softmax", "LogSoftmax", "LayerNormalization", "SimplifiedLayerNormalization"})
 CONTRIB = "com.microsoft"
 
 

@@ -15,10 +15,11 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
+from sd_ort.runtime.device_calls import DEVICE_CALLS
 from sd_ort.runtime.glibc_malloc import return_heap
 from sd_ort.runtime.machine import multiplies_bfloat16
-from sd_ort.runtime.ort_values import keep
-from sd_ort.runtime.ort_wheel import ERRORS_ONLY, runtime
+from sd_ort.runtime.ort_values import host_value, keep
+from sd_ort.runtime.ort_wheel import ERRORS_ONLY, FATAL_ONLY, runtime
 from sd_ort.runtime.overloads import supports_overloads, without_overloads
 from sd_ort.runtime.provider_table import CPU_EP, PROVIDERS, Provider
 from sd_ort.runtime.providers import (
@@ -101,6 +102,8 @@ def create_session(
     def opened(ahead: PrefetchedWeights | None) -> ort.InferenceSession:
         data = None if changed is None else model_path.parent
         options = _session_options(provider, threads, profile, sizes, data, once=once)
+        if ahead is not None:
+            options.log_severity_level = FATAL_ONLY  # if it is refused, the session is opened without `ahead`
         shared = _replace(options, provider, weights or {}, products)
         kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
         model_bytes = changed
@@ -110,7 +113,7 @@ def create_session(
         if entry.ep == PROVIDERS["rocm"].ep and entry.ep in runtime().get_available_providers():
             rocm_checks.check_graph(model_path, model_bytes, has_ops=has_ops)
         asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
-        with return_heap() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
+        with _opening(provider, weights):
             session = runtime().InferenceSession(model_bytes or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # weights in memory that is not ONNX Runtime's
         return keep(session, (session.shared, ahead, held))
@@ -190,7 +193,7 @@ def check_opens(path: Path) -> None:
         return
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level = FATAL_ONLY
     _do_without_preparation(options)
     try:
         graph = _with_distinct_functions(options, path)
@@ -257,7 +260,7 @@ def _replace(
     Optimizers see the file's numbers of these, but where only products read a weight they do not ask for them. Of the
     others ONNX Runtime makes copies: for an SD 1.5 U-Net with a LoRA half a second of its opening.
     """
-    values = {n: runtime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for n, a in weights.items()}
+    values = {n: host_value(np.ascontiguousarray(a)) for n, a in weights.items()}
     shared = {n: values.pop(n) for n in products if n in weights} if provider == "cpu" else {}
     for name, value in shared.items():
         options.add_initializer(name, value)
@@ -297,6 +300,14 @@ def _asked(provider: str, options: Any, chosen: dict[str, str], assigned: bool =
 
 def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> dict[str, str]:
     return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
+
+
+def _opening(provider: str, weights: Mapping[str, np.ndarray] | None = None) -> AbstractContextManager[None]:
+    """Return the context in which a session is opened."""
+    if provider == "cpu":
+        return nullcontext() if weights else return_heap()  # the next weights take the freed memory
+    # The sd-ort provider orders its own calls. Elsewhere an opening ends captures, on an H200 too (CUDA error 901).
+    return nullcontext() if is_plugin(provider) else DEVICE_CALLS.section()
 
 
 def _with_distinct_functions(options: Any, model_path: Path, changed: bytes | None = None) -> bytes | None:
@@ -379,7 +390,8 @@ def open_graph(
     kept = _hold(options, provider, held or {})
     asked = _asked(provider, options, _chosen(provider_named(provider), False, capture, provider_options or {}))
     try:
-        session = onnxruntime.InferenceSession(graph, options, **asked, **kept)
+        with _opening(provider):
+            session = onnxruntime.InferenceSession(graph, options, **asked, **kept)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise SdOrtError(f"ONNX Runtime refuses a graph of our own: {first_line(error)}") from error
     return keep(session, held)

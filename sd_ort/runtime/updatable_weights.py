@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
@@ -17,16 +16,7 @@ from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 
-BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 WRITTEN = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provider/winograd_filter_cache.cc
-
-
-def host_value(array: np.ndarray) -> Any:
-    """An OrtValue over a contiguous array of the host, which must outlive it, of any type that weights have."""
-    value = runtime().OrtValue
-    if array.dtype == ml_dtypes.bfloat16:
-        return value.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
-    return value.ortvalue_from_numpy(array)
 
 
 def device_value(array: np.ndarray, device: str) -> Any:

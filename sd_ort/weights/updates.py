@@ -31,10 +31,10 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, folders_of, read_manifest
 from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.ort_values import empty_value
+from sd_ort.runtime.ort_values import empty_value, host_value
 from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
-from sd_ort.runtime.updatable_weights import UpdatableWeights, device_value, host_value
+from sd_ort.runtime.updatable_weights import UpdatableWeights, device_value
 from sd_ort.weights import update_graph
 from sd_ort.weights.initializers import Initializer, read_initializers
 from sd_ort.weights.lora_files import LowRankDelta

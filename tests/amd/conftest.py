@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sd_ort.core.cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SIMULATE = ROOT / "scripts/amd/simulate"
 
 
 @pytest.fixture(scope="session")
@@ -43,30 +40,6 @@ def code_object(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
     assert shutil.which("clang-19"), "run scripts/amd/install_hip_toolchain.sh"
     return compile_kernels
-
-
-def simulate(
-    target: str, command: list[str], *options: str, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command under scripts/amd/simulate."""
-    variables = {"PYTHONPATH": str(ROOT)} | (environment or {})
-    return subprocess.run(
-        [sys.executable, str(SIMULATE), target, *options, "--", *command],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def run_client(function: Callable, target: str, *arguments: object, options: tuple[str, ...] = ()) -> Any:
-    """Return the result of a test module's function, called with a Hip in a process under scripts/amd/simulate."""
-    source = Path(function.__code__.co_filename)
-    command = [sys.executable, str(Path(__file__).with_name("hip_client.py")), str(source.parent)]
-    command += [source.stem, function.__name__, *map(str, arguments)]
-    result = simulate(target, command, *options)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
 
 
 @pytest.fixture(scope="session", autouse=True)

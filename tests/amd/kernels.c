@@ -75,6 +75,13 @@ KERNEL void compute_halves(GLOBAL float* out, _Float16 x) {
   out[6] = y;
 }
 
+// Each lane's number through row_bcast:15 and row_bcast:31; -1 in rows that receive none.
+KERNEL void broadcast_rows(GLOBAL int* out) {
+  const int lane = __builtin_amdgcn_workitem_id_x();
+  out[lane] = __builtin_amdgcn_update_dpp(-1, lane, 0x142, 15, 15, 0);
+  out[64 + lane] = __builtin_amdgcn_update_dpp(-1, lane, 0x143, 15, 15, 0);
+}
+
 // out[i] is the result of an instruction with operands of 64 bits, in[0] and in[1].
 KERNEL void compute_64_bits(GLOBAL unsigned long* out, GLOBAL const unsigned long* in) {
   unsigned long x = in[thread_index()], y = in[thread_index() + 1], z;

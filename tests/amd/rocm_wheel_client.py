@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,23 @@ def threads(folder: str, library: str, count: str) -> dict[str, Any]:
     return {"captures": first["captures"], "first launches": first["launches"], **counts}
 
 
+def opening(folder: str, library: str) -> dict[str, Any]:
+    """Failures of a capture and of another thread that opens a session during that capture."""
+    original, openings = bound_run.BoundRun._run, []
+    pool = ThreadPoolExecutor(1)
+
+    def run(bound: bound_run.BoundRun, graph_id: int, wait: bool) -> None:
+        if not wait and not openings:
+            openings.append(pool.submit(create_session, Path(folder, "unet", MODEL), "rocm", library=Path(library)))
+            futures.wait(openings, 5)
+        original(bound, graph_id, wait)
+
+    bound_run.BoundRun._run = run  # type: ignore[method-assign]
+    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    model(**feeds(model.session))
+    return {"capture": failed_captures, "opening": [str(each.exception()) for each in openings]}
+
+
 def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
     """Whether a LoRA is loaded, changed and unloaded in one session, and how many weights lie where it can be written.
 
@@ -237,6 +255,7 @@ def refusals(folder: str) -> dict[str, str]:
     """What is said of graphs that the wheel would run wrong, or on the CPU."""
     graphs = {
         "softmax": (20, "float[N,64] x", "y = Softmax (x)"),
+        "norm": (20, "float[64] x", "y = LayerNormalization (x, x)"),
         "attention": (20, "float[N,8,64] x", "y = com.microsoft.MultiHeadAttention <num_heads = 2> (x, x, x)"),
         "new opset": (23, "float[N,64] x", "y = Neg (x)"),
         "opset": (21, "float[N,64] x", "s = Shape (x)  t = Transpose (x)  y = Reshape (t, s)"),

@@ -45,14 +45,16 @@ def test_cases_that_did_not_run_are_listed(gfx1100: RocmRun, tmp_path: Path) -> 
     assert gfx1100.add("doctor", done)
     assert not gfx1100.add("generate", failed)
     assert not gfx1100.add("sizes", done, "images are missing")
+    assert not gfx1100.add("no-graph", done, mean=1.2)
     gfx1100.list_cases()
     rows = {row["case"]: row for row in json.loads((tmp_path / "rocm.json").read_text())["rows"]}
-    assert list(rows)[:3] == ["doctor", "generate", "sizes"]
+    assert list(rows)[:4] == ["doctor", "generate", "sizes", "no-graph"]
     assert rows.keys() == gfx1100.cases.keys()
     assert rows["doctor"]["verdict"] == "simulated runtime: ran"
     assert rows["generate"]["verdict"] == ["exit status 1: error: no GPU"]
     assert rows["sizes"]["verdict"] == ["images are missing"]
-    assert {row["verdict"] for name, row in rows.items() if name not in list(rows)[:3]} == {"not run"}
+    assert rows["no-graph"]["verdict"] == ["the image differs by 1.2 of 255 in the mean, more than 0.5"]
+    assert {row["verdict"] for name, row in rows.items() if name not in list(rows)[:4]} == {"not run"}
 
 
 def test_rows_of_an_earlier_run_stay(gfx1100: RocmRun, tmp_path: Path) -> None:

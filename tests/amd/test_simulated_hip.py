@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import run_client, simulate
 from hip_client import ON_DEVICE, RELAXED, TO_DEVICE, TO_HOST, Hip, in_thread
+from simulation import run_client, simulate
 
 from sd_ort.core.cache import cache_folder
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_client, simulate
 from hip_client import RELAXED, Hip
+from simulation import ROOT, run_client, simulate
 
 from sd_ort.runtime import build
 
@@ -106,6 +106,19 @@ def test_lanes_are_permuted(target: str, wave: int, is_partial: bool, code_objec
     assert pulled == accumulation == [*values[1:], after]
     assert same == same_pushed == values
     assert pushed == [before, *values[:-1]]
+
+
+def run_broadcasts(hip: Hip, image: str) -> list:
+    """Results of broadcast_rows."""
+    out = hip.upload((ctypes.c_int * 128)())
+    hip.launch(hip.function(image, "broadcast_rows"), (1, 1, 1), (64, 1, 1), out)
+    return hip.download(out, (ctypes.c_int * 128)())
+
+
+def test_rows_are_broadcast(code_object: Callable[..., Path]) -> None:
+    """DPP of gfx9: the last lane of a row goes to the next row, lane 31 to rows 2 and 3."""
+    values = run_client(run_broadcasts, "gfx942", code_object("gfx942"))
+    assert values == [max(16 * row - 1, -1) for row in range(4) for _ in range(16)] + [-1] * 32 + [31] * 32
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import simulate
 from hip_library import TARGETS, hip_library
+from simulation import simulate
 
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime.library import PROVIDER_LIBRARIES

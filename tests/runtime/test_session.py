@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -53,6 +54,18 @@ def set_location(path: Path, location: str) -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model(tmp_path)
+
+
+def test_weights_in_bfloat16_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "unet" / MODEL
+    path.parent.mkdir()
+    header = '<ir_version: 9, opset_import: ["" : 20]> g (float[4] x) => (float[4] y)'
+    model = onnx.parser.parse_model(f"{header} {{ c = Cast <to = 1> (w)  y = Add (x, c) }}")
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros(4, ml_dtypes.bfloat16), "w"))
+    onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=0)
+    weights = {"w": np.arange(4).astype(ml_dtypes.bfloat16)}
+    replaced = session.Model(session.create_session(path, weights=weights))
+    assert replaced(x=np.ones(4, np.float32))["y"].tolist() == [1, 2, 3, 4]
 
 
 def test_floats_are_cast_to_the_declared_dtype(model: Path) -> None:

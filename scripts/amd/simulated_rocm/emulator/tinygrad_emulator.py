@@ -61,6 +61,7 @@ class TinygradEmulator:
         if isa == "cdna":
             _ignore_scalar_address_of_flat(emu)
             _read_half_constants(emu)
+            _broadcast_rows(emu)
         self._emu: Any = emu
         self._renderer: Any = ClangRenderer(Target("CPU", "CLANG", "x86_64,native"))
         self._renderer.compiler.compile_cached = lambda source: b""  # instruction_compiler.py compiles in batches
@@ -164,6 +165,24 @@ def _read_half_constants(emu: Any) -> None:
 
     for kind in (emu.irc.VOP1, emu.irc.VOP2, emu.irc.VOPC):
         emu._INST_HANDLERS[kind] = wrap(emu._INST_HANDLERS[kind])
+
+
+def _broadcast_rows(emu: Any) -> None:
+    """Make DPP's row_bcast:15 and row_bcast:31 of gfx9 read lane 15 of the row before, and lane 31 in rows 2 and 3.
+
+    The emulator reads the first lane of a row itself.
+    """
+    dpp16_control = emu._dpp16_ctrl
+
+    def control(lane: Any, dpp: int, *rest: Any) -> tuple[Any, Any, Any]:
+        source, enabled, valid = dpp16_control(lane, dpp, *rest)
+        if dpp in (0x142, 0x143):
+            rows = 16 if dpp == 0x142 else 32
+            first = lane & emu._c(63 & -rows)
+            source, valid = first.cast(emu.dtypes.int) - emu._c(1, emu.dtypes.int), first.ne(emu._c(0))
+        return source, enabled, valid
+
+    emu._dpp16_ctrl = control
 
 
 def _import_emulator() -> ModuleType:
