@@ -180,7 +180,7 @@ def test_command_prints_text_and_json(source: Path, tmp_path: Path) -> None:
 
 
 def test_bad_input_is_refused(source: Path, optimized: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not a folder"):
+    with pytest.raises(InputError, match="no such file or folder"):
         explain(tmp_path / "nothing")
     with pytest.raises(InputError, match="it has vae_decoder"):
         explain(source, ["unet"])
