@@ -78,6 +78,7 @@ def plugin_devices(library: Path) -> list[Any]:
         raise ProviderError(f"{library} is no plugin provider: {first_line(error)}") from error
     devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in before]
     if not devices:
+        onnxruntime.unregister_execution_provider_library(library.name)  # or the next check meets it as registered
         raise ProviderError(f"{library} finds no device on this machine that it can run on.")
     if devices[0].ep_name in OURS:
         warn_of_missing_library(library)

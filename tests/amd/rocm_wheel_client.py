@@ -208,7 +208,7 @@ def opening(folder: str, library: str) -> dict[str, Any]:
     bound_run.BoundRun._run = run  # type: ignore[method-assign]
     model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
     model(**feeds(model.session))
-    return {"capture": failed_captures, "opening": [str(each.exception()) for each in openings]}
+    return {"capture": failed_captures(), "opening": [str(each.exception()) for each in openings]}
 
 
 def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sd_ort.runtime.bound_run import GpuGraphModel
+from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
 
@@ -18,4 +18,9 @@ if __name__ == "__main__":
     component = GpuGraphModel(session, provider_named(f"plugin:{library}").device)
     first = component(**feed)["out_sample"]
     replayed = component(**feed)["out_sample"]
-    np.savez(outputs, first=first, replayed=replayed, captured=component.captured)
+    np.savez(
+        outputs,
+        first=first,
+        replayed=replayed,
+        captured=all(run.graph_id != NO_GRAPH_ID for run in component.runs.values()),
+    )

@@ -151,7 +151,7 @@ def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
         (("--mlperf", "--replicas", 2, "--gpus", 2), "pass one"),
         (("--mlperf", "--replicas", 2, "--torch", "demo"), "not torch eager"),
     ):
-        code, _, error = sd_ort("benchmark", folder, *wrong, "--out", tmp_path / "out")
+        code, _, error = sd_ort("benchmark", folder, *wrong, "--provider", "cpu", "--out", tmp_path / "out")
         assert (code in (2, 3), words in error, error.strip().count("\n")) == (True, True, 0), error
     assert not (tmp_path / "out").exists()
 

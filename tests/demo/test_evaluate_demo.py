@@ -17,7 +17,7 @@ from sd_ort.demo import scenes
 @pytest.fixture(scope="module")
 def evaluate() -> Any:
     """scripts/bench/evaluate_demo.py as a module."""
-    path = Path(__file__).resolve().parents[2] / "scripts" / "measure" / "evaluate_demo.py"
+    path = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "evaluate_demo.py"
     spec = importlib.util.spec_from_file_location("evaluate_demo", path)
     assert spec is not None
     assert spec.loader is not None

@@ -249,7 +249,7 @@ def test_a_folder_without_its_tokenizer_draws_nothing(sd_ort: Cli, source: Path)
 def test_what_is_wrong_is_told_before_a_checkpoint_is_optimized(sd_ort: Cli, options: list[object]) -> None:
     code, _, err = sd_ort("generate", "a cat", "--model", "demo", *options)
     assert code in (2, 3, 5), err
-    assert len(err.splitlines()) == 1, err
+    assert len([line for line in err.splitlines() if not line.startswith("provider ")]) == 1, err
 
 
 @pytest.mark.parametrize("prompt", ["\udcff", "a \ud800 cat"])
@@ -319,8 +319,8 @@ def test_a_signal_does_not_wait_for_the_threads(source: Path, number: signal.Sig
 
 
 def test_too_little_memory(source: Path) -> None:
-    """`ulimit -v`: torch's library alone takes more than this."""
-    script = "import resource as r; r.setrlimit(r.RLIMIT_AS, (400 << 20,) * 2); from sd_ort.cli import main; main()"
+    """`ulimit -v`: ONNX Runtime and a session take more than this."""
+    script = "import resource as r; r.setrlimit(r.RLIMIT_AS, (200 << 20,) * 2); from sd_ort.cli import main; main()"
     process = subprocess.run(
         [sys.executable, "-c", script, "generate", "a cat", "--model", str(source), "--out", "out.png"],
         capture_output=True, text=True, check=False, cwd=source.parent,

@@ -278,7 +278,7 @@ def test_generate_from_a_picture(
     code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
     assert (code, np.asarray(Image.open(out)).shape) == (0, (64, 64, 3)), error
     code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
-    assert (code, "give it with --image" in error) == (2, True)
+    assert (code, "pass it with --image" in error) == (2, True)
     (tmp_path / "text.png").write_text("no picture")
     code, _, error = sd_ort(*common[:-1], tmp_path / "text.png")
-    assert (code, "cannot be opened as a picture" in error) == (2, True)
+    assert (code, "cannot be opened as an image" in error) == (2, True)

@@ -252,7 +252,7 @@ def test_generate_does_not_overwrite_and_says_what_it_leaves_out(
     expect_error(generate(small_export, "--out", out), 5, "exists: choose another --out")
     assert out.read_text() == "precious"
     code, _, said = generate(small_export, "--out", out, "--overwrite", "--negative", "blue", "--guidance", 1)
-    assert (code, "--negative changes nothing: guidance 1 is none." in said) == (0, True)
+    assert (code, "--negative has no effect: guidance 1 disables guidance." in said) == (0, True)
     assert np.asarray(Image.open(out)).shape == (64, 64, 3)
 
 

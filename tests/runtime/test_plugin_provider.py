@@ -53,9 +53,14 @@ def test_dropped_plugin_is_an_error(library: Path, small_export: Path, monkeypat
 
 
 def test_plugin_without_a_device(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is registered again at the next check."""
     monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [])
-    with pytest.raises(ProviderError, match="finds no device"):
-        providers.check_provider(f"plugin:{library}")
+    unregistered: list[str] = []
+    monkeypatch.setattr(onnxruntime, "unregister_execution_provider_library", unregistered.append)
+    for count in (1, 2):
+        with pytest.raises(ProviderError, match="finds no device"):
+            providers.check_provider(f"plugin:{library}")
+        assert unregistered == [library.name] * count
 
 
 class _Options(onnxruntime.SessionOptions):
