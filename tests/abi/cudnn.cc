@@ -86,7 +86,8 @@ struct CudnnAssertions {
   static_assert(C::kTypePointer == CUDNN_TYPE_VOID_PTR);
   static_assert(C::kTypeConvolutionMode == CUDNN_TYPE_CONVOLUTION_MODE);
   static_assert(sizeof(C::kCrossCorrelation) == sizeof(cudnnConvolutionMode_t));
-  static_assert(C::kTypeHeuristics == CUDNN_TYPE_HEUR_MODE && sizeof(C::kHeuristicModeA) == sizeof(cudnnBackendHeurMode_t));
+  static_assert(C::kTypeHeuristics == CUDNN_TYPE_HEUR_MODE &&
+                sizeof(C::kHeuristicModeA) == sizeof(cudnnBackendHeurMode_t));
   static_assert(C::kTypeNote == CUDNN_TYPE_NUMERICAL_NOTE && sizeof(int) == sizeof(cudnnBackendNumericalNote_t));
   static_assert(C::kTypePointwise == CUDNN_TYPE_POINTWISE_MODE && sizeof(int) == sizeof(cudnnPointwiseMode_t));
   static_assert(C::kTypeDescriptor == CUDNN_TYPE_BACKEND_DESCRIPTOR);
