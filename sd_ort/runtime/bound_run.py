@@ -16,8 +16,9 @@ import numpy as np
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError, SdOrtError, first_line
-from sd_ort.runtime.gpu_graphs import CAPTURING, GpuGraph
-from sd_ort.runtime.ort_values import empty_value, place
+from sd_ort.runtime.capture_lock import device_calls
+from sd_ort.runtime.gpu_graphs import GpuGraph
+from sd_ort.runtime.ort_values import device_value, empty_value, place, read_value, write_value
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.providers import provider_named, warn_once
 from sd_ort.runtime.session import DTYPES, Model, create_session
@@ -92,9 +93,9 @@ class BoundRun:
         self.generation = 0  # of the graph
         if stream is not None:
             self.captures.begin()
-        value = runtime().OrtValue
+        self.device = device
         self.inputs = {
-            name: value.ortvalue_from_numpy(given, **place(device)) if isinstance(given, np.ndarray) else given
+            name: device_value(given, device) if isinstance(given, np.ndarray) else given
             for name, given in feed.items()
         }
         self.binding = session.io_binding()
@@ -104,8 +105,7 @@ class BoundRun:
         if stream is not None:
             self._capture(stream)
         elif graph_id != NO_GRAPH_ID:
-            with CAPTURING:
-                self.run()
+            self.run()
 
     def _bind_outputs(self, device: str, outputs: dict[str, Any]) -> dict[str, Any]:
         """Bind all outputs. A run by ONNX Runtime's own buffers tells the shapes of those to allocate."""
@@ -170,7 +170,9 @@ class BoundRun:
 
     def _run(self, graph_id: int, wait: bool) -> None:
         try:
-            self.session.run_with_iobinding(self.binding, run_options(graph_id, wait and not self.captures.count))
+            with device_calls(self.device):
+                options = run_options(graph_id, wait and not self.captures.count)
+                self.session.run_with_iobinding(self.binding, options)
             if wait and self.captures.count and self.stream is not None:
                 self.stream.synchronize()
         except Exception as error:  # pybind's exceptions share no base class but Exception
@@ -233,9 +235,9 @@ class GpuGraphModel(Model):
         with self.lock:
             bound = self.bind(feed)
             for name, array in feed.items():
-                bound.inputs[name].update_inplace(array)
+                write_value(bound.inputs[name], array)
             bound.run()
-            return {name: value.numpy() for name, value in bound.outputs.items()}
+            return {name: read_value(value) for name, value in bound.outputs.items()}
 
     def bind(self, feed: Mapping[str, np.ndarray]) -> BoundRun:
         """Return the cached run for the shapes of `feed`; the inputs of a new one have the values of `feed`."""

@@ -31,10 +31,10 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, folders_of, read_manifest
 from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.ort_values import empty_value, host_value
+from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
 from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
-from sd_ort.runtime.updatable_weights import UpdatableWeights, device_value
+from sd_ort.runtime.updatable_weights import UpdatableWeights
 from sd_ort.weights import update_graph
 from sd_ort.weights.initializers import Initializer, read_initializers
 from sd_ort.weights.lora_files import LowRankDelta
@@ -271,7 +271,7 @@ class WeightUpdater:
         update = self._device_updates.get((part, name))
         if update is not None and update.is_of(modules):
             for value, delta in zip(update.scales, factors, strict=True):
-                value.update_inplace(delta.scale)
+                write_value(value, delta.scale)
             return update
         updatable = components.held[part]
         spec = update_graph.weight_update_spec(recipe, first.shape, weight.dtype)
