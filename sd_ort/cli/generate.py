@@ -167,6 +167,7 @@ def command(
         return generate_list(options)
     from sd_ort.checkpoints.generation_defaults import generation_defaults
     from sd_ort.core.errors import InputError
+    from sd_ort.core.pictures import read_picture
     from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
 
     check_text([prompt, negative or ""])
@@ -176,7 +177,7 @@ def command(
         raise InputError("--mask and --strength change an image: pass it with --image.")
     image_files = {"image": image, "mask_image": mask, "control_image": control_image}
     image_files["ip_adapter_image"] = ip_adapter_image
-    images = {name: open_image(path) for name, path in image_files.items() if path is not None}
+    images = {name: read_picture(path) for name, path in image_files.items() if path is not None}
     first = random.randrange(2**31) if seed is None else seed
     check_seeds(first, num_images)
     seeds = range(first, first + num_images)
@@ -258,18 +259,6 @@ def output_paths(out: Path, prompt: str, seeds: range, overwrite: bool) -> list[
 def png_text(**settings: object) -> dict[str, str]:
     """Return the settings that are not None, as the text of a PNG file."""
     return {name: str(value) for name, value in settings.items() if value is not None}
-
-
-def open_image(path: Path) -> object:
-    """Return an image as RGB. Raises InputError if it cannot be opened."""
-    from PIL import Image
-
-    from sd_ort.core.errors import InputError
-
-    try:
-        return Image.open(path).convert("RGB")
-    except OSError as error:
-        raise InputError(f"{path} cannot be opened as an image: {error.strerror or 'unknown format'}.") from error
 
 
 def save_png(image: object, path: Path, settings: dict[str, str], *, overwrite: bool) -> None:

@@ -8,12 +8,12 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sd_ort.core.errors import InputError, OutputError, first_line
+from sd_ort.core.errors import InputError, OutputError, SdOrtError, first_line
 from sd_ort.core.paths import inside
 
 JSON_LIMIT = 64 << 20  # bytes: the largest met, a tokenizer.json, has 4 MB
@@ -111,6 +111,22 @@ def read_regular(path: Path, root: Path | None = None, limit: int | None = None)
     """Return the bytes of a file that others wrote. Raises as `open_regular`."""
     with open_regular(path, root, limit) as file:
         return file.read()
+
+
+@contextmanager
+def parsing(path: Path | str, kind: str) -> Iterator[None]:
+    """Report as InputError what a parser raises for a damaged file: libraries have no common base class of errors.
+
+    Errors of sd-ort, interrupts and a lack of memory pass.
+    """
+    try:
+        yield
+    except (SdOrtError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{path} cannot be read as {kind} ({first_line(error)}): get it, or make it, again."
+        ) from error
 
 
 def read_json(path: Path, missing_message: str | None = None, root: Path | None = None) -> dict[str, Any]:

@@ -23,8 +23,11 @@ Stamp = tuple[int, int, int]  # inode, size and time of a file
 
 def sha256(path: Path) -> str:
     """Return the hex SHA-256 of a regular file."""
+    digest = hashlib.sha256()
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def record_file(path: Path, known: str | None = None) -> dict[str, Any]:
