@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from sd_ort.cli.model_options import check_files, load_adapters, resolve_pipeline_folder, say
+from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.runtime.provider_table import PROVIDERS
 
 
@@ -43,23 +44,25 @@ class Devices(click.ParamType):
     help="Optimize a checkpoint into this folder [default: the cache, see `sd-ort cache`].",
 )
 @click.option("--steps", type=click.IntRange(1), help="Denoising steps [default: 50, demo model 25].")
-@click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, SDXL 5, demo model 3].")
+@click.option(
+    "--guidance", type=GUIDANCE, help="Guidance scale; 1 or less is none [default: 7.5, SDXL 5, demo model 3]."
+)
 @click.option("--seed", type=click.IntRange(0), help="Seed of the first image, counting up [default: a random one].")
 @click.option("--num-images", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images drawn at once.")
 @click.option("--negative", help="What the image must not show.")
-@click.option("--height", type=int, help="Pixels [default: the model's].")
-@click.option("--width", type=int, help="Pixels [default: the model's].")
+@click.option("--height", type=PIXELS, help="Pixels [default: the model's].")
+@click.option("--width", type=PIXELS, help="Pixels [default: the model's].")
 @click.option("--image", type=click.Path(path_type=Path, dir_okay=False), help="Start from this image.")
 @click.option("--mask", type=click.Path(path_type=Path, dir_okay=False), help="Draw only where this image is white.")
 @click.option(
     "--strength",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     help="Share of the steps that change --image [default: 0.8, 1 with --mask].",
 )
 @click.option("--control-image", type=click.Path(path_type=Path, dir_okay=False), help="Image for the ControlNet.")
 @click.option("--ip-adapter-image", type=click.Path(path_type=Path, dir_okay=False), help="Image prompt.")
-@click.option("--ip-adapter-scale", type=float, help="IP-Adapter scale; 0 disables the image prompt [default: 1].")
+@click.option("--ip-adapter-scale", type=Number(), help="IP-Adapter scale; 0 disables the image prompt [default: 1].")
 @click.option("--lora", "loras", multiple=True, metavar="FILE[:SCALE]", help="Add a LoRA; repeatable.")
 @click.option(
     "--embedding",
@@ -82,8 +85,8 @@ class Devices(click.ParamType):
     show_default=True,
     help=f"One of {', '.join(PROVIDERS)}, or plugin:LIBRARY [default: the best that runs here].",
 )
-@click.option("--gpus", type=click.IntRange(1), help="Draw on so many GPUs, a replica on each.")
-@click.option("--replicas", type=click.IntRange(1), help="Draw with so many replicas on the CPU, or on one GPU.")
+@click.option("--gpus", type=REPLICAS, help="Draw on so many GPUs, a replica on each.")
+@click.option("--replicas", type=REPLICAS, help="Draw with so many replicas on the CPU, or on one GPU.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option(
     "--gpu-graph/--no-gpu-graph",
@@ -114,7 +117,7 @@ class Devices(click.ParamType):
 @click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
 @click.option("--vae-slicing", is_flag=True, help="Decode the images of a batch one by one.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
+@click.option("--threads", type=THREADS, help="CPU threads [default: one a core].")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("."), help="A .png file, or a folder [default: .]."
 )

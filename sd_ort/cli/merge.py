@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from sd_ort.cli.numbers import GUIDANCE
+
 
 @click.command()
 @click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(1), help="Default denoising steps of the model [default: DIR's].")
-@click.option("--guidance", type=float, help="Default guidance scale of the model [default: DIR's].")
+@click.option("--steps", type=click.IntRange(1, 5000), help="Default denoising steps of the model [default: DIR's].")
+@click.option("--guidance", type=GUIDANCE, help="Default guidance scale of the model [default: DIR's].")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, ... [default: the pipeline's].")
 @click.option("--overwrite", is_flag=True, help="Replace files in OUT that were changed since sd-ort wrote them.")
 def command(
