@@ -11,7 +11,7 @@ import numpy as np
 
 from sd_ort.checkpoints.configs import Config, component_config
 from sd_ort.core.errors import InputError
-from sd_ort.core.paths import output_path
+from sd_ort.core.paths import inside, output_path
 from sd_ort.core.pipeline_folder import read_manifest, staged
 from sd_ort.pipelines.request import Prompt, Request
 from sd_ort.pipelines.state import PipelineState
@@ -264,7 +264,10 @@ class DiffusersCompatMixin(PipelineState):
         output = Path(folder)
         output_path(output, self.folder)
         with staged(output, self.folder) as work:
-            shutil.copytree(self.folder, work, dirs_exist_ok=True)
+            for path in (path for path in self.folder.rglob("*") if path.is_file()):
+                target = work / path.relative_to(self.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(inside(path, self.folder), target)
 
     @classmethod
     def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:

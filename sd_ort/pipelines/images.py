@@ -138,7 +138,7 @@ def feature_extractor(folder: Path) -> dict[str, Any]:
     path = folder / "feature_extractor" / "preprocessor_config.json"
     if not path.is_file():
         return {}
-    config = read_json(path)
+    config = read_json(path, root=folder)
     colors = dict.fromkeys(("image_mean", "image_std"), _three_numbers)
     if wrong := schema_mismatch(config, colors):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")

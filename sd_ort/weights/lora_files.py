@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import parsing
 from sd_ort.core.safetensors_file import read_float32
 
 Weights = Mapping[str, Any]
@@ -150,12 +151,11 @@ def _read_tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], 
     path = Path(source)
     if path.suffix != ".safetensors":
         raise InputError(f"{path} is not a .safetensors file: LoRAs are read from those alone, pickles can run code.")
-    try:
-        tensors, texts = read_float32(path)
+    tensors, texts = read_float32(path)
+    with parsing(path, "a LoRA"):
         metadata = json.loads(texts.get("lora_adapter_metadata", "{}"))
-    except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
-        raise InputError(f"{path} cannot be read as a LoRA ({first_line(error)}): get it again.") from error
-    return tensors, {n.removesuffix(".lora_alpha"): float(a) for n, a in metadata.items() if n.endswith(".lora_alpha")}
+        alphas = {n.removesuffix(".lora_alpha"): float(a) for n, a in metadata.items() if n.endswith(".lora_alpha")}
+    return tensors, alphas
 
 
 def _with_diffusers_names(tensors: dict[str, np.ndarray], unet_config: Mapping[str, Any]) -> dict[str, np.ndarray]:
