@@ -62,7 +62,8 @@ def captures_of(session: ort.InferenceSession) -> SessionCaptures:
 class BoundRun:
     """One session over input and output OrtValues at fixed addresses, with the GPU graph that was captured over them.
 
-    A run that cannot be captured runs uncaptured, and is reported (`report_failed_capture`).
+    A run that cannot be captured runs uncaptured, and is reported (`report_failed_capture`). ONNX Runtime copies
+    `host_inputs` to the host when they are bound. They are bound again before each run, and must have been computed.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class BoundRun:
             name: device_value(given, device) if isinstance(given, np.ndarray) else given
             for name, given in feed.items()
         }
+        self.host_inputs = [name for name in host_inputs(session) if self.inputs[name].device_name() != "cpu"]
         self.binding = session.io_binding()
         for name, bound in self.inputs.items():
             self.binding.bind_ortvalue_input(name, bound)
@@ -171,6 +173,8 @@ class BoundRun:
     def _run(self, graph_id: int, wait: bool) -> None:
         try:
             with device_calls(self.device):
+                for name in self.host_inputs:
+                    self.binding.bind_ortvalue_input(name, self.inputs[name])
                 options = run_options(graph_id, wait and not self.captures.count)
                 self.session.run_with_iobinding(self.binding, options)
             if wait and self.captures.count and self.stream is not None:
@@ -178,6 +182,14 @@ class BoundRun:
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in self.inputs.items())
             raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+
+
+def host_inputs(session: ort.InferenceSession) -> list[str]:
+    """Return the inputs that nodes on the CPU read; none for ONNX Runtime before 1.23, which does not tell."""
+    if not hasattr(session, "get_input_memory_infos"):
+        return []
+    places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+    return [value.name for value, memory in places if memory.name == "Cpu"]
 
 
 @cache

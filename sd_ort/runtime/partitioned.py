@@ -86,6 +86,7 @@ class BoundPartitions(BoundRun):
             self.parts.append(bind(link.model, inputs, link.device))
             self.places |= {name: (value, number) for name, value in self.parts[-1].outputs.items()}
             self.copies.append(copies)
+        self.host_inputs = [name for part in self.parts for name in part.host_inputs]
         last = len(links) - 1
         back = [Copy(value, last, _like(value, links[0])) for value in self.parts[-1].outputs.values()]
         self.outputs = {name: copy.target for name, copy in zip(self.parts[-1].outputs, back, strict=True)}

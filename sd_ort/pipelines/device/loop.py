@@ -47,7 +47,7 @@ class DeviceLoop:
     def __init__(self, models: Components) -> None:
         """Nothing is opened yet."""
         self.models = models
-        self.wait = False  # wait for every call: slower, the same pictures
+        self.wait = False  # for every call; a session that reads inputs on the host requires it
         self.step_seconds: float | None = None  # of the last drawing, on the device: its steps' mean
         self.kept: OrderedDict[Any, Buffers] = OrderedDict()
         self.graphs: dict[Any, Any] = {}
@@ -110,9 +110,13 @@ class DeviceLoop:
 
     def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundRun:
         """A component over buffers, captured where its session captures."""
+        feed = {name: feed[name] for name in model.inputs}
         if isinstance(model, PartitionedModel):
-            return model.bind({n: feed[n] for n in model.inputs})
-        return bind(model, {n: feed[n] for n in model.inputs}, self.models.device, outputs)
+            bound: BoundRun = model.bind(feed)
+        else:
+            bound = bind(model, feed, self.models.device, outputs)
+        self.wait |= bool(bound.host_inputs)
+        return bound
 
     def graph(
         self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any], *, capture: bool = False
