@@ -150,7 +150,7 @@ def test_on_the_device(pipeline: Any, arguments: dict[str, Any]) -> None:
     looped = StableDiffusionPipeline.from_pipe(pipeline)
     looped.device_loop = True
     assert psnr(draw(looped, **arguments, progress=False), draw(pipeline, **arguments)) > 80
-    assert looped.loop.kept
+    assert looped.loop.buffer_cache
 
 
 def test_encode_prompt(reference: Any, pipeline: Any, plain: np.ndarray) -> None:

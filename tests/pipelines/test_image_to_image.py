@@ -216,7 +216,7 @@ def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count
             ours.loop.wait = wait
             for seed in (1, 3):  # the second is drawn over the buffers of the first
                 drawn[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
-        assert bool(ours.loop.kept) == looped
+        assert bool(ours.loop.buffer_cache) == looped
     assert psnr(drawn[True, False], drawn[False, False]) > 80
     np.testing.assert_array_equal(drawn[True, False], drawn[True, True])
     if count == 1:  # each side of a split guidance has the ControlNet, and shows it the picture
@@ -254,7 +254,7 @@ def test_on_the_device(small_export: Path, picture: Image.Image, mask: Image.Ima
             pipeline = cls.from_pretrained(small_export, scheduler=scheduler, device_loop=looped)
             arguments = {**SETTINGS, "image": picture, "strength": 0.8, "progress": False, **more}
             pictures.append(pipeline(**arguments, generator=1).images)
-            assert bool(pipeline.loop.kept) == looped
+            assert bool(pipeline.loop.buffer_cache) == looped
         assert psnr(pictures[1], pictures[0]) > 80
 
 
@@ -264,7 +264,7 @@ def test_inpainting_unet_on_the_device(inpaint_export: Path, picture: Image.Imag
     for looped in (False, True):
         pipeline = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export, device_loop=looped)
         pictures.append(pipeline(**SETTINGS, image=picture, mask_image=mask, generator=1, progress=False).images)
-        assert bool(pipeline.loop.kept) == looped
+        assert bool(pipeline.loop.buffer_cache) == looped
     assert psnr(pictures[1], pictures[0]) > 80
 
 
