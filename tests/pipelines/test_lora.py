@@ -26,6 +26,7 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.load import load
 from sd_ort.pipelines.lora_methods import LoraMixin
+from sd_ort.runtime import updatable_weights
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.updatable_weights import supports_in_place_update
 from sd_ort.stages import optimize
@@ -378,15 +379,39 @@ def test_who_reads_in_place() -> None:
     assert supports_in_place_update("cpu", "cpu", {})
 
 
-def test_filters_that_onnx_runtime_transposes_stay_its_own() -> None:
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        (lambda current, first: current, True),
+        (lambda current, first: first, False),  # a copy from the opening
+        (lambda current, first: current.transpose(0, 3, 1, 2).reshape(current.shape), False),  # another layout
+    ],
+    ids=["in place", "a copy", "another layout"],
+)
+def test_filters_are_shared_if_the_provider_follows_them(
+    monkeypatch: pytest.MonkeyPatch, reads: Callable[[np.ndarray, np.ndarray], np.ndarray], expected: bool
+) -> None:
+    def open_graph(graph: bytes, provider: str, options: Any, held: dict[str, Any]) -> Any:
+        first = held["weight"].numpy().copy()
+
+        def run(_: None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+            return [reads(held["weight"].numpy(), first).reshape(8, 72) @ feed["x"].ravel()]
+
+        return SimpleNamespace(run=run)
+
+    monkeypatch.setattr(updatable_weights, "open_graph", open_graph)
+    assert supports_in_place_update("cuda", "cpu", {}, "NhwcConv") is expected
+
+
+def test_filters_in_another_layout_stay_with_onnx_runtime() -> None:
     filters, matrix = (
         onnx.numpy_helper.from_array(np.ones(shape, np.float32), "w") for shape in ((2, 2, 3, 3), (2, 2))
     )
-    for tensor, domain, op_type, read in (
-        (filters, "com.microsoft", "NhwcConv", {"cpu": True, "cuda": False, "rocm": False, "sdcuda": True}),
-        (filters, "", "Conv", {"cuda": True}),
-        (matrix, "", "MatMul", {"cuda": True}),
-        (matrix, "", "Cast", {"cuda": False, "sdcuda": False}),
+    for tensor, domain, op_type, expected in (
+        (filters, "com.microsoft", "NhwcConv", [True, False]),
+        (filters, "", "Conv", [True, True]),
+        (matrix, "", "MatMul", [True, True]),
+        (matrix, "", "Cast", [False, False]),
     ):
         weight = Initializer(tensor, [Consumer(domain, op_type)])
-        assert {provider: is_shareable(weight, provider) for provider in read} == read
+        assert [is_shareable(weight, transposed) for transposed in ((), ("NhwcConv",))] == expected
