@@ -31,6 +31,7 @@ from sd_ort.optimize.calibration import recorded_calibration
 from sd_ort.optimize.optimizer import OPTIONS_KEY, rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent, file_component
+from sd_ort.runtime.session import report_invalid_model
 from sd_ort.stages import template_component
 from sd_ort.weights.recipes import Read, derived_weight, read_recipes
 
@@ -134,7 +135,8 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
 
 def compare_with_file(source: Path, graphs: Mapping[str, ir.Model]) -> tuple[WeightComparison, dict[str, ir.Model]]:
     """Compare the weights of optimized graphs with those of the ONNX file `source`; return the rebuilt graphs too."""
-    rebuilt = rebuild(file_component(source), graphs)
+    with report_invalid_model(source):
+        rebuilt = rebuild(file_component(source), graphs)
     return compare_weights(graphs, rebuilt), rebuilt
 
 
