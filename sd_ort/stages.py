@@ -29,10 +29,11 @@ from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import read_ahead, scratch_folder
+from sd_ort.core.files import read_ahead
 from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.paths import output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
+from sd_ort.core.staging import scratch_folder
 from sd_ort.export import DEFAULT_OPSET, templates
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
@@ -52,6 +53,7 @@ def optimize(
     checkpoint: CheckpointOptions = DEFAULT,
     exporter: str = "dynamo",
     opset: int = DEFAULT_OPSET,
+    overwrite: bool = False,
     on_progress: ProgressCallback = ignore_progress,
     **options: Any,
 ) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def optimize(
         checkpoint: Options of a checkpoint.
         exporter: torch's exporter for components of a checkpoint without template.
         opset: Opset of that export.
+        overwrite: Replace files in `output` that were changed since sd-ort wrote them.
         on_progress: Called with one line per step.
         options: Fields of `OptimizeOptions`.
 
@@ -75,7 +78,9 @@ def optimize(
     resolved, note = OptimizeOptions(**options).with_target()
     if is_checkpoint(source):
         export_options = {"exporter": exporter, "opset": opset}
-        return _optimize_checkpoint(str(source), output, checkpoint, export_options, resolved, note, on_progress)
+        return _optimize_checkpoint(
+            str(source), output, checkpoint, export_options, resolved, note, overwrite, on_progress
+        )
     if checkpoint != DEFAULT:
         raise InputError(
             "--config, --controlnet, --ip-adapter, --image-encoder, --vae and --unsafe-pickle go with a checkpoint: "
@@ -83,14 +88,14 @@ def optimize(
         )
     if (model := pipeline_folder.standalone_model(Path(source))) is not None:
         return _optimize_file(model, output, resolved, note, on_progress)
-    return _optimize_folder(Path(source), output, resolved, note, on_progress)
+    return _optimize_folder(Path(source), output, resolved, note, overwrite, on_progress)
 
 
 # --- Pipeline folders -----------------------------------------------------------------------------------------------
 
 
 def _optimize_folder(
-    source: Path, output: Path, options: OptimizeOptions, note: str, on_progress: ProgressCallback
+    source: Path, output: Path, options: OptimizeOptions, note: str, overwrite: bool, on_progress: ProgressCallback
 ) -> dict[str, Any]:
     output = output_path(output, source)
     names = pipeline_folder.components(source)
@@ -118,7 +123,7 @@ def _optimize_folder(
     if _is_up_to_date(output, manifest):
         on_progress(f"{output} is up to date.")
         return pipeline_folder.read_manifest(output)
-    with pipeline_folder.staged(output, source) as work:
+    with pipeline_folder.staged(output, source, overwrite=overwrite, on_progress=on_progress) as work:
         if note:
             on_progress(note.strip())
         pipeline_folder.copy_configs(source, work, names)
@@ -179,6 +184,7 @@ def _optimize_checkpoint(
     export_options: dict[str, Any],
     options: OptimizeOptions,
     note: str,
+    overwrite: bool,
     on_progress: ProgressCallback,
 ) -> dict[str, Any]:
     started = time.perf_counter()
@@ -199,7 +205,7 @@ def _optimize_checkpoint(
             "templates": {name: path.name for name, path in paths.items()},
         },
     )
-    with pipeline_folder.staged(output, *checkpoint.paths) as work:
+    with pipeline_folder.staged(output, *checkpoint.paths, overwrite=overwrite, on_progress=on_progress) as work:
         for line in filter(None, (note, checkpoint.detection_note)):
             on_progress(line)
         checkpoint.write_configs(work)
@@ -227,7 +233,7 @@ def _export_missing(
     """Export components to `out`, and store each as a template. `keys`: component -> template key."""
     from sd_ort.export.exporter import ExportOptions, export_checkpoint  # imports torch and diffusers: seconds
 
-    manifest = export_checkpoint(checkpoint, out, ExportOptions(**options), list(keys), on_progress)
+    manifest = export_checkpoint(checkpoint, out, ExportOptions(**options), list(keys), on_progress=on_progress)
     for name, key in keys.items():
         if reason := templates.store_template(key, out / name, manifest["components"][name]):
             on_progress(f"{name}: no template was kept: {reason}.")

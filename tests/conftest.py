@@ -132,7 +132,7 @@ def sd_ort(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     """Run `sd-ort ARGS...` as a shell would: (exit code, stdout, stderr)."""
 
     # No second process for each of a thousand runs: tests/hostile has those that need it.
-    monkeypatch.setattr("sd_ort.core.files.with_watchdog", contextlib.nullcontext)
+    monkeypatch.setattr("sd_ort.core.staging.with_watchdog", contextlib.nullcontext)
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sd-ort", *map(str, args)])

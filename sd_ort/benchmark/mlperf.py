@@ -30,7 +30,7 @@ from sd_ort.benchmark.report_file import ReportFile
 from sd_ort.benchmark.runner import BuiltEngine, build_engines
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core.errors import InputError, SdOrtError
-from sd_ort.core.files import JSON_LIMIT
+from sd_ort.core.files import JSON_LIMIT, read_regular
 from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.demo import fidelity
@@ -254,9 +254,7 @@ def read_captions(path: Path) -> list[str]:
     The .tsv has a column `caption`, a text file one prompt per line. Raises InputError for other files.
     """
     try:
-        if path.stat().st_size > JSON_LIMIT:
-            raise InputError(f"{path} is larger than {JSON_LIMIT >> 20} MiB: give a file of captions.")
-        text = path.read_text()
+        text = read_regular(path, limit=JSON_LIMIT).decode()
         if path.suffix == ".json":
             entries = reversed(json.loads(text)["annotations"])  # the first caption of an image counts
             captions = list({str(entry["image_id"]): entry["caption"] for entry in entries}.values())

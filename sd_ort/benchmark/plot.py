@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup
 
 LABELS, BARS, NUMBERS, ROW, FONT = 230, 430, 190, 24, 13  # px
 WIDTH = LABELS + BARS + NUMBERS
@@ -23,22 +24,23 @@ class Bar:
     high: float | None = None
 
 
-def bars(rows: Sequence[Bar]) -> str:
+def bars(rows: Sequence[Bar]) -> Markup:
     """Return horizontal bars from zero; the longest, including its spread, has the width of the plot."""
     scale = BARS / (max((max(row.value, row.high or 0) for row in rows), default=0) or 1)
-    parts = []
+    parts: list[Markup] = []
     for i, row in enumerate(rows):
         top, middle = i * ROW + 3, i * ROW + ROW / 2
         end = length = scale * row.value
         parts += [
             _text(LABELS - 8, middle + 4, row.label, "end"),
-            f'<rect x="{LABELS}" y="{top}" width="{length:.1f}" height="{ROW - 6}" rx="2" fill="{row.color}"/>',
+            Markup('<rect x="{}" y="{}" width="{:.1f}" height="{}" rx="2" fill="{}"/>').format(
+                LABELS, top, length, ROW - 6, row.color
+            ),
         ]
         if row.low is not None and row.high is not None and row.high > row.low:
             end = scale * row.high
-            parts.append(
-                f'<path d="M{LABELS + scale * row.low:.1f} {middle}H{LABELS + end:.1f}" stroke="currentColor"/>'
-            )
+            path = Markup('<path d="M{:.1f} {}H{:.1f}" stroke="currentColor"/>')
+            parts.append(path.format(LABELS + scale * row.low, middle, LABELS + end))
         parts.append(_text(LABELS + max(length, end) + 6, middle + 4, row.text))
     return _svg(max(1, len(rows)) * ROW, parts)
 
@@ -52,7 +54,7 @@ class Line:
     color: str
 
 
-def lines(rows: Sequence[Line], x_title: str, y_title: str, height: int = 260) -> str:
+def lines(rows: Sequence[Line], x_title: str, y_title: str, height: int = 260) -> Markup:
     """Return lines over a logarithmic x axis with a tick at every x, and y from zero; labels are at the right end."""
     ticks = sorted({x for row in rows for x, _ in row.points})
     top = max((y for row in rows for _, y in row.points), default=0) or 1
@@ -63,10 +65,10 @@ def lines(rows: Sequence[Line], x_title: str, y_title: str, height: int = 260) -
     def position(x: float, y: float) -> tuple[float, float]:
         return left + (right - left) * math.log(x / ticks[0]) / span, bottom - (bottom - 12) * y / top
 
-    parts = []
+    parts: list[Markup] = []
     for i in range(int(top / step) + 1):
         y = position(ticks[0], i * step)[1]
-        parts.append(f'<path d="M{left} {y:.1f}H{right}" stroke="currentColor" opacity=".15"/>')
+        parts.append(Markup('<path d="M{} {:.1f}H{}" stroke="currentColor" opacity=".15"/>').format(left, y, right))
         parts.append(_text(left - 6, y + 4, f"{i * step:g}", "end"))
     parts += [_text(position(x, 0)[0], bottom + 18, f"{x:g}", "middle") for x in ticks]
     parts += [_text((left + right) / 2, height - 4, x_title, "middle"), _text(left - 44, 10, y_title)]
@@ -74,13 +76,14 @@ def lines(rows: Sequence[Line], x_title: str, y_title: str, height: int = 260) -
     for row in sorted(rows, key=lambda row: -row.points[-1][1]):
         points = [position(x, y) for x, y in row.points]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{row.color}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{row.color}"/>' for x, y in points]
+        parts.append(Markup('<path d="M{}" fill="none" stroke="{}" stroke-width="2"/>').format(path, row.color))
+        circle = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="3" fill="{}"/>')
+        parts += [circle.format(x, y, row.color) for x, y in points]
         x, y = points[-1]
         label_y = max(label_y, y + 4)
         parts.append(_text(right + 34, label_y, row.label))
         leader = f"M{x + 5:.1f} {y:.1f}L{right + 30} {label_y - 4:.1f}"
-        parts.append(f'<path d="{leader}" stroke="{row.color}" opacity=".5"/>')
+        parts.append(Markup('<path d="{}" stroke="{}" opacity=".5"/>').format(leader, row.color))
         label_y += 15
     return _svg(int(max(height, label_y)), parts)
 
@@ -91,11 +94,13 @@ def _round_step(value: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value)
 
 
-def _text(x: float, y: float, text: str, anchor: str | None = None) -> str:
-    alignment = f' text-anchor="{anchor}"' if anchor else ""
-    return f'<text x="{x:.0f}" y="{y:.1f}"{alignment}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "start") -> Markup:
+    return Markup('<text x="{:.0f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
 
 
-def _svg(height: int, parts: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" xmlns="http://www.w3.org/2000/svg"'
-    return f'{head} font-size="{FONT}" fill="currentColor" font-family="inherit">' + "".join(parts) + "</svg>"
+def _svg(height: int, parts: Sequence[Markup]) -> Markup:
+    head = Markup(
+        '<svg viewBox="0 0 {0} {1}" width="{0}" height="{1}" xmlns="http://www.w3.org/2000/svg" '
+        'font-size="{2}" fill="currentColor" font-family="inherit">'
+    )
+    return head.format(WIDTH, height, FONT) + Markup("").join(parts) + Markup("</svg>")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.npz_file import read_npz
 from sd_ort.demo import fidelity
 
 
@@ -95,11 +96,10 @@ def read_statistics(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
     Its arrays are `mu` and `sigma`, as in MLPerf's val2014.npz. Raises InputError for other files.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            mean, covariance = np.asarray(file["mu"], np.float64), np.asarray(file["sigma"], np.float64)
-    except Exception as error:  # zipfile's, NumPy's and the operating system's
-        raise InputError(f"{path} holds no mu and sigma: give an .npz such as MLPerf's val2014.npz.") from error
+    arrays = read_npz(path, ("mu", "sigma").__contains__)
+    if len(arrays) < 2 or any(array.dtype.kind not in "fiu" for array in arrays.values()):
+        raise InputError(f"{path} holds no mu and sigma: give an .npz such as MLPerf's val2014.npz.")
+    mean, covariance = (arrays[name].astype(np.float64) for name in ("mu", "sigma"))
     if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)) or not np.isfinite(covariance).all():
         raise InputError(f"{path} holds mu and sigma of shapes that do not fit: give an .npz such as val2014.npz.")
     return mean, covariance

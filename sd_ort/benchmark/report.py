@@ -1,22 +1,30 @@
 """One self-contained HTML page from a results folder, and a comparison of two runs.
 
 Plots are inline SVG, images base64. Sources are the JSON files of `sd-ort benchmark` in the folder: benchmark,
-ablation, mlperf, profile.
+ablation, mlperf, profile. The page is the template report.html.jinja, which escapes every string; its policy lets a
+browser load nothing.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from sd_ort.benchmark import plot
 from sd_ort.benchmark.report_file import COLUMNS, FORMAT, format_speedup, ratio_note
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files
-from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.errors import InputError
+from sd_ort.core.pictures import read_picture
+from sd_ort.pipelines.png import png_bytes
 
 PAGE = "report.html"
 OURS, TORCH, OTHER, RAW = "#d9480f", "#4263eb", "#868e96", "#ced4da"
@@ -34,6 +42,33 @@ img { image-rendering: auto; max-width: 15rem; border-radius: 4px } .about { col
 """
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+LOCAL_FILE = re.compile(r"\w[\w .+-]*")  # a trace beside the page; all else is no link
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """Cells of a table row, and why the engine failed, in place of the others."""
+
+    cells: Sequence[object]
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a section: title, note, plot, table, images (label, PNG in base64), in this order.
+
+    link: file of a trace beside the page. is_aside: whether the note is in small print.
+    """
+
+    title: str = ""
+    note: str = ""
+    plot: Markup | None = None
+    columns: Sequence[str] = ()
+    rows: Sequence[TableRow] = ()
+    images: Sequence[tuple[str, str]] = ()
+    link: str = ""
+    is_aside: bool = False
 
 
 def read(folder: Path) -> dict[str, Row]:
@@ -55,10 +90,8 @@ def read(folder: Path) -> dict[str, Row]:
 def write(folder: Path) -> Path:
     """Write `folder`/report.html from the reports in it; return its path. Raises InputError if there are none."""
     reports = read(folder)
-    try:
+    with files.parsing(folder, "benchmark results"):  # any of a hundred fields
         text = page(reports, folder)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # any of its hundred fields
-        raise InputError(f"{folder} holds a damaged report ({first_line(error)}): run the benchmark again.") from error
     files.write_text(folder / PAGE, text)
     return folder / PAGE
 
@@ -66,53 +99,55 @@ def write(folder: Path) -> Path:
 def page(reports: dict[str, Row], folder: Path) -> str:
     """Return the page as text, with the images in `folder`."""
     first = next(iter(reports.values()))
-    sections = [_head(first)]
+    sections = []
     for kind, report in reports.items():
-        sections.append(f"<h2>{kind.capitalize() if kind != 'mlperf' else 'MLPerf scenarios'}</h2>")
-        if not report["finished"]:
-            sections.append("<p><b>This run did not finish:</b> it holds what was measured until then.</p>")
-        sections.append(SECTIONS[kind](report))
-        if kind == "benchmark":
-            sections.append(_images(report, folder))
-        sections.append(_about(report))
-    models = sorted({row["model"] for row in first["engines"] if "model" in row})
+        images = [_images(report, folder)] if kind == "benchmark" else []
+        sections.append({
+            "title": "MLPerf scenarios" if kind == "mlperf" else kind.capitalize(),
+            "finished": report["finished"],
+            "blocks": [*SECTIONS[kind](report), *images],
+            "lines": _about(report),
+            "command": report["command"],
+        })  # fmt: skip
+    models = sorted({str(row["model"]) for row in first["engines"] if "model" in row})
     random_weights = " (random weights)" if any(row.get("random_weights") for row in first["engines"]) else ""
-    title = escape(f"sd-ort: {', '.join(models)}{random_weights}")
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
-    return f"{head}<body><h1>{title}</h1>{''.join(sections)}</body></html>\n"
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    text: str = environment.from_string(TEMPLATE.read_text()).render(
+        title=f"sd-ort: {', '.join(models)}{random_weights}", summary=_summary(first), sections=sections,
+        style=Markup(STYLE), style_hash=f"sha256-{digest}",
+    )  # fmt: skip
+    return text.lstrip() + "\n"
 
 
-def _head(report: Row) -> str:
+def _summary(report: Row) -> str:
     machine, settings = report["machine"], report["settings"]
     task = f"calls of {settings['component']}" if settings["component"] else f"images in {settings['steps']} steps"
     device = "; ".join(machine["gpus"]) if settings["provider"] != "cpu" and machine["gpus"] else machine["cpu"]
     threads = f", {settings['threads']} threads" if settings["threads"] else ""
     sizes = next((f", {row['width']} x {row['height']} pixels" for row in report["engines"] if "width" in row), "")
     guidance = "; with guidance the UNet sees twice the batch" if settings["guidance"] > 1 else ""
-    text = f"{task}{sizes}, provider {settings['provider']} on {device}{threads}{guidance}"
-    return f"<p>{escape(text)}</p>"
+    return f"{task}{sizes}, provider {settings['provider']} on {device}{threads}{guidance}"
 
 
-def _about(report: Row) -> str:
+def _about(report: Row) -> list[str]:
     machine = report["machine"]
-    lines = [
+    return [
         *report["notes"],
         f"{report['date']}, commit {report['commit'] or 'unknown'}",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_GB']} GB, {machine['system']}",
         "; ".join(machine["gpus"]) or "no GPU",
         ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
     ]
-    text = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<ul class=about>{text}<li><code>{escape(report['command'])}</code></li></ul>"
 
 
-def _benchmark(report: Row) -> str:
+def _benchmark(report: Row) -> list[Block]:
     rows = report["engines"]
-    note = f"<p class=about>{escape(ratio_note(report))}</p>"
-    return _charts(report, rows) + _throughput(rows) + _table(rows, COLUMNS) + note
+    note = Block(note=ratio_note(report), is_aside=True)
+    return [*_charts(report, rows), *_throughput(rows), _table(rows, COLUMNS), note]
 
 
-def _ablation(report: Row) -> str:
+def _ablation(report: Row) -> list[Block]:
     rows = []
     previous: dict[int, float] = {}
     for row in report["engines"]:
@@ -122,12 +157,12 @@ def _ablation(report: Row) -> str:
             gain, previous[row["batch"]] = before and before / time, time
         rows.append({**row, "gain": gain})
     step = ("this step", lambda row: "-" if row.get("gain") is None else f"{row['gain']:.2f}x")
-    return _charts(report, rows) + _table(rows, (*COLUMNS[:4], step, *COLUMNS[4:]))
+    return [*_charts(report, rows), _table(rows, (*COLUMNS[:4], step, *COLUMNS[4:]))]
 
 
-def _charts(report: Row, rows: Sequence[Row]) -> str:
+def _charts(report: Row, rows: Sequence[Row]) -> list[Block]:
     """Return plots of the time per image (or per call), and of memory, for each batch size."""
-    parts = []
+    blocks = []
     for batch in report["settings"]["batches"]:
         measured = [row for row in rows if row["batch"] == batch and "step_ms" in row]
         if not measured:
@@ -138,16 +173,16 @@ def _charts(report: Row, rows: Sequence[Row]) -> str:
             times = row[key]
             text = f"{times['median']:.3g} {unit}  {format_speedup(row).partition(' (')[0].removeprefix('-')}"
             bars.append(plot.Bar(row["label"], times["median"], text, color(row), times["min"], times["max"]))
-        parts.append(f"<h3>Time {name}, batch {batch}: median, line from fastest to slowest</h3>" + plot.bars(bars))
+        blocks.append(Block(f"Time {name}, batch {batch}: median, line from fastest to slowest", plot=plot.bars(bars)))
         for prefix, place in (("device_", "device"), ("", "host")):
             key = f"{prefix}peak_memory_MB"
             if all(key in row for row in measured):
                 bars = [plot.Bar(row["label"], row[key], f"{row[key]:.0f} MB", color(row)) for row in measured]
-                parts.append(f"<h3>Peak {place} memory, batch {batch}</h3>" + plot.bars(bars))
-    return "".join(parts)
+                blocks.append(Block(f"Peak {place} memory, batch {batch}", plot=plot.bars(bars)))
+    return blocks
 
 
-def _throughput(rows: Sequence[Row]) -> str:
+def _throughput(rows: Sequence[Row]) -> list[Block]:
     """Return a plot of images (or samples) per second by batch size, if there are several sizes."""
     lines: dict[str, plot.Line] = {}
     for row in rows:
@@ -157,9 +192,9 @@ def _throughput(rows: Sequence[Row]) -> str:
             point = (float(row["batch"]), 1 / seconds)
             lines[row["label"]] = plot.Line(row["label"], (*points, point), color(row))
     if not any(len(line.points) > 1 for line in lines.values()):
-        return ""
+        return []
     unit = "images/s" if "image_s" in rows[0] else "samples/s"
-    return "<h3>Throughput</h3>" + plot.lines(list(lines.values()), "batch", unit)
+    return [Block("Throughput", plot=plot.lines(list(lines.values()), "batch", unit))]
 
 
 def color(row: Row) -> str:
@@ -171,50 +206,35 @@ def color(row: Row) -> str:
     return OURS if row.get("target") else OTHER
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Block:
     """Return a table of all rows, without columns of "-"; failed rows show their reason."""
     measured = [row for row in rows if "step_ms" in row]
     used = [(name, cell) for i, (name, cell) in enumerate(columns) if i < 2 or any(cell(r) != "-" for r in measured)]
     body = []
     for row in rows:
         if "step_ms" in row:
-            body.append(_cells(*(cell(row) for _, cell in used)))
+            body.append(TableRow([cell(row) for _, cell in used]))
         if row["status"] != "ok":
-            body.append(_cells(row["label"], str(row["batch"])) + _failure(row, len(used) - 2))
-    return _html_table([name for name, _ in used], body)
+            body.append(TableRow([row["label"], row["batch"]], row["reason"]))
+    return Block(columns=[name for name, _ in used], rows=body)
 
 
-def _html_table(header: Iterable[str], body: Iterable[str]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    return f"<table><tr>{head}</tr>" + "".join(f"<tr>{cells}</tr>" for cells in body) + "</table>"
-
-
-def _cells(*values: str) -> str:
-    return "".join(f"<td>{escape(value)}</td>" for value in values)
-
-
-def _failure(row: Row, columns: int) -> str:
-    return f"<td class=reason colspan={columns}>failed: {escape(row['reason'])}</td>"
-
-
-def _images(report: Row, folder: Path) -> str:
-    parts = []
+def _images(report: Row, folder: Path) -> Block:
+    """Return the images of the engines, which lie in `folder` and are encoded anew: pixels alone."""
+    images = []
     for label in dict.fromkeys(row["label"] for row in report["engines"]):
         path = folder / image_name(label)
         if path.is_file():
-            data = base64.b64encode(path.read_bytes()).decode()
-            source = f'<img src="data:image/png;base64,{data}" alt="{escape(label)}">'
-            parts.append(f"<figure>{source}<figcaption>{escape(label)}</figcaption></figure>")
-    prompt = escape(report["settings"]["prompt"])
-    return f"<h3>The same prompt and seed: “{prompt}”</h3>{''.join(parts)}" if parts else ""
+            images.append((label, base64.b64encode(png_bytes(read_picture(path, folder), {})).decode()))
+    return Block(f"The same prompt and seed: “{report['settings']['prompt']}”" if images else "", images=images)
 
 
-def _mlperf(report: Row) -> str:
+def _mlperf(report: Row) -> list[Block]:
     header = "engine,SingleStream p50,p90,p99,Offline,Server rate,p50,p90,p99,mean batch,fidelity,CLIP score,FID"
     bars, body = [], []
     for row in report["engines"]:
         if row["status"] != "ok":
-            body.append(_cells(row["label"]) + _failure(row, 12))
+            body.append(TableRow([row["label"]], row["reason"]))
             continue
         offline, server = row["Offline"]["images_per_s"], row["Server"]
         bars.append(plot.Bar(row["label"], offline, f"{offline:.3g}/s", color(row)))
@@ -225,34 +245,32 @@ def _mlperf(report: Row) -> str:
         single_stream, served = latencies
         scores = [row["quality"][name] for name in ("fidelity_percent", "clip_score", "fid")]
         body.append(
-            _cells(
+            TableRow([
                 row["label"], *single_stream, f"{offline:.2f}/s", f"{server['rate_per_s']:.2f}/s", *served,
                 f"{server['mean_batch']:.1f}", *(f"{s:.1f}" if isinstance(s, float) else str(s) for s in scores),
-            )
+            ])
         )  # fmt: skip
-    return "<h3>Offline: images per second</h3>" + plot.bars(bars) + _html_table(header.split(","), body)
+    return [Block("Offline: images per second", plot=plot.bars(bars), columns=header.split(","), rows=body)]
 
 
-def _profile(report: Row) -> str:
-    parts = []
+def _profile(report: Row) -> list[Block]:
+    blocks = []
     for row in report["engines"]:
         if row["status"] != "ok":
-            parts.append(f"<p>{escape(row['label'])} failed: {escape(row['reason'])}</p>")
+            blocks.append(Block(note=f"{row['label']} failed: {row['reason']}"))
             continue
-        parts.append(
-            f"<h3>{escape(row['label'])}: {row['total_ms']:.2f} ms per call in {escape(row['clock'])} "
-            f"(<a href='{escape(row['trace'])}'>trace</a> for ui.perfetto.dev)</h3>"
-        )
+        link = row["trace"] if LOCAL_FILE.fullmatch(row["trace"]) else ""
+        blocks.append(Block(f"{row['label']}: {row['total_ms']:.2f} ms per call in {row['clock']}", link=link))
         for name in ("by_operator", "by_site"):
             bars = [
                 plot.Bar(r["name"], r["ms"], f"{r['ms']:.3f} ms  {r['share']:.1%}  {r['count']:.0f}x", OURS)
                 for r in row[name][:14]
             ]
-            parts.append(f"<p>{name.replace('_', ' ')}</p>" + plot.bars(bars))
-    return "".join(parts)
+            blocks.append(Block(note=name.replace("_", " "), plot=plot.bars(bars)))
+    return blocks
 
 
-SECTIONS: dict[str, Callable[[Row], str]] = {
+SECTIONS: dict[str, Callable[[Row], list[Block]]] = {
     "benchmark": _benchmark,
     "ablation": _ablation,
     "mlperf": _mlperf,
@@ -279,6 +297,11 @@ def compare(old: Row, new: Row, tolerance: float, *, ratios: bool = False) -> tu
     Raises:
         InputError: if the settings differ.
     """
+    with files.parsing("a report", "benchmark results"):
+        return _compare(old, new, tolerance, ratios)
+
+
+def _compare(old: Row, new: Row, tolerance: float, ratios: bool) -> tuple[list[Row], list[str]]:
     different = [key for key in MUST_MATCH if old["settings"][key] != new["settings"][key]]
     if different:
         raise InputError(f"the two runs differ in {', '.join(different)}: run the benchmark again with the same.")

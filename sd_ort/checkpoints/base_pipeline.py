@@ -72,7 +72,7 @@ def _find_cached(family: str) -> Checkpoint | None:
     for hub_id, folder in cached_pipelines():
         try:
             pipeline = open_folder(hub_id, folder)
-            scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
+            scheduler = read_json(folder / "scheduler" / "scheduler_config.json", root=folder)
         except InputError:
             continue
         if matches_family_defaults(family, pipeline.configs["unet"], scheduler) and "controlnet" not in pipeline.models:

@@ -84,7 +84,7 @@ def _infer(folder: Path, missing: tuple[str, ...], _mtime_ns: int) -> dict[str, 
 def _predicts_velocity(folder: Path) -> bool:
     """Return whether it is one of the SD 2.x models for 768 pixels; those for 512 pixels predict noise."""
     path = folder / "scheduler" / "scheduler_config.json"
-    return path.is_file() and read_json(path).get("prediction_type") == "v_prediction"
+    return path.is_file() and read_json(path, root=folder).get("prediction_type") == "v_prediction"
 
 
 def _text_encoder(graph: ir.Graph) -> Config:

@@ -43,9 +43,12 @@ def model_config(model: Path) -> dict[str, Any]:
     return component_config(model.parent.parent, model.parent.name) if model_name(model) in COMPONENTS else {}
 
 
-def read_config(path: Path, missing_message: str | None = None) -> dict[str, Any]:
-    """Return a model's config. Raises InputError if it is damaged, or missing, for the reason `missing_message`."""
-    config = read_json(path, missing_message)
+def read_config(path: Path, missing_message: str | None = None, root: Path | None = None) -> dict[str, Any]:
+    """Return a model's config, which lies in `root`, the pipeline folder around its folder by default.
+
+    Raises InputError if it is damaged, leads elsewhere, or is missing, for the reason `missing_message`.
+    """
+    config = read_json(path, missing_message, root or path.parent.parent)
     if isinstance(adapter := config.get("ip_adapter"), dict) and "rows" in adapter:  # its name until 2026-11
         adapter.setdefault("hidden_state_length", adapter.pop("rows"))
     return _checked(path, config, CONFIG)
@@ -62,7 +65,7 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     Raises InputError if the config or the pipeline's index is missing or damaged.
     """
     path = folder / "scheduler" / "scheduler_config.json"
-    config = _checked(path, read_json(path), SCHEDULER)
+    config = _checked(path, read_json(path, root=folder), SCHEDULER)
     pipeline = str(read_index(folder).get("_class_name", ""))
     if CORRECTED_PIPELINES.search(pipeline):
         config = {**config, "steps_offset": 1}

@@ -21,8 +21,9 @@ import numpy as np
 
 from fusion_passes import weight_recipes
 from sd_ort.checkpoints.signatures import Config
-from sd_ort.checkpoints.tensor_readers import DTYPES, RecipeTensorReader, TensorReader, safetensors_entries
+from sd_ort.checkpoints.tensor_readers import RecipeTensorReader, TensorReader
 from sd_ort.core.errors import InputError
+from sd_ort.core.safetensors_file import FLOATS, read_entries
 
 BUNDLED = Path(__file__).with_name("conversion_tables.json.xz")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -80,7 +81,7 @@ def stored_shapes(path: Path) -> Shapes:
     if path.suffix != ".safetensors":
         return {}
     try:
-        entries = safetensors_entries(path)
+        entries = read_entries(path)[0]
         sizes_match = all(_bytes(e) == e["data_offsets"][1] - e["data_offsets"][0] for e in entries.values())
         return {name: tuple(entry["shape"]) for name, entry in entries.items()} if sizes_match else {}
     except (InputError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -88,7 +89,7 @@ def stored_shapes(path: Path) -> Shapes:
 
 
 def _bytes(entry: Mapping[str, Any]) -> int:
-    return math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize
+    return math.prod(entry["shape"]) * np.dtype(FLOATS[entry["dtype"]]).itemsize
 
 
 def find_tables(shapes: Shapes) -> list[ConversionTable]:

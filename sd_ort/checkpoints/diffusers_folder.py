@@ -13,6 +13,7 @@ from sd_ort.checkpoints.configs import read_config
 from sd_ort.checkpoints.signatures import Config
 from sd_ort.checkpoints.tensor_readers import DirectTensorReader
 from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.files import check_regular
 from sd_ort.core.pipeline_folder import MODEL, read_index
 from sd_ort.core.quiet import no_progress_bars, quiet
 
@@ -49,7 +50,7 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
 
 def add_controlnet(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """Return the checkpoint with the ControlNet in `folder`. Raises InputError if there is none that fits the UNet."""
-    config = read_config(folder / "config.json", f"{folder} is no ControlNet")
+    config = read_config(folder / "config.json", f"{folder} is no ControlNet", folder)
     if config.get("_class_name") != "ControlNetModel":
         raise InputError(f"{folder} holds a {config.get('_class_name')}, not a ControlNetModel.")
     for key in ("cross_attention_dim", "block_out_channels"):
@@ -73,7 +74,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     options = _weight_options(folder)
     files = sorted(folder.glob("*.safetensors" if options["use_safetensors"] else "*.bin"))
     files = [path for path in files if (".fp16" in path.name) == (options["variant"] is not None)]
-    return tuple(path for path in files if ".non_ema." not in path.name)
+    return tuple(check_regular(path, folder.parent) for path in files if ".non_ema." not in path.name)
 
 
 def _weight_options(folder: Path) -> dict[str, Any]:

@@ -129,7 +129,9 @@ def read_ip_adapter(file: Path, unet: Config, encoder: Path, image_config: Confi
 
 def encoder_config(folder: Path) -> Config:
     """Return the config of the image encoder in `folder`. Raises InputError if there is none."""
-    config = read_config(folder / "config.json", f"there is no image encoder in {folder} (give it as --image-encoder)")
+    config = read_config(
+        folder / "config.json", f"there is no image encoder in {folder} (give it as --image-encoder)", folder
+    )
     required = ("image_size", "patch_size", "hidden_size", "projection_dim")
     if config.get("architectures") != [ENCODER] or not all(config.get(name) for name in required):
         raise InputError(f"{folder} holds no {ENCODER}: give the image encoder that the adapter was trained with.")

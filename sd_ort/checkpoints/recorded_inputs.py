@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import onnx_ir as ir
 
-from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.errors import InputError
+from sd_ort.core.npz_file import npz_names, read_npz
 
 Arrays = dict[str, np.ndarray]
 
@@ -44,9 +44,8 @@ def load_recorded_inputs(
 
 def check_recorded(path: Path, models: Collection[str]) -> None:
     """Raise InputError unless the .npz `path` has runs of one of `models`."""
-    with _open(path) as file:
-        if not any(_array_name(name, model) for name in file.files for model in models):
-            raise InputError(f"{path} has no runs of {', '.join(models)}: call its arrays component/input[/run].")
+    if not any(_array_name(name, model) for name in npz_names(path) for model in models):
+        raise InputError(f"{path} has no runs of {', '.join(models)}: call its arrays component/input[/run].")
 
 
 def _array_name(name: str, model: str) -> str | None:
@@ -54,26 +53,12 @@ def _array_name(name: str, model: str) -> str | None:
     return name.removeprefix(f"{model}/") if name.startswith(f"{model}/") else None
 
 
-def _open(path: Path) -> np.lib.npyio.NpzFile:
-    try:
-        file = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}): save it with numpy.savez.") from error
-    if not isinstance(file, np.lib.npyio.NpzFile):
-        raise InputError(f"{path} holds one array without a name: save it with numpy.savez.")
-    return file
-
-
 def _arrays(path: Path, model: str, input_names: Iterable[str]) -> Arrays:
     """Return the arrays of a model, by their names without the model's."""
-    with _open(path) as file:
-        names = {name: _array_name(name, model) for name in file.files}
-        own = {name: name for name in file.files if name in input_names or name.rpartition("/")[0] in input_names}
-        selected = {name: short for name, short in names.items() if short} or own
-        try:
-            return {short: file[name] for name, short in selected.items()}
-        except (OSError, ValueError, EOFError, BadZipFile) as error:
-            raise InputError(f"{path} cannot be read ({first_line(error)}): save it with numpy.savez.") from error
+    names = {name: _array_name(name, model) for name in npz_names(path)}
+    own = {name: name for name in names if name in input_names or name.rpartition("/")[0] in input_names}
+    selected = {name: short for name, short in names.items() if short} or own
+    return {selected[name]: array for name, array in read_npz(path, selected.__contains__).items()}
 
 
 def _check(path: Path, name: str, array: np.ndarray, value: ir.Value) -> None:

@@ -17,9 +17,11 @@ from sd_ort.checkpoints import conversion_tables
 from sd_ort.checkpoints.base_pipeline import find_base_pipeline
 from sd_ort.checkpoints.checkpoint import Checkpoint, CheckpointModel, build_model
 from sd_ort.checkpoints.detection import FAMILIES, UNET_INPUT, detect_family
-from sd_ort.checkpoints.tensor_readers import TensorReader, safetensors_entries
+from sd_ort.checkpoints.tensor_readers import TensorReader
 from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.files import check_regular, parsing
 from sd_ort.core.quiet import quiet
+from sd_ort.core.safetensors_file import KIND, read_entries
 
 if TYPE_CHECKING:
     import torch
@@ -115,14 +117,7 @@ def meta_tensors(path: Path, unsafe_pickle: bool = False) -> Tensors:
 
     if path.suffix in PICKLES:
         return {name: tensor.to("meta") for name, tensor in _unpickle(path, unsafe_pickle).items()}
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-            return {name: torch.empty(part.get_shape(), device="meta") for name, part in parts.items()}
-    except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
-        raise InputError(f"{path} is truncated or no safetensors file ({first_line(error)}): get it again.") from error
+    return {name: torch.empty(entry["shape"], device="meta") for name, entry in read_entries(path)[0].items()}
 
 
 def read_tensors(path: Path, prefixes: tuple[str, ...], unsafe_pickle: bool = False) -> Tensors:
@@ -132,7 +127,7 @@ def read_tensors(path: Path, prefixes: tuple[str, ...], unsafe_pickle: bool = Fa
         return {name: content[name] for name in _with_prefix(content, prefixes)}
     from safetensors import safe_open
 
-    with safe_open(path, "pt") as file:
+    with parsing(path, KIND), safe_open(check_regular(path), "pt") as file:
         return {name: file.get_tensor(name) for name in _with_prefix(file.keys(), prefixes)}
 
 
@@ -169,7 +164,7 @@ def _stored_dtypes(path: Path) -> str:
     if path.suffix in PICKLES:
         return "pickle"
     sizes: dict[str, int] = {}
-    for entry in safetensors_entries(path).values():
+    for entry in read_entries(path)[0].values():
         begin, end = entry["data_offsets"]
         sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
     return " and ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])[:2])

@@ -5,7 +5,6 @@ Files are read, not mapped, so that memory is free again after use.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,14 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from fusion_passes import weight_recipes as recipes
-from sd_ort.core.errors import InputError
+from sd_ort.core.safetensors_file import FLOATS, read_entries
 
 Read = Callable[[str], np.ndarray]
 
-DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-}  # fmt: skip
 # Bit masks of the exponent; only NaN and infinity have all of these bits set.
 EXPONENT_MASKS: dict[np.dtype, np.unsignedinteger] = {
     np.dtype(np.float32): np.uint32(0x7F800000),
@@ -110,22 +105,22 @@ class IPAdapterTensorReader:
 def open_tensors(reader: TensorReader, names: Iterable[str]) -> Read | None:
     """Return a function that reads the tensors `names` in their stored dtype.
 
-    Returns None unless the files are safetensors files that have all of them in dtypes of `DTYPES`.
+    Returns None unless the files are safetensors files that have all of them in dtypes of `FLOATS`.
     """
     if any(path.suffix != ".safetensors" for path in reader.paths):
         return None
-    entries = {name: (path, entry) for path in reader.paths for name, entry in safetensors_entries(path).items()}
+    entries = {name: (path, entry) for path in reader.paths for name, entry in read_entries(path)[0].items()}
     spellings = {name: next((other for other in _spellings(name) if reader.has(other, entries)), "") for name in names}
     if "" in spellings.values():
         return None
     stored_names = [stored for name in spellings.values() for stored in reader.stored_names(name)]
-    if any(entries[name][1]["dtype"] not in DTYPES for name in stored_names):
+    if any(entries[name][1]["dtype"] not in FLOATS for name in stored_names):
         return None
 
     def read_stored(name: str) -> np.ndarray:
         path, entry = entries[name]
         begin, end = entry["data_offsets"]
-        dtype = np.dtype(DTYPES[entry["dtype"]])
+        dtype = np.dtype(FLOATS[entry["dtype"]])
         return np.fromfile(path, dtype, (end - begin) // dtype.itemsize, offset=begin).reshape(entry["shape"])
 
     def read(name: str) -> np.ndarray:
@@ -143,26 +138,6 @@ def _spellings(name: str) -> Iterable[str]:
     yield name.removeprefix("text_model.")
     if match := re.search(r"attentions\.0\.(to_q|to_k|to_v|to_out\.0)\.", name):
         yield name.replace(match[1], OLD_NAMES[match[1]])
-
-
-def safetensors_entries(path: Path) -> dict[str, dict]:
-    """Return the header of a safetensors file: name -> dtype, shape, and `data_offsets` from the start of the file.
-
-    Raises InputError for a truncated file.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(min(length, size)))
-        except ValueError as error:
-            raise InputError(f"{path} is truncated or no safetensors file: get it again.") from error
-    header.pop("__metadata__", None)
-    for entry in header.values():
-        entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
-        if entry["data_offsets"][1] > size:
-            raise InputError(f"{path} is truncated: get it again.")
-    return dict(header)
 
 
 def is_finite(values: np.ndarray) -> bool:

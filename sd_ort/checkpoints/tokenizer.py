@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError, first_line
-from sd_ort.core.files import read_json
+from sd_ort.core.files import JSON_LIMIT, check_regular, read_json, read_regular
 
 SPLIT = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"  # OpenAI's CLIP
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -112,11 +112,11 @@ FILES = ("vocab.json", "merges.txt")
 def _vocabulary(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list[dict[str, Any]]]:
     """Return the token ids, the merges, and the tokens added to them."""
     if all((folder / name).is_file() for name in FILES):
-        lines = (folder / FILES[1]).read_text("utf-8").splitlines()
+        lines = read_regular(folder / FILES[1], folder.parent, JSON_LIMIT).decode().splitlines()
         merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
         added = sorted(_json(folder / "added_tokens.json").items(), key=lambda item: item[1])
-        return read_json(folder / FILES[0]), merges, [{"content": text} for text, _ in added]  # type: ignore[return-value]
-    rules = read_json(folder / "tokenizer.json")
+        return read_json(folder / FILES[0], root=folder.parent), merges, [{"content": text} for text, _ in added]  # type: ignore[return-value]
+    rules = read_json(folder / "tokenizer.json", root=folder.parent)
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in rules["model"]["merges"]]
     return rules["model"]["vocab"], merges, rules.get("added_tokens", [])  # type: ignore[return-value]
 
@@ -132,7 +132,7 @@ def _added_token(token: str | dict[str, Any], *, special: bool) -> Any:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json(path, root=path.parent.parent) if path.is_file() else {}
 
 
 def load_hf_tokenizer(folder: Path) -> Any:
@@ -140,6 +140,8 @@ def load_hf_tokenizer(folder: Path) -> Any:
     from transformers import CLIPTokenizer
 
     try:
+        for path in folder.iterdir():
+            check_regular(path, folder.parent, JSON_LIMIT)
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers and its Rust half each fail in their own ways
         raise _no_tokenizer(folder, error) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.paths import real
 from sd_ort.runtime.provider_table import PROVIDERS
@@ -57,9 +58,9 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
 @click.option("--profile", is_flag=True, help="Where the time goes in one component of each folder.")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Denoising steps, or calls a run.")
 @click.option("--batch", "batches", default="1", show_default=True, callback=_sizes, help="Images at once: 1,4,8.")
-@click.option("--height", type=int, help="Pixels [default: the model's].")
-@click.option("--width", type=int, help="Pixels [default: the model's].")
-@click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
+@click.option("--height", type=PIXELS, help="Pixels [default: the model's].")
+@click.option("--width", type=PIXELS, help="Pixels [default: the model's].")
+@click.option("--guidance", type=GUIDANCE, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
 @click.option("--prompt", default="a red circle on a blue background", show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches drawn before timing.")
@@ -69,7 +70,7 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
     "--server-load",
     "--load",
     "server_load",
-    type=click.FloatRange(0.01, 2),
+    type=Number(0.01, 2),
     default=0.8,
     show_default=True,
     help="With --mlperf: arrival rate of Server as a share of Offline's.",
@@ -86,10 +87,10 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
 @click.option(
     "--fid-stats", type=click.Path(path_type=Path), help="With --mlperf: an .npz of the photographs' mu, sigma."
 )
-@click.option("--gpus", type=click.IntRange(1), help="With --mlperf: a replica on each of so many GPUs (Ray).")
-@click.option("--replicas", type=click.IntRange(1), help="With --mlperf: so many on the CPU, or on one GPU (Ray).")
+@click.option("--gpus", type=REPLICAS, help="With --mlperf: a replica on each of so many GPUs (Ray).")
+@click.option("--replicas", type=REPLICAS, help="With --mlperf: so many on the CPU, or on one GPU (Ray).")
 @click.option("--torch", "torch_model", help="What torch draws with: a diffusers folder, demo, none [default: source].")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
+@click.option("--threads", type=THREADS, help="CPU threads [default: one a core].")
 @click.option("--tuning", is_flag=True, help="Let the provider search for its fastest kernels.")
 @click.option("--sequential", is_flag=True, help="One engine in memory at a time; ratios then are not of one moment.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")

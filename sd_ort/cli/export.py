@@ -30,6 +30,7 @@ from sd_ort.core.errors import InputError
     "--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin files, as weights alone; only if you trust them."
 )
 @click.option("--component", "components", multiple=True, help="Export only this component; can be repeated.")
+@click.option("--overwrite", is_flag=True, help="Replace files in OUT that were changed since sd-ort wrote them.")
 def command(
     paths: tuple[str, ...],
     preset: str | None,
@@ -44,6 +45,7 @@ def command(
     vae: Path | None,
     unsafe_pickle: bool,
     components: tuple[str, ...],
+    overwrite: bool,
 ) -> None:
     """Turn MODEL into an ONNX pipeline folder OUT.
 
@@ -67,6 +69,7 @@ def command(
         exporter=exporter,
         seed=seed,
         components=components or None,
+        overwrite=overwrite,
         controlnet=controlnet,
         config=config,
         vae=vae,

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from sd_ort.cli.model_options import check_files, load_adapters, resolve_pipeline_folder, say
+from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.runtime.provider_table import PROVIDERS
 
 
@@ -43,23 +44,25 @@ class Devices(click.ParamType):
     help="Optimize a checkpoint into this folder [default: the cache, see `sd-ort cache`].",
 )
 @click.option("--steps", type=click.IntRange(1), help="Denoising steps [default: 50, demo model 25].")
-@click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, SDXL 5, demo model 3].")
+@click.option(
+    "--guidance", type=GUIDANCE, help="Guidance scale; 1 or less is none [default: 7.5, SDXL 5, demo model 3]."
+)
 @click.option("--seed", type=click.IntRange(0), help="Seed of the first image, counting up [default: a random one].")
 @click.option("--num-images", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images drawn at once.")
 @click.option("--negative", help="What the image must not show.")
-@click.option("--height", type=int, help="Pixels [default: the model's].")
-@click.option("--width", type=int, help="Pixels [default: the model's].")
+@click.option("--height", type=PIXELS, help="Pixels [default: the model's].")
+@click.option("--width", type=PIXELS, help="Pixels [default: the model's].")
 @click.option("--image", type=click.Path(path_type=Path, dir_okay=False), help="Start from this image.")
 @click.option("--mask", type=click.Path(path_type=Path, dir_okay=False), help="Draw only where this image is white.")
 @click.option(
     "--strength",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     help="Share of the steps that change --image [default: 0.8, 1 with --mask].",
 )
 @click.option("--control-image", type=click.Path(path_type=Path, dir_okay=False), help="Image for the ControlNet.")
 @click.option("--ip-adapter-image", type=click.Path(path_type=Path, dir_okay=False), help="Image prompt.")
-@click.option("--ip-adapter-scale", type=float, help="IP-Adapter scale; 0 disables the image prompt [default: 1].")
+@click.option("--ip-adapter-scale", type=Number(), help="IP-Adapter scale; 0 disables the image prompt [default: 1].")
 @click.option("--lora", "loras", multiple=True, metavar="FILE[:SCALE]", help="Add a LoRA; repeatable.")
 @click.option(
     "--embedding",
@@ -82,8 +85,8 @@ class Devices(click.ParamType):
     show_default=True,
     help=f"One of {', '.join(PROVIDERS)}, or plugin:LIBRARY [default: the best that runs here].",
 )
-@click.option("--gpus", type=click.IntRange(1), help="Draw on so many GPUs, a replica on each.")
-@click.option("--replicas", type=click.IntRange(1), help="Draw with so many replicas on the CPU, or on one GPU.")
+@click.option("--gpus", type=REPLICAS, help="Draw on so many GPUs, a replica on each.")
+@click.option("--replicas", type=REPLICAS, help="Draw with so many replicas on the CPU, or on one GPU.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option(
     "--gpu-graph/--no-gpu-graph",
@@ -114,7 +117,7 @@ class Devices(click.ParamType):
 @click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
 @click.option("--vae-slicing", is_flag=True, help="Decode the images of a batch one by one.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
+@click.option("--threads", type=THREADS, help="CPU threads [default: one a core].")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("."), help="A .png file, or a folder [default: .]."
 )
@@ -167,6 +170,7 @@ def command(
         return generate_list(options)
     from sd_ort.checkpoints.generation_defaults import generation_defaults
     from sd_ort.core.errors import InputError
+    from sd_ort.core.pictures import read_picture
     from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
 
     check_text([prompt, negative or ""])
@@ -176,7 +180,7 @@ def command(
         raise InputError("--mask and --strength change an image: pass it with --image.")
     image_files = {"image": image, "mask_image": mask, "control_image": control_image}
     image_files["ip_adapter_image"] = ip_adapter_image
-    images = {name: open_image(path) for name, path in image_files.items() if path is not None}
+    images = {name: read_picture(path) for name, path in image_files.items() if path is not None}
     first = random.randrange(2**31) if seed is None else seed
     check_seeds(first, num_images)
     seeds = range(first, first + num_images)
@@ -258,18 +262,6 @@ def output_paths(out: Path, prompt: str, seeds: range, overwrite: bool) -> list[
 def png_text(**settings: object) -> dict[str, str]:
     """Return the settings that are not None, as the text of a PNG file."""
     return {name: str(value) for name, value in settings.items() if value is not None}
-
-
-def open_image(path: Path) -> object:
-    """Return an image as RGB. Raises InputError if it cannot be opened."""
-    from PIL import Image
-
-    from sd_ort.core.errors import InputError
-
-    try:
-        return Image.open(path).convert("RGB")
-    except OSError as error:
-        raise InputError(f"{path} cannot be opened as an image: {error.strerror or 'unknown format'}.") from error
 
 
 def save_png(image: object, path: Path, settings: dict[str, str], *, overwrite: bool) -> None:

@@ -12,7 +12,8 @@ HOSTS = ("comfyui", "diffusers", "webui")
 @click.command()
 @click.argument("host", type=click.Choice(HOSTS))
 @click.argument("path", type=click.Path(path_type=Path))
-def command(host: str, path: Path) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace files that were changed since sd-ort wrote them.")
+def command(host: str, path: Path, overwrite: bool) -> None:
     """Put sd-ort into a host: PATH is ComfyUI's or a WebUI's folder, or, for diffusers, a pipeline folder.
 
     Into ComfyUI and the WebUIs goes one small folder that imports this package; nothing of theirs is changed, and their
@@ -21,4 +22,4 @@ def command(host: str, path: Path) -> None:
     """
     from sd_ort.integrations import application_installers
 
-    click.echo(application_installers.install(host, path))
+    click.echo(application_installers.install(host, path, overwrite=overwrite))

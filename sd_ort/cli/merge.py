@@ -6,14 +6,19 @@ from pathlib import Path
 
 import click
 
+from sd_ort.cli.numbers import GUIDANCE
+
 
 @click.command()
 @click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(1), help="Default denoising steps of the model [default: DIR's].")
-@click.option("--guidance", type=float, help="Default guidance scale of the model [default: DIR's].")
+@click.option("--steps", type=click.IntRange(1, 5000), help="Default denoising steps of the model [default: DIR's].")
+@click.option("--guidance", type=GUIDANCE, help="Default guidance scale of the model [default: DIR's].")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, ... [default: the pipeline's].")
-def command(source: Path, output: Path, steps: int | None, guidance: float | None, scheduler: str | None) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace files in OUT that were changed since sd-ort wrote them.")
+def command(
+    source: Path, output: Path, steps: int | None, guidance: float | None, scheduler: str | None, overwrite: bool
+) -> None:
     """Write the pipeline folder DIR to OUT as one ONNX model: token ids and noise in, image out.
 
     The steps are a loop inside the model, with guidance and the scheduler. `sd-ort generate --model OUT` runs it, and
@@ -26,4 +31,6 @@ def command(source: Path, output: Path, steps: int | None, guidance: float | Non
         raise InputError(f"{source} is merged already: give the folder it was made from.")
     from sd_ort.optimize.merge import merge
 
-    merge(source, output, steps=steps, guidance=guidance, scheduler=scheduler, on_progress=click.echo)
+    merge(
+        source, output, steps=steps, guidance=guidance, scheduler=scheduler, overwrite=overwrite, on_progress=click.echo
+    )

@@ -49,6 +49,7 @@ from sd_ort.core.pipeline_folder import standalone_model
 )
 @click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the checkpoint's.")
 @click.option("--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin, as weights alone; only if you trust them.")
+@click.option("--overwrite", is_flag=True, help="Replace files in OUT that were changed since sd-ort wrote them.")
 def command(
     source: Path,
     output: Path,
@@ -64,6 +65,7 @@ def command(
     image_encoder: Path | None,
     vae: Path | None,
     unsafe_pickle: bool,
+    overwrite: bool,
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
 
@@ -91,6 +93,7 @@ def command(
         calibrate=calibrate,
         inputs=inputs,
         hoist=hoist,
+        overwrite=overwrite,
     )
     show(manifest["components"], source if standalone_model(source) is not None else output)
     click.echo(f"Wrote {output}")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from sd_ort.cli.numbers import Number
 from sd_ort.core.errors import InputError, VerificationError
 
 
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--compare", nargs=2, metavar="OLD NEW", type=click.Path(path_type=Path), help="Two results folders.")
-@click.option("--tolerance", type=click.FloatRange(0), default=0.05, show_default=True, help="Growth that is allowed.")
+@click.option("--tolerance", type=Number(0), default=0.05, show_default=True, help="Growth that is allowed.")
 @click.option("--ratios", is_flag=True, help="Compare speed-ups over each run's own baseline: for two machines.")
 def command(folders: tuple[Path, ...], compare: tuple[Path, Path] | None, tolerance: float, ratios: bool) -> None:
     """Write DIR/report.html for each results folder: plots and pictures inline, one file.

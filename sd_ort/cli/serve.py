@@ -6,23 +6,25 @@ from pathlib import Path
 
 import click
 
+from sd_ort.cli.numbers import REPLICAS, THREADS, Number
 from sd_ort.runtime.provider_table import PROVIDERS
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--gpus", type=click.IntRange(1), help="One replica on each of so many GPUs [default: 1].")
-@click.option("--replicas", type=click.IntRange(1), help="So many on the CPU, or on one GPU [default: 1].")
+@click.option("--gpus", type=REPLICAS, help="One replica on each of so many GPUs [default: 1].")
+@click.option("--replicas", type=REPLICAS, help="So many on the CPU, or on one GPU [default: 1].")
 @click.option("--provider", default="auto", help=f"One of {', '.join(PROVIDERS)} [default: the best that runs here].")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve at; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free one.")
+@click.option("--allow-host", "names", multiple=True, help="A name of this server besides --host and IP addresses.")
 @click.option("--token", envvar="SD_ORT_TOKEN", help="What requests must carry [default: $SD_ORT_TOKEN, or none].")
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images drawn at once, at most.")
 @click.option("--queue", type=click.IntRange(1), default=64, show_default=True, help="Images that may wait.")
-@click.option("--timeout", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for a request.")
+@click.option("--timeout", type=Number(1, 86_400), default=600, show_default=True, help="Seconds for a request.")
 @click.option("--max-pixels", type=click.IntRange(1), help="Pixels of an image, at most [default: 2048 x 2048].")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of a replica [default: its share of the cores].")
+@click.option("--threads", type=THREADS, help="CPU threads of a replica [default: its share of the cores].")
 def command(
     folder: Path,
     gpus: int | None,
@@ -30,6 +32,7 @@ def command(
     provider: str,
     host: str,
     port: int,
+    names: tuple[str, ...],
     token: str | None,
     batch: int,
     queue: int,
@@ -51,8 +54,8 @@ def command(
     from sd_ort.serving.ray_replicas import RayCluster, require
     from sd_ort.serving.replica import ReplicaConfig, replica_configs
 
-    if token is not None and not token.strip():
-        raise InputError("the token is empty: give one, or none at all.")
+    if token is not None and not (token.strip() and token.isascii() and token.isprintable()):
+        raise InputError("the token is empty, or not printable ASCII: give one that an HTTP header can carry, or none.")
     model, (folder, provider) = folder, resolve_pipeline_folder(folder, provider)
     config = ReplicaConfig(folder, {"provider": provider, "scheduler": scheduler})
     configs = replica_configs(config, gpus, replicas, threads)
@@ -71,5 +74,10 @@ def command(
     with bind_socket(host, port) as listener, RayCluster(configs) as cluster:
         dispatcher = Dispatcher(cluster.replicas, batch, queue, timeout)
         asyncio.run(
-            serve(dispatcher, listener, lambda model: Service(dispatcher, model, limits, token, timeout), ready)
+            serve(
+                dispatcher,
+                listener,
+                lambda model: Service(dispatcher, model, limits, token, timeout, (host, *names)),
+                ready,
+            )
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from sd_ort.cli.numbers import Number
 from sd_ort.core.errors import InputError, ProviderError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
 @click.argument("optimized", metavar="OUT", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     help="Largest relative L2 error of outputs [default: 1e-5; in half precision by the depth of the graph].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")

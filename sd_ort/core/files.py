@@ -1,21 +1,20 @@
-"""Files that appear complete or not at all, and JSON that is checked against a schema."""
+"""Files that appear complete or not at all, files that others wrote, and JSON that is checked against a schema."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from sd_ort.core.errors import InputError, OutputError, first_line
-from sd_ort.core.interrupts import with_watchdog
+from sd_ort.core.errors import InputError, OutputError, SdOrtError, first_line
+from sd_ort.core.paths import inside
 
 JSON_LIMIT = 64 << 20  # bytes: the largest met, a tokenizer.json, has 4 MB
 
@@ -72,15 +71,71 @@ def code_hash(*packages: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def read_json(path: Path, missing_message: str | None = None) -> dict[str, Any]:
-    """Return the JSON object in a file that others wrote.
+def open_regular(path: Path, root: Path | None = None, limit: int | None = None) -> BinaryIO:
+    """Open a file that others wrote, for reading. FIFOs, devices and sockets, which block or never end, are refused.
+
+    `root`: folder that must contain the file, links followed (see `paths.inside`). `limit`: bytes. Raises InputError
+    for another kind of file, one outside of `root` or a larger one, and OSError as `open` does.
+    """
+    path = path if root is None else inside(path, root)
+    _check_regular(path, path.stat(), limit)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    try:
+        _check_regular(path, os.fstat(descriptor), limit)  # it may have been replaced
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _check_regular(path: Path, status: os.stat_result, limit: int | None) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise InputError(f"{path} is a folder: give a file.")
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path} is no regular file (a FIFO, device or socket): put the file itself there.")
+    if limit is not None and status.st_size > limit:
+        raise InputError(f"{path} has {status.st_size} bytes, more than {limit}: get it, or export it, again.")
+
+
+def check_regular(path: Path, root: Path | None = None, limit: int | None = None) -> Path:
+    """Return `path`, checked as `open_regular` does, for a library that opens it. Raises InputError."""
+    try:
+        open_regular(path, root, limit).close()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    return path
+
+
+def read_regular(path: Path, root: Path | None = None, limit: int | None = None) -> bytes:
+    """Return the bytes of a file that others wrote. Raises as `open_regular`."""
+    with open_regular(path, root, limit) as file:
+        return file.read()
+
+
+@contextmanager
+def parsing(path: Path | str, kind: str) -> Iterator[None]:
+    """Report as InputError what a parser raises for a damaged file: libraries have no common base class of errors.
+
+    Errors of sd-ort, interrupts and a lack of memory pass.
+    """
+    try:
+        yield
+    except (SdOrtError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{path} cannot be read as {kind} ({first_line(error)}): get it, or make it, again."
+        ) from error
+
+
+def read_json(path: Path, missing_message: str | None = None, root: Path | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file that others wrote, inside the folder `root` if that is given.
 
     Raises InputError if it is invalid, larger than JSON_LIMIT, or missing: then with `missing_message`.
     """
     try:
-        if path.stat().st_size > JSON_LIMIT or not path.is_file():
-            raise InputError(f"{path} is no file of at most {JSON_LIMIT >> 20} MiB: get it, or export it, again.")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, root, JSON_LIMIT))
     except (FileNotFoundError, NotADirectoryError) as error:
         advice = f"{path} is missing: export the pipeline again."
         raise InputError(f"{missing_message}: {path} is missing." if missing_message else advice) from error
@@ -120,55 +175,3 @@ def schema_mismatch(value: Any, schema: Any, where: str = "") -> str | None:
     else:
         return None if schema(value) else where
     return next((f"{where}.{wrong}" if where and wrong != where else wrong for wrong in found if wrong), None)
-
-
-@contextmanager
-def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a folder `parent`/.`name`.partial-..., which is removed on leaving unless it was moved.
-
-    Such folders of killed processes are removed first: each is locked while its process lives. Raises OutputError if
-    the folder cannot be created.
-    """
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(parent, f".{name}.partial-")
-        work, lock = _locked_folder(parent, f".{name}.partial-")
-    except OSError as error:
-        raise OutputError(f"cannot write to {parent}: {error.strerror}.") from error
-    with with_watchdog(work):
-        try:
-            yield work
-        finally:
-            for _ in range(5):  # a thread that is told to stop may write a last file meanwhile
-                if work.exists():
-                    shutil.rmtree(work, ignore_errors=True)
-            os.close(lock)
-
-
-def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove the folders in `parent` whose name starts with `prefix` and whose process is gone."""
-    for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
-        with suppress(OSError):
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
-def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Return a new folder and the descriptor that locks it. Retries if another process removed it as a leftover."""
-    while True:
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with suppress(OSError):
-            lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if work.is_dir():
-                    return work, lock
-            except BlockingIOError:
-                pass
-            except OSError:  # a file system without locks: nothing is taken for a leftover there
-                return work, lock
-            os.close(lock)

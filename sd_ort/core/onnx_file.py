@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.files import read_regular
 from sd_ort.core.paths import inside
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def read(path: Path) -> onnx.ModelProto:
     try:
         if path.stat().st_size > FILE_LIMIT:
             raise _Invalid("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")
-        model = onnx.ModelProto.FromString(path.read_bytes())
+        model = onnx.ModelProto.FromString(read_regular(path))
         if not model.graph.node:
             raise _Invalid("is truncated or empty: export it again")
         _check_model(model)

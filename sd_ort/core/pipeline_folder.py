@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +16,19 @@ from typing import Any
 
 from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import read_json, schema_mismatch, scratch_folder, without_nulls
+from sd_ort.core.files import (
+    JSON_LIMIT,
+    read_json,
+    read_regular,
+    schema_mismatch,
+    without_nulls,
+    write_bytes,
+    write_json,
+)
+from sd_ort.core.ownership import FileRecord, FolderState, compare, record_file, sha256, shown
 from sd_ort.core.paths import inside, output_path
+from sd_ort.core.progress import ProgressCallback, ignore_progress
+from sd_ort.core.staging import recover, replace_folder, scratch_folder
 
 MANIFEST = "sd_ort.json"
 FORMAT = 1
@@ -50,15 +59,6 @@ _OLD_KEYS = {
     "weights": "weight_recipes", "rules": "rewrite_counts", "counts": "op_counts", "not_lowered": "kernel_fallbacks",
     "few": "low_coverage", "equal_weights": "duplicate_weights",
 }  # fmt: skip
-
-
-def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file, read in 1 MiB blocks."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def tree_hash(folder: Path) -> str:
@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         return {}
-    manifest = read_json(path)
+    manifest = read_json(path, root=folder)
     if manifest.get("format") != FORMAT:
         raise InputError(f"{path} has another format than this sd-ort reads: export or optimize again.")
     if isinstance(entries := manifest.get("components"), dict):
@@ -110,39 +110,50 @@ def _with_new_keys(entry: Any) -> Any:
     return {_OLD_KEYS.get(key, key): value for key, value in entry.items()} if isinstance(entry, dict) else entry
 
 
-Hashes = Mapping[str, Mapping[str, Any]]
+Hashes = Mapping[str, FileRecord]
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any], known: Mapping[str, Hashes] | None = None) -> None:
-    """Write `manifest`, adding the format and `file_hashes` of every component, which `known` may have already."""
-    known = known or {}
-    names = sorted(p.parent.name for p in folder.glob(f"*/{MODEL}"))
-    hashes = {name: known.get(name) or file_hashes(folder / name) for name in names}
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, **manifest, "files": hashes}, indent=1) + "\n")
+    """Write `manifest`, adding the format and the records of all files by their folder; `known`: some of them."""
+    files: dict[str, dict[str, FileRecord]] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST):
+        home = path.parent.relative_to(folder).as_posix()
+        record = (known or {}).get(home, {}).get(path.name) or record_file(path)
+        files.setdefault(home, {})[path.name] = record
+    write_json(folder / MANIFEST, {"format": FORMAT, **manifest, "files": files})
 
 
 def file_hashes(component: Path, known: Mapping[str, str] | None = None) -> Hashes:
     """Size and SHA-256 of every file of a component, by name; `known`: SHA-256 of some already."""
     files = sorted(p for p in component.iterdir() if p.is_file())
-    return {p.name: {"bytes": p.stat().st_size, "sha256": (known or {}).get(p.name) or sha256(p)} for p in files}
+    return {path.name: record_file(path, (known or {}).get(path.name)) for path in files}
+
+
+def recorded_files(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """The records in a manifest, by relative path."""
+    folders = manifest.get("files", {}).items()
+    return {(Path(home) / name).as_posix(): record for home, files in folders for name, record in files.items()}
+
+
+def rewrite_file(folder: Path, name: str, data: bytes) -> None:
+    """Replace a file at the top of a pipeline folder, and its record if it has one."""
+    write_bytes(folder / name, data)
+    manifest = read_manifest(folder)
+    if name in manifest.get("files", {}).get(".", {}):
+        manifest["files"]["."][name] = record_file(folder / name)
+        write_json(folder / MANIFEST, manifest)
 
 
 def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:
     """Whether every file the manifest lists is there with the size and content it had when written."""
-    for component, files in manifest.get("files", {}).items():
-        for name, expected in files.items():
-            path = folder / component / name
-            if not path.is_file() or path.stat().st_size != expected["bytes"]:
-                return False
-            if sha256(path) != expected["sha256"]:
-                return False
-    return bool(manifest.get("files"))
+    record = recorded_files(manifest)
+    return bool(record) and len(compare(folder, record).owned) == len(record)
 
 
 def read_index(folder: Path, kind: str = "pipeline folder") -> dict[str, Any]:
     """The model_index.json of a pipeline folder: part -> [library, class]. Raises InputError when it is broken."""
     path = folder / "model_index.json"
-    index = read_json(path, f"{folder} is no {kind}")
+    index = read_json(path, f"{folder} is no {kind}", folder)
     parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker"]
     like = {"_class_name": str, **dict.fromkeys(parts, _is_library_and_class)}
     if wrong := schema_mismatch(index, like):
@@ -209,38 +220,53 @@ def copy_configs(source: Path, target: Path, components: Iterable[str] = ()) -> 
     for name in (*wanted, *(f"{component}/config.json" for component in components)):
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(inside(source / name, source), target / name)
+            (target / name).write_bytes(read_regular(source / name, source, JSON_LIMIT))
 
 
 @contextmanager
-def staged(output: Path, *sources: Path) -> Iterator[Path]:
+def staged(
+    output: Path, *sources: Path, overwrite: bool = False, on_progress: ProgressCallback = ignore_progress
+) -> Iterator[Path]:
     """Yield a temporary sibling of `output` that replaces it on success and vanishes on any error or interrupt.
 
-    `sources`: folders that it is made from. Raises OutputError when `output` is one of them, holds one or lies in one,
-    when it exists and was not written by sd-ort, or when the disk is full.
+    Files in `output` that sd-ort did not write stay there. `sources`: folders that it is made from. `overwrite`:
+    replace files that were changed since sd-ort wrote them.
+
+    Raises OutputError when `output` is a source, holds one or lies in one, when it was not written by sd-ort or holds
+    what would be lost, or when the disk is full.
     """
     output = output_path(output, *sources)
-    if output.exists() and not (output / MANIFEST).is_file() and (not output.is_dir() or any(output.iterdir())):
-        raise OutputError(f"{output} exists and was not written by sd-ort: choose another folder or remove it.")
     try:
+        recover(output)
+        state = _replaceable(output, overwrite)
         with scratch_folder(output.parent, output.name) as work:
             yield work
             work.chmod(0o755)
-            if output.exists():
-                old = work.with_name(work.name + "-old")
-                output.rename(old)
-                try:
-                    work.rename(output)
-                except BaseException:
-                    old.rename(output)
-                    raise
-                shutil.rmtree(old)
-            else:
-                work.rename(output)
+            state = _replaceable(output, overwrite, state)
+            replace_folder(work, output, state.foreign)
     except OSError as error:
         if _is_full(error):
             raise OutputError(f"no space left for {output}: free some disk space and run it again.") from error
         raise
+    for names, action in ((state.changed, "replaced, changed since they were written"), (state.foreign, "kept")):
+        if names:
+            on_progress(f"{output}: {action}: {shown(names)}")
+
+
+def _replaceable(output: Path, overwrite: bool, before: FolderState | None = None) -> FolderState:
+    """Return what lies at an output. Raises OutputError if it must not be replaced."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return FolderState()
+    try:
+        record = recorded_files(read_manifest(output)) if output.is_dir() else {}
+    except InputError as error:
+        raise OutputError(f"{output} has a damaged {MANIFEST}: choose another folder or remove it.") from error
+    if not record:
+        raise OutputError(f"{output} exists and was not written by sd-ort: choose another folder or remove it.")
+    state = compare(output, record, before)
+    state.foreign.remove(MANIFEST)
+    state.check_replaceable(output, overwrite)
+    return state
 
 
 def _is_full(error: OSError) -> bool:

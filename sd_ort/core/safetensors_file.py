@@ -1,29 +1,81 @@
-"""Safetensors files as float32 arrays, without torch."""
+"""The reader of safetensors files, without torch: the header is checked before any tensor is read."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any, BinaryIO
 
+import ml_dtypes
 import numpy as np
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import open_regular, parsing, schema_mismatch
+
+FLOATS = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+INTEGERS = {
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32,
+    "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+DTYPES = {**FLOATS, **INTEGERS}
+HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
+KIND = "a safetensors file"
+Entry = dict[str, Any]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
+_ENTRY_LIKE = {"dtype": str, "shape": [_is_size], "data_offsets": [_is_size]}
+
+
+def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the tensors of a file, and its metadata: name -> dtype, shape, `data_offsets` from the start of the file.
+
+    Raises InputError for a file that is truncated or of another format.
+    """
+    with parsing(path, KIND), open_regular(path) as file:
+        return _read_entries(file)
+
+
+def _read_entries(file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str]]:
+    size = file.seek(0, 2)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(HEADER_LIMIT, size - 8):
+        raise ValueError("truncated")
+    header = json.loads(file.read(length))
+    metadata = header.pop("__metadata__", {})
+    if schema_mismatch(metadata, {str: str}):
+        raise ValueError("damaged metadata")
+    for name, entry in header.items():
+        if schema_mismatch(entry, _ENTRY_LIKE) or not _ENTRY_LIKE.keys() <= entry.keys():
+            raise ValueError(f"damaged entry {name!r}")
+        begin, end = entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
+        if not begin <= end <= size:
+            raise ValueError("truncated")
+        if (dtype := DTYPES.get(entry["dtype"])) is not None:
+            expected = math.prod(entry["shape"]) * np.dtype(dtype).itemsize
+            if end - begin != expected:
+                raise ValueError(f"{name!r} has {end - begin} bytes where its shape asks for {expected}")
+    return header, metadata
 
 
 def read_float32(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the tensors of a file, converted to float32, and its metadata. Raises whatever the safetensors library
-    raises for a file that is missing, damaged or of another format."""
-    from safetensors import safe_open
+    """Return the tensors of a file, converted to float32, and its metadata. Raises InputError as `read_entries`."""
+    with parsing(path, KIND), open_regular(path) as file:
+        entries, metadata = _read_entries(file)
+        return {name: _read(file, entry).astype(np.float32) for name, entry in entries.items()}, metadata
 
-    with safe_open(path, "np") as file:
-        names = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-        foreign = {name for name, dtype in names.items() if dtype == "BF16" or dtype.startswith("F8")}
-        tensors = {name: file.get_tensor(name).astype(np.float32) for name in names.keys() - foreign}
-        metadata = file.metadata() or {}
-    if foreign:  # dtypes that NumPy lacks
-        import ml_dtypes
-        from safetensors import deserialize
 
-        dtypes = {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
-        for name, entry in deserialize(path.read_bytes()):
-            if name in foreign:
-                flat = np.frombuffer(entry["data"], dtypes[entry["dtype"]])
-                tensors[name] = flat.astype(np.float32).reshape(entry["shape"])
-    return {name: tensors[name] for name in names}, metadata
+def _read(file: BinaryIO, entry: Entry) -> np.ndarray:
+    if entry["dtype"] not in DTYPES:
+        raise InputError(f"{file.name} has tensors of the dtype {entry['dtype']}, which sd-ort does not read.")
+    begin, end = entry["data_offsets"]
+    file.seek(begin)
+    return np.frombuffer(file.read(end - begin), DTYPES[entry["dtype"]]).reshape(entry["shape"])

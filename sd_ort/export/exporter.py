@@ -221,6 +221,7 @@ def export(
     opset: int = DEFAULT_OPSET,
     exporter: str = "dynamo",
     components: Sequence[str] | None = None,
+    overwrite: bool = False,
     on_progress: ProgressCallback = ignore_progress,
     **checkpoint_options: Any,
 ) -> dict[str, Any]:
@@ -230,6 +231,7 @@ def export(
         model: "demo", a single-file checkpoint, a diffusers folder or a hub id; None with the options `preset` and
             `random_weights`.
         components: Export only these components.
+        overwrite: Replace files in `out` that were changed since sd-ort wrote them.
         on_progress: Called with one line per step. `progress` is its old name.
         checkpoint_options: Fields of `CheckpointOptions`.
 
@@ -240,7 +242,8 @@ def export(
     checkpoint = open_checkpoint(model, options)
     if checkpoint.detection_note:
         on_progress(checkpoint.detection_note)
-    return export_checkpoint(checkpoint, out, ExportOptions(opset, exporter, options.seed), components, on_progress)
+    export_options = ExportOptions(opset, exporter, options.seed)
+    return export_checkpoint(checkpoint, out, export_options, components, overwrite, on_progress)
 
 
 def check_exporter(exporter: str, opset: int) -> None:
@@ -257,6 +260,7 @@ def export_checkpoint(
     out: Path,
     options: ExportOptions,
     components: Sequence[str] | None = None,
+    overwrite: bool = False,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
     """Export components of an open checkpoint to the folder `out` and return its manifest.
@@ -286,7 +290,7 @@ def export_checkpoint(
     keys = [templates.component_key(source, name, options.opset, options.exporter) for name in names]
     if not source.random_weights and all(map(templates.find_template, keys)):
         on_progress(f"All components have templates: `sd-ort optimize {source.name} OUT` needs no export.")
-    with staged(out, *source.paths) as work:
+    with staged(out, *source.paths, overwrite=overwrite, on_progress=on_progress) as work:
         source.write_configs(work)
         entries: dict[str, Any] = {}
 

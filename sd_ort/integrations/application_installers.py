@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sd_ort.core.errors import InputError
+from sd_ort.core.ownership import shown
 from sd_ort.integrations.managed_folder import install_folder, uninstall_folder
 
 HERE = Path(__file__).parent
@@ -16,14 +17,17 @@ FOLDERS = {
 }
 
 
-def install(host: str, path: Path) -> str:
-    """Install into `path` and return a message. Raises InputError if `path` is not the application's folder."""
+def install(host: str, path: Path, *, overwrite: bool = False) -> str:
+    """Install into `path` and return a message. `overwrite`: replace files that were changed since sd-ort wrote them.
+
+    Raises InputError if `path` is not the application's folder, OutputError if something would be lost.
+    """
     if host == "diffusers":
         from sd_ort.integrations.diffusers import install as name_classes
 
         return f"{path}/model_index.json names sd-ort's classes for {', '.join(name_classes(path))}."
     target = _target(host, path)
-    written = install_folder(target, CONTENT[host]())
+    written = install_folder(target, CONTENT[host](), overwrite=overwrite)
     return f"Wrote {len(written)} files to {target}. Restart the application to use them."
 
 
@@ -35,8 +39,8 @@ def uninstall(host: str, path: Path) -> str:
         restore_classes(path)
         return f"Restored {path}/model_index.json."
     target = _target(host, path)
-    uninstall_folder(target)
-    return f"Removed {target}."
+    kept = uninstall_folder(target)
+    return f"Removed sd-ort's files from {target}; kept: {shown(kept)}." if kept else f"Removed {target}."
 
 
 def _target(host: str, path: Path) -> Path:

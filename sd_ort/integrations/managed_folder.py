@@ -2,68 +2,70 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import read_json, write_bytes
+from sd_ort.core.files import read_json, schema_mismatch, write_json
+from sd_ort.core.ownership import FileRecord, compare, record_file
+from sd_ort.core.staging import recover, replace_folder, scratch_folder
 
 MARKER = "sd_ort_installed.json"
+_MARKER_LIKE = {"files": {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}}
 
 
-def install_folder(target: Path, files: Mapping[str, bytes]) -> list[Path]:
+def install_folder(target: Path, files: Mapping[str, bytes], *, overwrite: bool = False) -> list[Path]:
     """Write `files` (relative path -> content) to the folder `target` and return their paths.
 
-    Files that an earlier version of sd-ort wrote and this one does not are removed.
+    Files that an earlier version of sd-ort wrote and this one does not are removed. `overwrite`: replace files that
+    were changed since.
 
     Raises:
-        OutputError: if the folder, or a file to write, exists and was not written by this function.
+        OutputError: if the folder, or a file to write, exists and was not written by this function, or was changed.
     """
-    ours = _ours(target)
-    if target.exists() and not ours:
+    recover(target)
+    record = _record(target)
+    if target.exists() and not record:
         raise OutputError(f"{target} exists and is not sd-ort's: move it away, or rename it.")
-    if foreign := [name for name in files if (target / name).exists() and name not in ours]:
-        raise OutputError(f"{target / foreign[0]} was not written by sd-ort: move it away.")
-    for name in ours - set(files) - {MARKER}:
-        (target / name).unlink(missing_ok=True)
-    content = {**files, MARKER: (json.dumps({"files": sorted([*files, MARKER])}, indent=1) + "\n").encode()}
-    for name, data in content.items():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(target / name, data, overwrite=True)
+    state = compare(target, record)
+    state.check_replaceable(target, overwrite)
+    with scratch_folder(target.parent, target.name) as work:
+        work.chmod(0o755)
+        for name, data in files.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_bytes(data)
+        write_json(work / MARKER, {"files": {name: record_file(work / name) for name in files}})
+        replace_folder(work, target, [name for name in state.foreign if name != MARKER])
     return [target / name for name in files]
 
 
-def uninstall_folder(target: Path) -> None:
-    """Remove the files that `install_folder` wrote, and the folder if it is empty then.
+def uninstall_folder(target: Path) -> list[str]:
+    """Remove the files that `install_folder` wrote and nobody changed, and the folder if it is empty then.
+
+    Returns the names of the files that stay.
 
     Raises:
         InputError: if `install_folder` did not write to `target`.
     """
-    ours = _ours(target)
-    if not ours:
+    record = _record(target)
+    if not record:
         raise InputError(f"{target} was not written by sd-ort: nothing to uninstall.")
-    for name in ours:
-        (target / name).unlink(missing_ok=True)
-    for folder in (*sorted((p for p in target.rglob("*") if p.is_dir()), reverse=True), target):
-        if folder.name == "__pycache__":
-            for compiled in folder.glob("*.pyc"):
-                compiled.unlink()
-        if not any(folder.iterdir()):
+    state = compare(target, record)
+    compiled = [name for name in state.foreign if Path(name).match("__pycache__/*.pyc")]
+    for name in (*state.owned, *compiled, MARKER):  # the marker last: an interrupted call can be repeated
+        (target / name).unlink()
+    for folder in (*sorted((path for path in target.rglob("*") if path.is_dir()), reverse=True), target):
+        if not folder.is_symlink() and not any(folder.iterdir()):
             folder.rmdir()
+    return [name for name in (*state.changed, *state.foreign) if name != MARKER and name not in compiled]
 
 
-def _ours(target: Path) -> set[str]:
-    """Return the file names in the marker. Raises InputError if one of them is outside of the folder."""
+def _record(target: Path) -> dict[str, FileRecord]:
+    """Return the records in the marker. Raises InputError if it is damaged; {} without one."""
     path = target / MARKER
     if not path.is_file():
-        return set()
-    names = read_json(path).get("files")
-    if not isinstance(names, list) or not all(isinstance(n, str) and _is_inside(n) for n in names):
-        raise InputError(f"{path} is damaged: remove {target} yourself.")
-    return set(names)
-
-
-def _is_inside(name: str) -> bool:
-    path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts
+        return {}
+    content = read_json(path, root=target)
+    if schema_mismatch(content, _MARKER_LIKE) or not content.get("files"):
+        raise InputError(f"{path} is damaged, or of an earlier version: remove {target} yourself.")
+    return dict(content["files"])

@@ -49,13 +49,14 @@ def merge(
     steps: int | None = None,
     guidance: float | None = None,
     scheduler: str | None = None,
+    overwrite: bool = False,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
     """Write the text-to-image pipeline of `source` to `output` as `pipeline/model.onnx`, and return its manifest.
 
     `steps`, `guidance` and `scheduler` are the defaults of the model's inputs timesteps, scales, weights and
-    guidance_scale; None is the default of the folder. `report` is the old name of `on_progress`. After an error, no
-    files remain.
+    guidance_scale; None is the default of the folder. `overwrite`: replace files in `output` that were changed
+    since sd-ort wrote them. `report` is the old name of `on_progress`. After an error, no files remain.
 
     Raises:
         InputError: `source` is no text-to-image pipeline, its components have different opsets, or the scheduler is not
@@ -90,7 +91,7 @@ def merge(
         "options": {"steps": steps, "guidance": guidance, "scheduler": type(instance).__name__},
         "components": {pipeline_folder.MERGED: {"nodes": sum(1 for _ in model.graph.all_nodes()), "merged": names}},
     }
-    with pipeline_folder.staged(output, source) as work:
+    with pipeline_folder.staged(output, source, overwrite=overwrite, on_progress=on_progress) as work:
         pipeline_folder.copy_configs(source, work, names)
         (work / "scheduler").mkdir(exist_ok=True)
         scheduler_config = work / "scheduler" / "scheduler_config.json"

@@ -121,6 +121,14 @@ def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
     return x.repeat(request.batch // len(x), 0)
 
 
+def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
+    """One row for all images, or several that are taken in turn as diffusers does, whatever the prompts -> one an
+    image. Raises InputError for other counts."""
+    if request.batch % len(x):
+        raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
+    return np.concatenate([x] * (request.batch // len(x)))
+
+
 def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
     """What CLIP sees of a picture: its central square at size x size pixels, normalized, (3, size, size) float32.
     `config`: see `feature_extractor`."""
@@ -138,7 +146,7 @@ def feature_extractor(folder: Path) -> dict[str, Any]:
     path = folder / "feature_extractor" / "preprocessor_config.json"
     if not path.is_file():
         return {}
-    config = read_json(path)
+    config = read_json(path, root=folder)
     colors = dict.fromkeys(("image_mean", "image_std"), _three_numbers)
     if wrong := schema_mismatch(config, colors):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")

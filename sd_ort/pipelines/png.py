@@ -8,6 +8,9 @@ from pathlib import Path
 
 from PIL import Image, PngImagePlugin
 
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import check_regular, parsing
+
 
 def png_bytes(image: Image.Image, text: Mapping[str, str]) -> bytes:
     """The file; `text` becomes its PNG text, in UTF-8."""
@@ -23,8 +26,8 @@ def png_bytes(image: Image.Image, text: Mapping[str, str]) -> bytes:
 def read_png_text(path: Path) -> dict[str, str]:
     """The text of a PNG file; {} for a file that is none."""
     try:
-        with Image.open(path) as image:
+        with parsing(path, "a picture"), Image.open(check_regular(path), formats=["PNG"]) as image:
             text = getattr(image, "text", {})
-    except (OSError, ValueError, SyntaxError):
+    except InputError:
         return {}
     return {str(key): str(value) for key, value in text.items()}

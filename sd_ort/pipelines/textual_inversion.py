@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.errors import InputError
 from sd_ort.core.safetensors_file import read_float32
 from sd_ort.pipelines.state import PipelineState
 
@@ -99,10 +99,7 @@ def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], st
         raise InputError(
             f"{path} is no .safetensors file: embeddings are read from those alone, pickles (.pt, .bin) can run code."
         )
-    try:
-        return dict(read_float32(path)[0]), str(path)
-    except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
-        raise InputError(f"{path} cannot be read as an embedding ({first_line(error)}): get it again.") from error
+    return dict(read_float32(path)[0]), str(path)
 
 
 class TextualInversionMixin(PipelineState):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.arguments import check_text
+from sd_ort.pipelines.arguments import SIDE_LIMIT, check_text
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
 
 FIELDS = (
@@ -157,6 +157,9 @@ def _size(fields: dict[str, Any], model: ModelInfo, limits: Limits) -> tuple[int
     width, height = int(match[1]), int(match[2])
     if not width or not height or width % model.size_multiple or height % model.size_multiple:
         raise InvalidRequest(f"The width and height of size must be multiples of {model.size_multiple}.", "size")
-    if width * height > limits.pixels:
-        raise InvalidRequest(f"size {size} has more than {limits.pixels} pixels: request a smaller image.", "size")
+    if width * height > limits.pixels or max(width, height) > SIDE_LIMIT:
+        raise InvalidRequest(
+            f"size {size} has more than {limits.pixels} pixels, or {SIDE_LIMIT} a side: request a smaller image.",
+            "size",
+        )
     return width, height

@@ -9,6 +9,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.files import read_regular
 from sd_ort.core.paths import slugify
 from sd_ort.pipelines.arguments import check_seeds, check_text
 from sd_ort.serving.dispatch import Dispatcher
@@ -32,9 +33,7 @@ OnImage = Callable[[OutputTask, bytes], object]  # called with each PNG file, in
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a text file, one per line without empty lines. Raises InputError for an invalid file."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB: split it.")
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular(path, limit=MAX_FILE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -10,48 +10,63 @@ import contextlib
 import hmac
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.serving import api
 from sd_ort.serving.api import InvalidRequest, Limits
+from sd_ort.serving.connections import MAX_IDLE, LimitedConnection, address_error
 from sd_ort.serving.dispatch import Dispatcher, QueueFull
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo
 from sd_ort.serving.metrics import Metrics
 
-BODY_TIMEOUT_S = 30.0  # for a client to send its request
+BODY_TIMEOUT_S = 10.0  # for a client to send its request
 CLIENT_CLOSED_REQUEST = 499  # nginx's status if a client disconnects before the response
 
 
 @dataclass
 class Service:
-    """Request handlers. token: required in requests; None for none. timeout: seconds for the images of a request."""
+    """Request handlers.
+
+    token: required in requests; None for none. timeout: seconds for the images of a request. names: names of this
+    server, besides localhost and IP addresses.
+    """
 
     dispatcher: Dispatcher
     model: ModelInfo
     limits: Limits = field(default_factory=Limits)
     token: str | None = None
     timeout: float = 600.0
+    names: Collection[str] = ()
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.dispatcher)
 
-    def app(self) -> Starlette:
-        """Return the routes as an ASGI application."""
+    def app(self) -> ASGIApp:
+        """Return the routes as an ASGI application, for requests that are addressed to this server."""
         routes = [
             Route("/v1/images/generations", self.generate, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.get_metrics, methods=["GET"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
+
+        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+            headers = Headers(scope=scope)
+            error = address_error(headers.get("host"), headers.get("origin"), self.names)
+            await (_error(error, 403) if error else app)(scope, receive, send)
+
+        return checked
 
     async def generate(self, request: Request) -> Response:
         """Generate the images of a request, and count the request."""
@@ -206,7 +221,7 @@ async def serve(
         config = uvicorn.Config(
             create_service(model).app(), log_level="warning", access_log=False, lifespan="off",
             timeout_graceful_shutdown=1, timeout_keep_alive=15, server_header=False,
-            limit_concurrency=(dispatcher.queue or 64) + 64,
+            limit_concurrency=(dispatcher.queue or 64) + 64 + MAX_IDLE, http=LimitedConnection, ws="none",
         )  # fmt: skip
         server = _Server(config)
         server.dispatcher = dispatcher

@@ -149,9 +149,59 @@ def test_bars_are_as_long_as_their_values() -> None:
 def test_line_labels_do_not_overlap() -> None:
     same = [plot.Line(str(i), ((1, 5.0), (8, 5.0 + i / 100)), "red") for i in range(6)]
     drawn = plot.lines(same, "batch", "images/s")
-    heights = sorted(float(y) for x, y in re.findall(r'<text x="(\d+)" y="([\d.]+)">\d</text>', drawn))
+    heights = sorted(
+        float(y) for x, y in re.findall(r'<text x="(\d+)" y="([\d.]+)" text-anchor="start">\d</text>', drawn)
+    )
     assert len(heights) == 6
     assert min(b - a for a, b in pairwise(heights)) >= 14
+
+
+def test_nothing_of_a_report_is_markup(tmp_path: Path) -> None:
+    """Every string and number of a report, replaced by markup in turn, is text in the page, or refused."""
+    evil = '"><script>alert(1)</script><a href="javascript:1">'
+    profile = results("profile", engines=[{
+        "label": "a", "status": "ok", "total_ms": 1.0, "clock": "nodes", "trace": "javascript:alert(1)",
+        "by_operator": [{"name": "MatMul", "ms": 1.0, "share": 0.5, "count": 1}], "by_site": [],
+    }])  # fmt: skip
+    base = {"benchmark": results(), "profile": profile}
+    pages = 0
+
+    def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+        return [path] if items is None else [p for key, entry in items for p in places(entry, (*path, key))]
+
+    for kind, *place in places(base):
+        if place[0] in ("format", "kind"):
+            continue
+        changed = copy.deepcopy(base[kind])
+        target: Any = changed
+        for key in place[:-1]:
+            target = target[key]
+        target[place[-1]] = evil
+        folder = save(tmp_path / kind, changed)
+        try:
+            text = report.write(folder).read_text()
+        except InputError:
+            continue
+        pages += 1
+        tags = Balanced(text)
+        assert "script" not in tags.count, place
+        assert not tags.sources, place
+        assert "default-src 'none'" in text
+    assert pages > 50
+
+
+def test_a_picture_outside_or_of_another_kind_is_refused(tmp_path: Path, folder: Path) -> None:
+    picture = folder / "raw-ONNX.png"
+    Image.open(picture).save(tmp_path / "elsewhere.png")
+    for replace in (
+        lambda: picture.symlink_to(tmp_path / "elsewhere.png"), lambda: picture.symlink_to("/etc/passwd"),
+        lambda: picture.write_text("no picture"),
+    ):  # fmt: skip
+        picture.unlink()
+        replace()
+        with pytest.raises(InputError, match="raw-ONNX"):
+            report.write(folder)
 
 
 def test_unfinished_run_is_said(tmp_path: Path) -> None:

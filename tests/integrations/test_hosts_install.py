@@ -31,7 +31,7 @@ def test_install_and_uninstall(sd_ort: Callable[..., tuple[int, str, str]], plac
         code, out, _ = sd_ort("install-host", host, root)
         assert (code, str(target) in out) == (0, True)
     written = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
-    assert written == set(json.loads((target / MARKER).read_text())["files"])
+    assert written == {MARKER, *json.loads((target / MARKER).read_text())["files"]}
     for path in target.rglob("*.py"):
         compile(path.read_text(), path, "exec")
     (target / "__pycache__").mkdir()

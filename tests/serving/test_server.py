@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import signal
 import socket
@@ -24,7 +25,7 @@ from sd_ort.serving.api import Limits
 from sd_ort.serving.dispatch import Dispatcher
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
-from sd_ort.serving.server import Service
+from sd_ort.serving.server import Service, bind_socket, serve
 
 JSON = {"content-type": "application/json"}
 IMAGES = "/v1/images/generations"
@@ -103,6 +104,65 @@ def test_responses() -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"host": "127.0.0.1:8000"}, 200), ({"host": "[::1]:8000"}, 200), ({"host": "localhost"}, 200), ({}, 200),
+        ({"host": "gpu1.lan:8000"}, 200), ({"host": "evil.example"}, 403), ({"host": "["}, 403), ({"host": ""}, 403),
+        ({"host": "localhost:1", "origin": "http://localhost:1"}, 200), ({"host": "localhost", "origin": "null"}, 403),
+        ({"host": "localhost:1", "origin": "http://evil.example"}, 403), ({"origin": "http://localhost"}, 403),
+    ],
+)  # fmt: skip
+def test_only_requests_addressed_to_this_server_are_answered(headers: dict[str, str], expected: int) -> None:
+    async def test() -> None:
+        dispatcher = Dispatcher([FakeReplica()])
+        await dispatcher.start()
+        await run_tasks()
+        app = Service(dispatcher, MODEL, names=("GPU1.lan",)).app()
+        assert (await request(app, "GET", "/health", headers=headers))[0] == expected
+        dispatcher.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("timeout", [1e-3, 1e9])
+def test_unfinished_requests_deny_service_to_nobody(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
+    """300 connections with unfinished headers are closed when their time is over, or to make room for others."""
+    monkeypatch.setattr("sd_ort.serving.connections.HEADER_TIMEOUT_S", timeout)
+
+    async def test() -> None:
+        dispatcher = Dispatcher([FakeReplica()])
+        listener = bind_socket("127.0.0.1", 0)
+        ready = asyncio.Event()
+        address = listener.getsockname()
+        serving = asyncio.create_task(
+            serve(dispatcher, listener, lambda model: Service(dispatcher, model), lambda model: ready.set())
+        )
+        await ready.wait()
+        unfinished = []
+        for _ in range(300):
+            reader, writer = await asyncio.open_connection(*address)
+            with contextlib.suppress(ConnectionResetError):
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x")
+            unfinished.append((reader, writer))
+        if timeout > 1:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert b"200 OK" in await reader.read()
+            writer.close()
+        for reader, _ in unfinished if timeout < 1 else unfinished[:230]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        for _, writer in unfinished:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(test(), 300))
+
+
 def test_an_image_does_not_depend_on_its_batch(folder: Path, one_thread: None) -> None:
     """On a CPU in float32, other prompts, negative prompts and seeds in the batch change no byte."""
     replica = PipelineReplica(ReplicaConfig(folder, {"provider": "cpu", "threads": 1}))
@@ -122,13 +182,17 @@ def test_an_image_does_not_depend_on_its_batch(folder: Path, one_thread: None) -
         (["--host", "no such host", "--provider", "cpu"], "is not an address"),
         (["--host", "192.0.2.77", "--provider", "cpu"], "Cannot serve at"),
         (["--token", " "], "token is empty"),
+        (["--token", "gehéim"], "not printable ASCII"),
+        (["--timeout", "nan"], "--timeout"),
+        (["--replicas", "1000000"], "--replicas"),
+        (["--threads", "1000000"], "--threads"),
     ],
 )
 def test_invalid_options(sd_ort: Callable[..., Any], folder: Path, arguments: list[str], message: str) -> None:
     code, _, err = sd_ort("serve", folder, *arguments)
     assert code in (2, 3)
     assert message in err
-    assert len(err.splitlines()) == 1
+    assert len(err.splitlines()) == 1 or "Usage" in err
 
 
 def test_a_port_in_use_a_missing_folder_and_missing_ray(

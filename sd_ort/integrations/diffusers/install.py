@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import write_bytes
-from sd_ort.core.pipeline_folder import components, read_index
+from sd_ort.core.pipeline_folder import components, read_index, rewrite_file
 
 LIBRARY = "sd_ort.integrations.diffusers"
 # Entry of model_index.json -> its class, and the required components.
@@ -55,4 +54,4 @@ def uninstall(folder: Path | str) -> None:
 
 
 def _write(folder: Path, index: dict[str, Any]) -> None:
-    write_bytes(folder / "model_index.json", (json.dumps(index, indent=2) + "\n").encode(), overwrite=True)
+    rewrite_file(folder, "model_index.json", (json.dumps(index, indent=2) + "\n").encode())

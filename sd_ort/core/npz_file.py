@@ -1,0 +1,29 @@
+"""The reader of NumPy's .npz archives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import open_regular, parsing
+
+
+def npz_names(path: Path) -> list[str]:
+    """Return the names of the arrays in an archive. Raises InputError as `read_npz`."""
+    return list(read_npz(path, lambda name: False, named=True))
+
+
+def read_npz(path: Path, wanted: Callable[[str], bool], *, named: bool = False) -> dict[str, np.ndarray]:
+    """Return the arrays of an archive whose names are wanted; `named`: all others too, empty and unread.
+
+    Raises InputError for a file of another kind, a damaged one, and arrays of Python objects, which would run code.
+    """
+    with parsing(path, "arrays: save it with numpy.savez"), open_regular(path) as opened:
+        file = np.load(opened, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise InputError(f"{path} holds one array without a name: save it with numpy.savez.")
+        with file:
+            return {name: file[name] if wanted(name) else np.empty(0) for name in file.files if named or wanted(name)}

@@ -1,0 +1,87 @@
+"""Records of the files that sd-ort wrote into a folder, by size and SHA-256.
+
+A command replaces or removes a file only if it still matches the record. A recorded file that differs is *changed*: it
+goes only with --overwrite. All others are *foreign*, and always stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sd_ort.core.errors import OutputError
+from sd_ort.core.files import open_regular
+
+FileRecord = Mapping[str, Any]  # bytes and sha256
+Stamp = tuple[int, int, int]  # inode, size and time of a file
+
+
+def sha256(path: Path) -> str:
+    """Return the hex SHA-256 of a regular file."""
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def record_file(path: Path, known: str | None = None) -> dict[str, Any]:
+    """Return the record of a file; `known`: its SHA-256, if it was computed already."""
+    return {"bytes": path.stat().st_size, "sha256": known or sha256(path)}
+
+
+def tree_names(folder: Path) -> set[str]:
+    """Return the relative paths of all entries below a folder: files, links, and empty folders with a final slash."""
+    names = set()
+    for place, folders, files in os.walk(folder):
+        home = Path(place).relative_to(folder)
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        names |= {(home / name).as_posix() for name in (*files, *links)}
+        if not folders and not files and place != str(folder):
+            names.add(f"{home.as_posix()}/")
+    return names
+
+
+@dataclass
+class FolderState:
+    """Entries of a folder compared with its record, by relative path. owned: files that match, with their stamps."""
+
+    owned: dict[str, Stamp] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+
+    def check_replaceable(self, folder: Path, overwrite: bool) -> None:
+        """Raise OutputError if replacing the recorded files of `folder` would lose changes."""
+        if self.changed and not overwrite:
+            raise OutputError(
+                f"{folder} has files that were changed since sd-ort wrote them: {shown(self.changed)}. Move them away, "
+                "choose another folder, or pass --overwrite to replace them."
+            )
+
+
+def compare(folder: Path, record: Mapping[str, FileRecord], before: FolderState | None = None) -> FolderState:
+    """Compare the files of a folder with its record. Files with a stamp as `before` are not read again."""
+    state = FolderState()
+    for name in sorted(tree_names(folder)):
+        if name not in record:
+            state.foreign.append(name)
+            continue
+        status = (folder / name).lstat()
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        same = stat.S_ISREG(status.st_mode) and status.st_size == record[name]["bytes"]
+        seen = before is not None and before.owned.get(name) == stamp
+        if same and (seen or sha256(folder / name) == record[name]["sha256"]):
+            state.owned[name] = stamp
+        else:
+            state.changed.append(name)
+    return state
+
+
+def shown(names: list[str]) -> str:
+    """Return the first names of a list, for a message."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
