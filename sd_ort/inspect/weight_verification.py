@@ -121,12 +121,19 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
     try:
         options = json.loads(props.get(OPTIONS_KEY, "null"))
         target, dtype, sites = TARGETS[options["target"]], options["dtype"], options["float32_sites"]
+        float32_io = bool(options["float32_io"])
         if dtype not in target.dtypes:
             return {}
     except (KeyError, TypeError, ValueError):
         return {}
     parts, _ = rewrite(
-        source, next(iter(graphs)), target, dtype, lambda model: recorded_calibration(model, sites), len(graphs) > 1
+        source,
+        next(iter(graphs)),
+        target,
+        dtype,
+        lambda model: recorded_calibration(model, sites),
+        hoisted=len(graphs) > 1,
+        float32_io=float32_io,
     )
     for part in parts.values():
         fix_names(part)
