@@ -63,6 +63,8 @@ def open_model(
         ProviderError: the provider cannot be used.
         OutputError: the cache cannot be written.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        raise InputError(f"a model is a path, a hub id or `demo`, not {str(model)[:80]!r}.")
     path = Path(model)
     if not is_checkpoint(path):
         if not path.exists():

@@ -111,6 +111,11 @@ class LoraAdapter:
 
 def read_adapter(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> LoraAdapter:
     """Parse a .safetensors file or a dict of tensors. Raises InputError if it is invalid or no LoRA."""
+    with parsing(lora_label(source), "a LoRA"):
+        return _parse(source, unet_config)
+
+
+def _parse(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> LoraAdapter:
     tensors, alphas = _read_tensors(source)
     label = lora_label(source)
     if invalid := next((name for name, tensor in tensors.items() if not np.isfinite(tensor).all()), None):
@@ -152,10 +157,8 @@ def _read_tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], 
     if path.suffix != ".safetensors":
         raise InputError(f"{path} is not a .safetensors file: LoRAs are read from those alone, pickles can run code.")
     tensors, texts = read_float32(path)
-    with parsing(path, "a LoRA"):
-        metadata = json.loads(texts.get("lora_adapter_metadata", "{}"))
-        alphas = {n.removesuffix(".lora_alpha"): float(a) for n, a in metadata.items() if n.endswith(".lora_alpha")}
-    return tensors, alphas
+    metadata = json.loads(texts.get("lora_adapter_metadata", "{}"))
+    return tensors, {n.removesuffix(".lora_alpha"): float(a) for n, a in metadata.items() if n.endswith(".lora_alpha")}
 
 
 def _with_diffusers_names(tensors: dict[str, np.ndarray], unet_config: Mapping[str, Any]) -> dict[str, np.ndarray]:
