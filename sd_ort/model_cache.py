@@ -79,10 +79,11 @@ def open_model(
 
 def dtype_for(provider: str, dtype: Any = None) -> str:
     """Return the name of a dtype; of None, the provider's fastest. Raises InputError for another one."""
-    name = ("float32" if provider == "cpu" else "float16") if dtype in (None, "auto") else str(dtype)
+    automatic = dtype is None or str(dtype) == "auto"
+    name = ("float32" if provider == "cpu" else "float16") if automatic else str(dtype)
     name = name.removeprefix("torch.")
     if name not in DTYPES:
-        raise InputError(f"dtype {name} is unknown: use one of {', '.join(DTYPES)}.")
+        raise InputError(f"dtype {name[:80]} is unknown: use one of {', '.join(DTYPES)}.")
     return name
 
 

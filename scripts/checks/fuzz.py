@@ -3,8 +3,9 @@
     python scripts/checks/fuzz.py --minutes 10 --folder raw
 
 A case is a target and a number, which is the seed of its changes. What it raises must be an SdOrtError, within
-LIMIT_S seconds of processor time, and no input file may change. `tests/hostile/test_fuzz.py` runs the first cases of every target; this
-script goes on after them for as long as it may, prints what failed with its target and number, and then exits with 1.
+LIMIT_S seconds of processor time, and no input file may change. `tests/hostile/test_fuzz.py` runs the first cases of
+every target; this script goes on for as long as it may, prints what failed with its target and number, and then exits
+with 1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -396,7 +398,8 @@ def benchmark_report() -> dict[str, Any]:
     return {
         "format": 2, "date": "", "command": "", "commit": None, "machine": machine, "versions": {"onnxruntime": "1"},
         "settings": settings, "notes": ["x"], "finished": True, "baseline": "raw",
-        "engines": [row, {**row, "label": "b", "batch": 4}, {"label": "c", "batch": 1, "status": "failed", "reason": "x"}],
+        "engines": [row, {**row, "label": "b", "batch": 4},
+                    {"label": "c", "batch": 1, "status": "failed", "reason": "x"}],
     }  # fmt: skip
 
 
@@ -499,7 +502,8 @@ def adapters(rng: random.Random, inputs: Inputs, work: Path) -> None:
     pipeline, odd = inputs.pipeline, rng.choice([*ODD_VALUES, np.zeros((2, 8)), ["a"], b"x", object(), work])
     options: dict[str, Any] = {rng.choice(["threads", "device", "torch_dtype", "low_memory", "provider", "x"]): odd}
     calls: list[Callable[[], Any]] = [
-        lambda: pipeline.load_lora_weights(odd), lambda: pipeline.set_adapters(odd), lambda: pipeline.set_adapters("a", odd),
+        lambda: pipeline.load_lora_weights(odd), lambda: pipeline.set_adapters(odd),
+        lambda: pipeline.set_adapters("a", odd),
         lambda: pipeline.load_textual_inversion(odd), lambda: pipeline.load_textual_inversion({"x": odd}),
         lambda: pipeline.load_textual_inversion({"x": np.ones((1, 8))}, odd), lambda: pipeline.fuse_lora(odd),
         lambda: pipeline.load_lora_weights({"unet.a.lora_A.weight": odd, "unet.a.lora_B.weight": odd}),
@@ -531,7 +535,8 @@ def run_case(target: Target, number: int, inputs: Inputs) -> str | None:
     rng = random.Random(f"{target.__name__} {number}")
     before = _stamps(inputs)
     start = time.process_time()
-    with tempfile.TemporaryDirectory(prefix="sd-ort-fuzz-") as work:
+    with tempfile.TemporaryDirectory(prefix="sd-ort-fuzz-") as work, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             target(rng, inputs, Path(work))
         except SdOrtError as error:

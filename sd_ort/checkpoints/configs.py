@@ -16,7 +16,12 @@ from sd_ort.core.pipeline_folder import COMPONENTS, model_name, read_index
 
 
 class Config(dict[str, Any]):
-    """A config whose entries are also attributes, as in diffusers."""
+    """A config whose entries are also attributes, as in diffusers. A missing key is an InputError."""
+
+    path: Path | None = None
+
+    def __missing__(self, key: str) -> Any:
+        raise InputError(f"{self.path or 'the config'} lacks {key!r}: copy it from the original model.")
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -74,10 +79,12 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _checked(path: Path, config: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _checked(path: Path, config: dict[str, Any], schema: dict[str, Any]) -> Config:
     if wrong := schema_mismatch(config, schema):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
-    return config
+    checked = Config(config)
+    checked.path = path
+    return checked
 
 
 def _count(limit: int) -> Any:

@@ -25,7 +25,7 @@ from sd_ort.core.files import (
     write_bytes,
     write_json,
 )
-from sd_ort.core.ownership import FileRecord, FolderState, compare, record_file, sha256, shown
+from sd_ort.core.ownership import FileRecord, FolderState, compare, is_record, record_file, sha256, shown
 from sd_ort.core.paths import inside, output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.staging import recover, replace_folder, scratch_folder
@@ -50,7 +50,7 @@ _MANIFEST_LIKE = {
     "versions": dict,
     "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
     "components": {str: {"kernel_fallbacks": [str], "float32_sites": [dict], "calibration": str}},
-    "files": {str: {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}},
+    "files": {str: {str: is_record}},
 }
 
 

@@ -71,6 +71,20 @@ def check_types(arguments: Any) -> None:
             raise InputError(f"{field.name} must be {field.type}, got {str(value)[:80]!r}.")
 
 
+THREADS_LIMIT = 1024
+
+
+def check_load_options(provider: Any, threads: Any, **flags: Any) -> None:
+    """Raise InputError for options of `from_pretrained` of another type, or more threads than a machine has."""
+    if not isinstance(provider, str):
+        raise InputError(f"provider must be a string such as 'cpu', got {str(provider)[:80]!r}.")
+    if threads is not None and not (is_integer(threads) and 1 <= threads <= THREADS_LIMIT):
+        raise InputError(f"threads must be an integer between 1 and {THREADS_LIMIT}, got {str(threads)[:80]!r}.")
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, type(None))):
+            raise InputError(f"{name} must be True, False or None, got {str(flag)[:80]!r}.")
+
+
 def check_text(texts: Sequence[object]) -> None:
     """Raise InputError for a prompt that is no text, such as bytes that a terminal could not decode."""
     for text in texts:
