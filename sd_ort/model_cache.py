@@ -26,6 +26,7 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.cache import cache_folder, cached_file, write_cached
 from sd_ort.core.errors import InputError, OutputError, SdOrtError
 from sd_ort.core.files import code_hash
+from sd_ort.core.ownership import sha256
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.runtime.provider_choice import (
     AUTO,
@@ -131,11 +132,11 @@ def file_hash(path: Path) -> str:
     """Return the name and SHA-256 of a file. The hash of a large one is cached by its place, size and time."""
     status = path.stat()
     if status.st_size < 1 << 20:
-        return f"{path.name} {pipeline_folder.sha256(path)}"
+        return f"{path.name} {sha256(path)}"
     identity = repr([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino])
     name = f"hashes/{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
     cached = cached_file(name)
-    digest = cached.read_text() if cached else pipeline_folder.sha256(path)
+    digest = cached.read_text() if cached else sha256(path)
     if not cached:
         write_cached(name, digest.encode())
     return f"{path.name} {digest}"

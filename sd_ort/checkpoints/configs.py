@@ -70,7 +70,7 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     Raises InputError if the config or the pipeline's index is missing or damaged.
     """
     path = folder / "scheduler" / "scheduler_config.json"
-    config = _checked(path, read_json(path, root=folder), SCHEDULER)
+    config: dict[str, Any] = _checked(path, read_json(path, root=folder), SCHEDULER)
     pipeline = str(read_index(folder).get("_class_name", ""))
     if CORRECTED_PIPELINES.search(pipeline):
         config = {**config, "steps_offset": 1}

@@ -89,6 +89,12 @@ def components(folder: Path) -> list[str]:
     return [c for c in COMPONENTS if c in found] + [c for c in found if c not in COMPONENTS]
 
 
+def check_not_merged(folder: Path, names: Iterable[str]) -> None:
+    """Raise InputError for a folder that `sd-ort merge` wrote; `names`: its components."""
+    if MERGED in names:
+        raise InputError(f"{folder} is a merged pipeline: give the folder it was made from.")
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a pipeline folder, or {} for a folder of another tool. Raises InputError when it is broken."""
     path = folder / MANIFEST

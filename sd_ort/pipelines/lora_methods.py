@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def _listed(names: Any) -> list[str]:
     """Return one name or several as a list. Raises InputError for what are no names."""
-    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, (list, tuple)) else [None]
+    listed: list[Any] = (
+        [names] if isinstance(names, str) else list(names) if isinstance(names, (list, tuple)) else [None]
+    )
     if not all(isinstance(name, str) for name in listed):
         raise InputError(f"{str(names)[:80]!r} are no names of LoRAs: give a string, or a list of strings.")
     return listed
