@@ -8,6 +8,7 @@ recipe in `meta`; `collect` gathers them at the end.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,13 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "subpixel_phases": subpixel_phases,
     "cast": cast,
 }
+# Inverses of operations on one tensor, up to rounding.
+UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
+    "cast": lambda _, a: a,
+    "transpose": lambda permutation, a: a.transpose(np.argsort(permutation)),
+    "matrix": lambda filters, a: a.T.reshape(filters, 1, 1, -1),  # of 1x1 filters with the channels last
+    "subpixel_phases": lambda _, a: subpixel_filters(a),
+}
 # Operations that compute in float32 whatever the float dtype of their operands; the others move elements.
 FLOAT32_OPERATIONS = frozenset({"add", "conv1x1_bias", "subpixel_phases"})
 ALIASES = {"through": "conv1x1_bias", "phases": "subpixel_phases"}  # operations in folders of earlier versions
@@ -172,6 +180,59 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
     return OPERATIONS[operation](
         argument, *(np.zeros_like(first) if delta is None else delta for delta in operand_deltas)
     )
+
+
+def source_shape(recipe: WeightRecipe, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape that the first source tensor of a weight of `shape` has, or None if the recipe leaves it open."""
+    if isinstance(recipe, str):
+        return shape
+    operation, argument, *operands = recipe
+    if operation == "transpose":
+        shape = tuple(shape[axis] for axis in np.argsort(argument))
+    elif operation == "interleave":
+        shape = (shape[0], shape[1] // len(operands))
+    elif operation == "matrix":
+        shape = (argument, 1, 1, shape[0])
+    elif operation == "subpixel_phases":
+        shape = (shape[0] // 4, 3, 3, shape[3])
+    elif operation not in ("cast", "add"):
+        return None
+    return source_shape(operands[0], shape)
+
+
+def restore_source(recipe: WeightRecipe, weight: np.ndarray, name: str) -> np.ndarray | None:
+    """Return source tensor `name` in float32, restored from a weight of the recipe; the rounding of `cast` stays.
+
+    None if the weight does not have every element of the tensor, or does not tell its shape.
+    """
+    while not isinstance(recipe, str) and recipe[0] in UNDO:
+        weight, recipe = UNDO[recipe[0]](recipe[1], weight), recipe[2]
+    if isinstance(recipe, str):
+        return as_float32(weight) if recipe == name else None
+    shape = source_shape(recipe, weight.shape)
+    if shape is None or not operations(recipe) <= {"transpose", "interleave", "cast"}:
+        return None
+    # A recipe that moves elements moves their positions likewise; position 0 stands for the other sources.
+    positions = np.arange(1, math.prod(shape) + 1).reshape(shape)
+    moved = weight_delta(recipe, {name: positions})
+    if moved is None or np.count_nonzero(moved) != positions.size:
+        return None
+    source = np.empty(positions.size, np.float32)
+    source[moved[moved > 0] - 1] = weight.reshape(moved.shape)[moved > 0]
+    return source.reshape(shape)
+
+
+def subpixel_filters(phases: np.ndarray) -> np.ndarray:
+    """Return the 3x3 filters (M, 3, 3, C) of `subpixel_phases` (4 * M, 2, 2, C), in float32."""
+    taps = as_float32(phases).reshape(2, 2, -1, *phases.shape[1:])  # (row parity, column parity, M, 2, 2, C)
+    rows = _three_taps(taps[0].take(0, 2), taps[0].take(1, 2), taps[1].take(1, 2))  # (3, column parity, M, 2, C)
+    columns = _three_taps(rows[:, 0].take(0, 2), rows[:, 0].take(1, 2), rows[:, 1].take(1, 2))  # (3, 3, M, C)
+    return columns.transpose(2, 1, 0, 3)
+
+
+def _three_taps(first: np.ndarray, others: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Return the three taps on a new first axis: an even pixel has the first and the sum of the others (TAPS)."""
+    return np.stack([first, others - last, last])
 
 
 def dump(recipes: Mapping[str, WeightRecipe]) -> dict[str, str]:

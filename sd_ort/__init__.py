@@ -18,21 +18,17 @@ MODULES = {
     "StableDiffusionImg2ImgPipeline": "sd_ort.pipelines.image_to_image",
     "StableDiffusionInpaintPipeline": "sd_ort.pipelines.image_to_image",
 }
-# diffusers' other names for them: a folder says itself which family it is of, and whether it has a ControlNet.
-KINDS = ("XL", "ControlNet", "XLControlNet")
-ALSO = {f"StableDiffusion{kind}{does}Pipeline": f"StableDiffusion{does}Pipeline"
-        for kind in KINDS for does in ("", "Img2Img", "Inpaint")}  # fmt: skip
-ALSO |= {
-    "AutoPipelineForText2Image": "StableDiffusionPipeline",
-    "AutoPipelineForImage2Image": "StableDiffusionImg2ImgPipeline",
-    "AutoPipelineForInpainting": "StableDiffusionInpaintPipeline",
-    "LatentConsistencyModelPipeline": "StableDiffusionPipeline",
-    "LatentConsistencyModelImg2ImgPipeline": "StableDiffusionImg2ImgPipeline",
-}
+# diffusers' other classes. from_pretrained of any class returns the one of the folder's family for the same task.
+FAMILIES = [f"StableDiffusion{family}{task}Pipeline"
+            for family in ("XL", "ControlNet", "XLControlNet") for task in ("", "Img2Img", "Inpaint")]  # fmt: skip
+FAMILIES += ["LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline"]
+FAMILIES += ["AutoPipelineForText2Image", "AutoPipelineForImage2Image", "AutoPipelineForInpainting"]
+MODULES |= dict.fromkeys(FAMILIES, "sd_ort.pipelines.families")
 
 
 def __getattr__(name: str) -> Any:
-    own = ALSO.get(name, name)
-    if own in MODULES:
-        return getattr(importlib.import_module(MODULES[own]), own)
+    if name in MODULES:
+        return getattr(importlib.import_module(MODULES[name]), name)
+    if name.endswith("PAGPipeline") or "PAGImg2Img" in name or "PAGInpaint" in name:
+        raise AttributeError(f"sd_ort has no {name}: perturbed attention changes the UNet's graph, which is fixed.")
     raise AttributeError(f"module 'sd_ort' has no attribute {name!r}")

@@ -95,7 +95,8 @@ def _optimized(model: str, provider: str, dtype: str, config: str | None, on_pro
     key = hashlib.sha256(repr([*map(file_hash, checkpoint_files(model)), *options]).encode()).hexdigest()[:20]
     entry = _folder() / key
     lock = entry.with_suffix(".lock")
-    while not (_use(lock) and _is_whole(entry)):  # in use: nobody removes it
+    _use(lock)
+    while not _is_whole(entry):
         _release(lock)
         with _locked(lock, fcntl.LOCK_EX):
             if not _is_whole(entry):  # else another process has made it meanwhile
@@ -106,7 +107,8 @@ def _optimized(model: str, provider: str, dtype: str, config: str | None, on_pro
                 on_progress(f"optimizing {model} for target {target} in {dtype}, once: it stays in {entry}")
                 checkpoint = CheckpointOptions(config)
                 optimize(model, entry, target=target, dtype=dtype, checkpoint=checkpoint, on_progress=on_progress)
-    trim(int(float(os.environ.get("SD_ORT_CACHE_GB", LIMIT_GB)) * 1e9))
+        _use(lock)
+        trim(int(float(os.environ.get("SD_ORT_CACHE_GB", LIMIT_GB)) * 1e9))
     return entry
 
 
@@ -235,13 +237,12 @@ def _open(path: Path) -> int:
         raise OutputError(f"the cache {path.parent} cannot be written ({error.strerror}): {advice}.") from error
 
 
-def _use(lock: Path) -> bool:
-    """Mark an entry as used now and, for the life of this process, as in use; return True."""
+def _use(lock: Path) -> None:
+    """Mark an entry as used now and, for the life of this process, as in use: nobody removes it."""
     if lock not in IN_USE:
         IN_USE[lock] = _open(lock)
         fcntl.flock(IN_USE[lock], fcntl.LOCK_SH)
     os.utime(lock)
-    return True
 
 
 def _release(lock: Path) -> None:

@@ -243,17 +243,23 @@ def _export_missing(
             on_progress(f"{name}: template {key} was kept for the next checkpoint of its kind.")
 
 
-def _from_template(path: Path, checkpoint: Checkpoint, component: str, out: Path) -> unoptimized.UnoptimizedComponent:
-    """Return the component of a template with the weights of a checkpoint, and write its config.json to `out`."""
+def template_component(path: Path, checkpoint: Checkpoint, component: str) -> unoptimized.UnoptimizedComponent:
+    """Return the component of a template with the weights of a checkpoint."""
     template = templates.Template(path)
     model = MODEL_OF.get(component, component)
     config = {**template.config, **checkpoint.configs[model]}
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     read = checkpoint.read_tensors(model, template.sources)
     return unoptimized.UnoptimizedComponent(
         component, lambda: template.graph(read), lambda: config, template.bytes, read=read
     )
+
+
+def _from_template(path: Path, checkpoint: Checkpoint, component: str, out: Path) -> unoptimized.UnoptimizedComponent:
+    """Return `template_component`, and write its config.json to `out`."""
+    result = template_component(path, checkpoint, component)
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(dict(result.config()), indent=2, sort_keys=True) + "\n")
+    return result
 
 
 # --- ONNX files -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -98,13 +99,16 @@ class Simulation:
         log = self.folder / f"{name}.log"
         begin = time.monotonic()
         with log.open("w") as output:
-            process = subprocess.Popen(simulate, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(simulate, cwd=cwd, env=environment, **streams)
             try:
                 status: int | None = process.wait(timeout)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
                 status = None
+            finally:
+                if process.poll() is None:  # the processes that it started end too
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         seconds = time.monotonic() - begin
         return Run(words, seconds, status, log.read_text(errors="replace"), *read_reports(reports))
 

@@ -10,7 +10,7 @@ engines; `size` is the latent's edge. Every engine runs float16 from device buff
 of the outputs against torch in float32 (TF32 off). Rounds of calls take turns between the engines, so that a change of
 the machine's clocks meets all of them; a ratio is the median of the rounds' ratios.
 
---graph FILE takes a raw export without weights (weightless_graphs.py) instead of exporting again, which takes
+--graph FILE takes a raw export without weights (export_without_weights.py) instead of exporting again, which takes
 a minute or two; an export in --work is taken again. --variants names sessions to compare, see VARIANTS; --provider adds
 our own execution provider, in the same process, and --without PASS that provider without one of its lowerings.
 --profile adds each one's time by kernel class. Rows say how long a session took to open (`session_s`) and how long the
@@ -130,8 +130,10 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
                 net(*arguments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            made = net(*arguments)
-        engines.append(Contender("torch eager, CUDA graph", graph.replay, lambda: made, time.perf_counter() - started))
+            output = net(*arguments)
+        engines.append(
+            Contender("torch eager, CUDA graph", graph.replay, lambda: output, time.perf_counter() - started)
+        )
     if "compile" in which:
         started = time.perf_counter()
         compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True)
@@ -166,8 +168,8 @@ def ort_engine(
     started = time.perf_counter()
     hoisted = variant.hoist and path.parent.name == hoist.PARTS["step"]
     target = replace(CUDA, **variant.target)
-    made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
-    print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['op_counts']}", flush=True)
+    report = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
+    print(f"  optimized in {time.perf_counter() - started:.1f} s: {report['op_counts']}", flush=True)
     started = time.perf_counter()
     library = library_path()
     if library is None or not (library.parent / CUDA_LIBRARY).is_file():
@@ -214,8 +216,8 @@ def provider_engine(
     target = replace(
         TARGETS["gpu"], lowering_passes=tuple(each for each in TARGETS["gpu"].lowering_passes if each.name != without)
     )
-    made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
-    print(f"  optimized: {made['op_counts']}", flush=True)
+    report = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
+    print(f"  optimized: {report['op_counts']}", flush=True)
     name = providers.provider_named(provider).ep + (f" without {without}" if without else "")
     return session_engine(name, provider, path, hoisted, inputs, shape, time.perf_counter(), tuning=True)
 

@@ -50,7 +50,7 @@ def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
     if provider != "cpu" and not models.shared:
         raise click.ClickException(f"torch and {provider} share no device here: torch sees {torch.cuda.device_count()}")
     loaded, clip = open_model(models), open_clip(TorchComponentSessions(folder, provider))
-    told = [importlib.import_module("nodes").CLIPTextEncode().encode(clip, text)[0] for text in (PROMPT, "")]
+    conditionings = [importlib.import_module("nodes").CLIPTextEncode().encode(clip, text)[0] for text in (PROMPT, "")]
     sample, samplers = (importlib.import_module(f"comfy.{name}") for name in ("sample", "samplers"))
     empty = torch.zeros(1, models.unet_config["in_channels"], side // 8, side // 8)
     noise = sample.prepare_noise(empty, SEED)
@@ -58,15 +58,16 @@ def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
 
     @cache
     def sigmas(steps: int) -> torch.Tensor:
-        kept: torch.Tensor = samplers.calculate_sigmas(loaded.get_model_object("model_sampling"), "normal", steps)
-        return kept
+        schedule: torch.Tensor = samplers.calculate_sigmas(loaded.get_model_object("model_sampling"), "normal", steps)
+        return schedule
 
     def draw(steps: int) -> Any:
         with torch.inference_mode():
-            made = sample.sample_custom(
-                loaded, noise, GUIDANCE, euler_sampler, sigmas(steps), *told, empty, disable_pbar=True, seed=SEED,
+            latents = sample.sample_custom(
+                loaded, noise, GUIDANCE, euler_sampler, sigmas(steps), *conditionings, empty, disable_pbar=True,
+                seed=SEED,
             )  # fmt: skip
-            return made.cpu()
+            return latents.cpu()
 
     return draw
 
@@ -75,8 +76,8 @@ def left(draw: Draw) -> Draw:
     """The same with prompts where ComfyUI leaves them: see `hosts.comfyui.model`."""
     from sd_ort.integrations.comfyui.model import PromptsOnSamplerDevice
 
-    def extra_conds(self: PromptsOnSamplerDevice, **told: Any) -> Any:
-        return super(PromptsOnSamplerDevice, self).extra_conds(**told)  # type: ignore[misc]
+    def extra_conds(self: PromptsOnSamplerDevice, **conditionings: Any) -> Any:
+        return super(PromptsOnSamplerDevice, self).extra_conds(**conditionings)  # type: ignore[misc]
 
     def drawn(steps: int) -> Any:
         with mock.patch.object(PromptsOnSamplerDevice, "extra_conds", extra_conds):

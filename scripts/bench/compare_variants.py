@@ -127,30 +127,30 @@ def main() -> int:
     parser.add_argument("--target", default="portable", help="target of the fused pipelines (portable)")
     parser.add_argument("--work", type=Path, default=Path("out/compare_variants"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/variants.json"), help="the result")
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    prompts = unseen_prompts(given.prompts, 0)
-    made = folders(given.work, given.target, given.steps)
-    plain = draw(open_pipeline(made["plain"]), prompts, given.steps)
+    prompts = unseen_prompts(options.prompts, 0)
+    model_folders = folders(options.work, options.target, options.steps)
+    plain = draw(open_pipeline(model_folders["plain"]), prompts, options.steps)
     rows = []
     for variant in VARIANTS:
-        pictures = draw(open_pipeline(made[variant.folder], **variant.options), prompts, given.steps)
+        pictures = draw(open_pipeline(model_folders[variant.folder], **variant.options), prompts, options.steps)
         rows.append(row(variant.label, "plain", pictures, plain, bound=BOUND))
-    rows += tiled_rows(made["plain"], prompts, given.steps)
+    rows += tiled_rows(model_folders["plain"], prompts, options.steps)
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["scripts/bench/compare_variants.py", *sys.argv[1:]]),
         "commit": machine.commit(),
         "machine": machine.machine(),
         "versions": machine.versions(),
-        "settings": {"model": "demo", "target": given.target, "prompts": given.prompts, "steps": given.steps},
+        "settings": {"model": "demo", "target": options.target, "prompts": options.prompts, "steps": options.steps},
         "bound_db": BOUND,
         "equal_db": metrics.EQUAL_DB,
         "variants": rows,
     }
-    files.write_json(given.out, report)
+    files.write_json(options.out, report)
     failed = [row["variant"] for row in rows if not row["passed"]]
-    print(f"{given.out}: " + (f"outside the bounds: {', '.join(failed)}" if failed else "within the bounds"))
+    print(f"{options.out}: " + (f"outside the bounds: {', '.join(failed)}" if failed else "within the bounds"))
     return 1 if failed else 0
 
 

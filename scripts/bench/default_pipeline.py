@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """The plain call on a GPU: `from_pretrained(folder, provider=...)` and nothing else, beside diffusers.
 
-    plain_call.py make sd15 --graphs DIR         work/sd15/{raw,ours}: random weights, --target and --float16
-    plain_call.py images sd15 --steps 50         whole images in turn: ours, ours with what it does switched off,
+    default_pipeline.py make sd15 --graphs DIR         work/sd15/{raw,ours}: random weights, --target and --float16
+    default_pipeline.py images sd15 --steps 50         whole images in turn: ours, ours with what it does switched off,
                                                  torch.compile (UNet and VAE decode), eager; first images; equal bytes
-    plain_call.py fidelity --graphs DIR          200 unseen prompts of the demo model against torch in float32
+    default_pipeline.py fidelity --graphs DIR          200 unseen prompts of the demo model against torch in float32
 
 Each writes a JSON to --out, with machine, versions and commit ($SD_ORT_COMMIT where there is no git). `--graphs` takes
-what weightless_graphs.py writes, for machines without an exporter; without it `make` exports.
+what export_without_weights.py writes, for machines without an exporter; without it `make` exports.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def device_of(provider: str) -> str:
 
 def models(preset: str, device: str) -> dict[str, Any]:
     """The preset's models with random weights, made on the device: variance 1/fan_in, norms around 1, biases 0."""
-    made = {}
+    modules = {}
     generator = torch.Generator(device).manual_seed(0)
     for name, config in open_preset(preset, 0).configs.items():
         cls = model_class(class_name(config))
@@ -106,8 +106,8 @@ def models(preset: str, device: str) -> dict[str, Any]:
         for key, parameter in model.named_parameters():
             spread = 0.1 if parameter.ndim < 2 else parameter[0].numel() ** -0.5
             parameter.normal_(float(parameter.ndim < 2 and key.endswith("weight")), spread, generator=generator)
-        made[name] = model.eval()
-    return made
+        modules[name] = model.eval()
+    return modules
 
 
 def make(options: argparse.Namespace) -> None:
@@ -126,13 +126,13 @@ def make(options: argparse.Namespace) -> None:
 def raw_folder(preset: str, graphs: Path, out: Path, device: str) -> None:
     """A raw export from graphs without weights and the models' weights, the demo model's or random ones."""
     source = open_checkpoint("demo") if preset == "demo" else open_preset(preset, 0)
-    made = {} if preset == "demo" else models(preset, device)
+    modules = {} if preset == "demo" else models(preset, device)
     with pipeline_folder.staged(out) as work:
         source.write_configs(work)
         for path in sorted(graphs.glob(f"{preset}.*.onnx.xz")):
             component = path.name.split(".")[1]
             name = MODEL_OF.get(component, component)
-            model = made[name] if made else source.load(name)
+            model = modules[name] if modules else source.load(name)
             (work / component).mkdir()
             save_config(model, work / component)
             fill(path, model.state_dict(), work / component)
@@ -223,42 +223,42 @@ def diffusers_engines(
     """diffusers on the same weights: compiled (UNet and VAE decode) unless it is left out, and eager."""
     dtype = torch.float16 if device == "cuda" else torch.float32
     source = options.work / options.preset / "raw"
-    made: dict[str, Any] = {name: model.to(dtype) for name, model in models(options.preset, device).items()}
-    eager = assemble(source, made)
+    modules: dict[str, Any] = {name: model.to(dtype) for name, model in models(options.preset, device).items()}
+    eager = assemble(source, modules)
     engines = {"diffusers eager, channels last": call(eager, arguments, dtype)}
     if not options.no_compile:
-        made["unet"].to(memory_format=torch.channels_last)
-        made["vae"].to(memory_format=torch.channels_last)
-        compiled = assemble(source, made)
+        modules["unet"].to(memory_format=torch.channels_last)
+        modules["vae"].to(memory_format=torch.channels_last)
+        compiled = assemble(source, modules)
         mode = "reduce-overhead" if device == "cuda" else "default"
         compiled.unet = torch.compile(compiled.unet, mode=mode, fullgraph=True, dynamic=False)
-        decode = torch.compile(made["vae"].decode, mode=mode, fullgraph=True, dynamic=False)
-        plain = made["vae"].decode
+        decode = torch.compile(modules["vae"].decode, mode=mode, fullgraph=True, dynamic=False)
+        plain = modules["vae"].decode
 
         def run() -> np.ndarray:
-            made["vae"].decode = decode
+            modules["vae"].decode = decode
             try:
                 return call(compiled, arguments, dtype)()
             finally:
-                made["vae"].decode = plain
+                modules["vae"].decode = plain
 
         engines = {"diffusers torch.compile": run, **engines}
     return engines
 
 
-def assemble(source: Path, made: dict[str, torch.nn.Module]) -> Any:
+def assemble(source: Path, modules: dict[str, torch.nn.Module]) -> Any:
     """diffusers' pipeline of models in memory and the folder's tokenizers and scheduler."""
     import diffusers
     from transformers import CLIPTokenizer
 
     index = json.loads((source / "model_index.json").read_text())
     config = json.loads((source / "scheduler" / "scheduler_config.json").read_text())
-    made = dict(made) | {"scheduler": getattr(diffusers, config["_class_name"]).from_config(config)}
-    made |= {name: CLIPTokenizer.from_pretrained(source / name) for name in index if name.startswith("tokenizer")}
+    modules = dict(modules) | {"scheduler": getattr(diffusers, config["_class_name"]).from_config(config)}
+    modules |= {name: CLIPTokenizer.from_pretrained(source / name) for name in index if name.startswith("tokenizer")}
     cls = getattr(diffusers, index["_class_name"])
     extra = {} if "XL" in index["_class_name"] else {"safety_checker": None, "feature_extractor": None}
     options = {} if extra == {} else {"requires_safety_checker": False}
-    pipeline = cls(**made, **extra, **options)
+    pipeline = cls(**modules, **extra, **options)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -59,15 +59,17 @@ def whole_images(images: dict[str, Any]) -> list[str]:
     lines.append(f"| its U-Net calls, alone and queued | {' | '.join(f'{each:.3f} s |' for each in alone)} |")
     lines.append("")
     for preset, found in images.items():
-        told = found["parts"]
-        steps = ", ".join(f"{task} {ms:.2f} ms" for task, ms in told["step_ms"].items())
+        parts = found["parts"]
+        steps = ", ".join(f"{task} {ms:.2f} ms" for task, ms in parts["step_ms"].items())
         firsts = ", ".join(f"{first['image_s']:.1f} s" for first in found["first_images"])
         lines.append(f"{NAMES[preset]}: a step of {steps}. First image in a new process: {firsts}.")
-        if "unet_calls" in told:
-            calls = f"{told['unet_calls']} U-Net calls queued alone"
-            lines.append(f"Of {told['image_ms']:.1f} ms, {told['not_in_unet_ms']:.1f} ms are not in {calls}.")
-        if "held_MB" in told:
-            lines.append(f"Buffers of one kind of drawing: {told['held_MB']:.1f} MB; at most {told['kept']} are kept.")
+        if "unet_calls" in parts:
+            calls = f"{parts['unet_calls']} U-Net calls queued alone"
+            lines.append(f"Of {parts['image_ms']:.1f} ms, {parts['not_in_unet_ms']:.1f} ms are not in {calls}.")
+        if "held_MB" in parts:
+            lines.append(
+                f"Buffers of one kind of drawing: {parts['held_MB']:.1f} MB; at most {parts['kept']} are kept."
+            )
     return lines
 
 

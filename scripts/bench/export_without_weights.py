@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Raw exports without weights, to be filled on a machine that has no exporter: `weightless_graphs.py OUT sd15 demo`.
+"""Export presets without weights, for machines without an exporter: `export_without_weights.py OUT sd15 demo`.
 
 Writes OUT/<preset>.<component>.onnx.xz, some 100 kB each, in the form that `bench_gpu_step.py --graph` and
-`plain_call.py --graphs` take: each weight is a reference to a "file" named after its parameter, with .T
+`default_pipeline.py --graphs` take: each weight is a reference to a "file" named after its parameter, with .T
 where the exporter transposed it. Large parameters are hardly touched here, so the export takes little memory.
 """
 
@@ -95,19 +95,19 @@ def unfilled(config: dict[str, Any]) -> torch.nn.Module:
     """The model, its small parameters all different, its large ones untouched memory."""
     skip = lambda tensor, *args, **kwargs: tensor  # noqa: E731
     inits = ["kaiming_uniform_", "uniform_", "normal_", "xavier_uniform_", "trunc_normal_"]
-    kept = {name: getattr(torch.nn.init, name) for name in inits}
+    initializers = {name: getattr(torch.nn.init, name) for name in inits}
     for name in inits:
         setattr(torch.nn.init, name, skip)
     try:
-        made: torch.nn.Module = build_model(class_name(config), config)
+        model: torch.nn.Module = build_model(class_name(config), config)
     finally:
-        for name, function in kept.items():
+        for name, function in initializers.items():
             setattr(torch.nn.init, name, function)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             touched = parameter if parameter.numel() < UNTOUCHED else parameter[(slice(4),) * parameter.ndim]
             touched.normal_(MARK)
-    return made.eval()
+    return model.eval()
 
 
 if __name__ == "__main__":

@@ -97,8 +97,10 @@ def table(result: dict[str, Any]) -> str:
 def cell(row: dict[str, Any]) -> str:
     """An error, that with nothing fused, and what stayed in float32."""
     beside = f" ({row['unfused_relative_error']:.1e})" if row["unfused_relative_error"] is not None else ""
-    kept = f" ({row['float32_sites']} values up to {row['largest']:.0f} in float32)" if row["float32_sites"] else ""
-    return f"{row['relative_error']:.1e}{beside}{'' if row['passed'] else ' FAILED'}{kept}"
+    float32_sites = (
+        f" ({row['float32_sites']} values up to {row['largest']:.0f} in float32)" if row["float32_sites"] else ""
+    )
+    return f"{row['relative_error']:.1e}{beside}{'' if row['passed'] else ' FAILED'}{float32_sites}"
 
 
 def main() -> None:

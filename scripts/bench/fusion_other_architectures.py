@@ -48,8 +48,10 @@ def transformers_nodes(model: onnx.ModelProto, name: str) -> str:
     kind = next((kind for start, kind in TYPES.items() if name.startswith(start)), "unet")
     with tempfile.TemporaryDirectory() as scratch:
         onnx.save(model, f"{scratch}/in.onnx")
-        made = optimize_model(f"{scratch}/in.onnx", kind, opt_level=0)  # its fusions alone, not the level 2 beside it
-        return str(len(made.model.graph.node))
+        optimized = optimize_model(
+            f"{scratch}/in.onnx", kind, opt_level=0
+        )  # its fusions alone, not the level 2 beside it
+        return str(len(optimized.model.graph.node))
 
 
 def onnxruntime_nodes(model: onnx.ModelProto) -> str:
@@ -64,9 +66,9 @@ def onnxruntime_nodes(model: onnx.ModelProto) -> str:
 
 def onnxscript_nodes(model: onnx.ModelProto) -> str:
     """Nodes that onnxscript's optimizer leaves."""
-    made = ir.from_proto(model)
-    onnxscript.optimizer.optimize(made)
-    return str(len(made.graph))
+    optimized = ir.from_proto(model)
+    onnxscript.optimizer.optimize(optimized)
+    return str(len(optimized.graph))
 
 
 def attempt(measure, *arguments) -> str:  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ import onnx
 import torch
 
 from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
 
@@ -20,20 +21,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
-    """The component with weights as `family.random_weights.fill_random` draws them, made on the device, in float32."""
+    """The component with weights as `fill_random` draws them, made on the device, in float32."""
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
     import diffusers
 
-    made = getattr(diffusers, config["_class_name"])
+    model_class = getattr(diffusers, config["_class_name"])
     with torch.device(DEVICE):
-        module = made.from_config(config)
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
-            else:
-                parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
+        module = model_class.from_config(config)
+    fill_random(module, seed)
     return module.eval()
 
 
@@ -60,7 +55,7 @@ def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[st
 
 
 def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
-    """Writes `out`/model.onnx: a graph of weightless_graphs.py, whose weights are references, with these numbers."""
+    """Write `out`/model.onnx: a graph of export_without_weights.py, its weight references filled with these arrays."""
     model = onnx.load_from_string(lzma.decompress(graph.read_bytes()))
     out.mkdir(parents=True, exist_ok=True)
     with (out / pipeline_folder.DATA).open("wb") as data:
@@ -93,10 +88,10 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     signature = checkpoint.component_signature(source, component, config)
     arguments = [exporter.example_input(t, exporter.TRACE_SIZES, config, 0) for t in signature.inputs]
     with torch.no_grad():
-        made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
-    tracing.normalize_exported_names(made, signature)
+        exported = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
+    tracing.normalize_exported_names(exported, signature)
     out.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(made, out, external_data=pipeline_folder.DATA)
+    ir.save(exported, out, external_data=pipeline_folder.DATA)
     net.to(DEVICE)
 
 

@@ -29,7 +29,7 @@ in which the engines take turns in one process, ratios to torch.compile (reduce-
 `error`: relative, against torch in float32 on the same GPU. `ready`: seconds from the raw model to the first call:
 torch.compile's compilation (caches of earlier runs may serve it); our optimizing, loading, tuning, capturing.
 Each row of ours adds to the one before: 5 to 7 are target cuda, with --hoist, with --tuning; 8 was not taken. What was
-tried and left out: gpu_tried.md.
+tried and left out: gpu_experiments.md.
 """
 TAIL = """
 ## Again

@@ -87,9 +87,9 @@ def latents_psnr(latents: np.ndarray, reference: np.ndarray) -> float:
 
 def drawer(side: int, steps: int) -> Callable[[Any], np.ndarray]:
     def draw(pipeline: Any) -> np.ndarray:
-        made = pipeline("a red circle", num_inference_steps=steps, height=side, width=side, generator=0,
+        medians = pipeline("a red circle", num_inference_steps=steps, height=side, width=side, generator=0,
                         output_type="latent", progress=False)  # fmt: skip
-        return np.asarray(made.images)
+        return np.asarray(medians.images)
 
     return draw
 
@@ -110,9 +110,9 @@ def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:
     """What was changed -> the median of `rounds` changes, each ready for the next call."""
     first, second = pipeline.get_list_adapters()
 
-    def ready(*given: Any) -> Callable[[], None]:
+    def ready(*arguments: Any) -> Callable[[], None]:
         def work() -> None:
-            pipeline.set_adapters(*given)
+            pipeline.set_adapters(*arguments)
             opened(pipeline)
 
         return work
@@ -123,12 +123,12 @@ def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:
         "two LoRAs": [ready([first, second], [0.8, -0.1 * i]) for i in range(rounds)],
         "strength 0": [ready([first, second], 0.0)],
     }
-    made = {}
+    medians = {}
     for name, calls in asked.items():
         times = [timed(call) for call in calls]
-        made[name] = {key: round(median(each[key] for each in times), 4) for key in times[0]}
-        click.echo(f"{name}: {made[name]}")
-    return made
+        medians[name] = {key: round(median(each[key] for each in times), 4) for key in times[0]}
+        click.echo(f"{name}: {medians[name]}")
+    return medians
 
 
 def measure(folder: Path, loras: list[Path], provider: str, side: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -173,10 +173,10 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, row in result["rows"].items():
-        made = [f"{each['seconds']:.2f} s ({each['cpu_seconds']:.2f} of CPU)" for each in row["changes"].values()]
+        medians = [f"{each['seconds']:.2f} s ({each['cpu_seconds']:.2f} of CPU)" for each in row["changes"].values()]
         cells = [
             name, "yes" if row["in place"] else "no", f"{row['step ratio']:.3f}",
-            f"{row['loading both']['seconds']:.2f} s", *made,
+            f"{row['loading both']['seconds']:.2f} s", *medians,
             "bit for bit" if row["picture at strength 0 as without"] else "no",
             f"{row['PSNR to reopened sessions']} dB", str(row["load average"]),
         ]  # fmt: skip

@@ -200,20 +200,20 @@ def main(presets: tuple[str, ...], target: str, ways: str, mobius: str | None, s
         if not (left := [way for way in ways.split(",") if f"{preset}/{target}/{way}" not in result["rows"]]):
             continue
         with tempfile.TemporaryDirectory(prefix="templates-", dir=scratch) as folder:
-            work, kept = Path(folder), (scratch or Path(folder)) / f"{preset}-random"
-            if not kept.is_dir():
+            work, checkpoint_folder = Path(folder), (scratch or Path(folder)) / f"{preset}-random"
+            if not checkpoint_folder.is_dir():
                 aside(checkpoint, preset, 1, work / "made")
-                (work / "made").rename(kept)
-            if "file" in left and not kept.with_suffix(".safetensors").is_file():
-                aside(single_file, kept, work / "made.safetensors")
-                (work / "made.safetensors").rename(kept.with_suffix(".safetensors"))
-            speed = copying(kept, work)
+                (work / "made").rename(checkpoint_folder)
+            if "file" in left and not checkpoint_folder.with_suffix(".safetensors").is_file():
+                aside(single_file, checkpoint_folder, work / "made.safetensors")
+                (work / "made.safetensors").rename(checkpoint_folder.with_suffix(".safetensors"))
+            speed = copying(checkpoint_folder, work)
             for way in left:
-                model = kept.with_suffix(".safetensors") if way == "file" else kept
+                model = checkpoint_folder.with_suffix(".safetensors") if way == "file" else checkpoint_folder
                 python = (mobius or sys.executable) if way == "mobius" else sys.executable
-                row = measure(python, way, model, work / way, target, kept)
-                for made in work.glob(f"{way}*"):  # disk, and memory: as much for the next way as for this one
-                    shutil.rmtree(made)
+                row = measure(python, way, model, work / way, target, checkpoint_folder)
+                for output in work.glob(f"{way}*"):  # disk, and memory: as much for the next way as for this one
+                    shutil.rmtree(output)
                 result["rows"][f"{preset}/{target}/{way}"] = {**row, "copying_mb_s": round(speed), "commit": commit()}
                 write_json(out, result)
                 out.with_suffix(".md").write_text(table(result))

@@ -42,12 +42,12 @@ MIB = 1 << 20
 
 
 def make(name: str, work: Path) -> Path:
-    raw, made = (work / stage / name / MODEL for stage in ("raw", "made"))
+    raw, optimized = (work / stage / name / MODEL for stage in ("raw", "made"))
     if not raw.is_file():
         raw.parent.mkdir(parents=True)
         onnx.save(filled(BUNDLED / f"sd15.{name}.onnx.xz"), raw, save_as_external_data=True, location=DATA)
-    optimize_component(raw, made, TARGETS["gpu"], "float16", calibrate=False, hoisted=name == "unet")
-    return made
+    optimize_component(raw, optimized, TARGETS["gpu"], "float16", calibrate=False, hoisted=name == "unet")
+    return optimized
 
 
 def session_of(model: Path, library: Path, limit: int, profile: Path | None = None) -> ort.InferenceSession:

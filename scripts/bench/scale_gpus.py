@@ -199,16 +199,16 @@ def say_model(report: Mapping[str, Any]) -> None:
 
 
 async def measured(
-    replicas: Sequence[ReplicaProcess], given: argparse.Namespace, settings: BatchSettings
+    replicas: Sequence[ReplicaProcess], options: argparse.Namespace, settings: BatchSettings
 ) -> list[dict[str, Any]]:
     """One row for each batch size and number of replicas."""
     models = await asyncio.gather(*(replica.start() for replica in replicas))
     loaded = [Loaded(replica.name, replica, model) for replica, model in zip(replicas, models, strict=True)]
     rows = []
-    for batch in given.batch:
-        each = -(-given.images // batch) * batch  # images of a replica
-        pictures = [ImageJob(given.prompt, "", seed, settings) for seed in range(each * len(loaded))]
-        await asyncio.gather(*(one.generate(pictures[:batch]) for one in loaded for _ in range(given.warm_up)))
+    for batch in options.batch:
+        each = -(-options.images // batch) * batch  # images of a replica
+        pictures = [ImageJob(options.prompt, "", seed, settings) for seed in range(each * len(loaded))]
+        await asyncio.gather(*(one.generate(pictures[:batch]) for one in loaded for _ in range(options.warm_up)))
         files = await loaded[0].generate(pictures[:batch])
         front = front_seconds(pictures[:batch], files)
         dispatch = await dispatch_seconds(settings, len(loaded), batch)
@@ -217,7 +217,7 @@ async def measured(
         )
         speeds: dict[int, list[float]] = {count: [] for count in range(1, len(loaded) + 1)}
         latencies: dict[int, list[float]] = {count: [] for count in speeds}
-        for _ in range(given.rounds):
+        for _ in range(options.rounds):
             for count in speeds:
                 for one in loaded:
                     one.seconds.clear()
@@ -257,37 +257,39 @@ def main() -> int:
     parser.add_argument("--guidance", type=float, default=7.5, help="guidance scale (7.5)")
     parser.add_argument("--prompt", default="a red circle on a blue background", help="what to draw")
     parser.add_argument("--out", type=Path, help="the result, JSON")
-    given = parser.parse_args()
-    if given.check:
-        for path in given.check:
+    options = parser.parse_args()
+    if options.check:
+        for path in options.check:
             print(path)
             say_model(files.read_json(path))
         return 0
-    if given.folder is None:
+    if options.folder is None:
         parser.error("give a pipeline folder")
 
-    opening = here.ReplicaConfig(given.folder, {"provider": given.provider})
-    openings = here.replica_configs(opening, given.gpus, given.replicas, None)
-    settings = BatchSettings(given.side, given.side, given.steps, given.guidance)
-    with replicas_of(openings, ray=not given.without_ray) as replicas:
-        rows = asyncio.run(measured(replicas, given, settings))
+    opening = here.ReplicaConfig(options.folder, {"provider": options.provider})
+    openings = here.replica_configs(opening, options.gpus, options.replicas, None)
+    settings = BatchSettings(options.side, options.side, options.steps, options.guidance)
+    with replicas_of(openings, ray=not options.without_ray) as replicas:
+        rows = asyncio.run(measured(replicas, options, settings))
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["scripts/bench/scale_gpus.py", *sys.argv[1:]]),
         "commit": machine.commit(),
         "machine": machine.machine(),
         "versions": machine.versions(),
-        "processes": "plain, without Ray" if given.without_ray else "Ray's actors",
-        "devices": f"{given.gpus} GPUs" if given.gpus else f"{len(openings)} replicas that share one device: a dry run",
-        "model": str(given.folder),
+        "processes": "plain, without Ray" if options.without_ray else "Ray's actors",
+        "devices": f"{options.gpus} GPUs"
+        if options.gpus
+        else f"{len(openings)} replicas that share one device: a dry run",
+        "model": str(options.folder),
         "rows": rows,
         "model_check": scaling.compare_throughput(rows),
     }
     say_model(report)
-    if given.out:
-        files.write_json(given.out, report)
-    missed = [row for row in rows if given.gpus and row["replicas"] == 2 and row["speedup"]["median"] < GOAL]
-    if given.gpus and given.gpus > 1:
+    if options.out:
+        files.write_json(options.out, report)
+    missed = [row for row in rows if options.gpus and row["replicas"] == 2 and row["speedup"]["median"] < GOAL]
+    if options.gpus and options.gpus > 1:
         print(f"goal of {GOAL} times one GPU: {'missed' if missed else 'reached'}")
     return 1 if missed else 0
 

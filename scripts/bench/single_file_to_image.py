@@ -49,10 +49,10 @@ def run(*command: object) -> dict[str, Any]:
 
 def draw(model: object, out: Path) -> dict[str, Any]:
     row = run("-m", "sd_ort", "generate", PROMPT, "--model", model, "--seed", 0, "--out", out)
-    made = re.search(r"made in ([\d.]+) s, nothing was traced", "\n".join(row.pop("said")))
-    if made is None:
+    timing = re.search(r"made in ([\d.]+) s, nothing was traced", "\n".join(row.pop("said")))
+    if timing is None:
         raise click.ClickException("a template was missing: what is measured here is a checkpoint that fills them.")
-    return {**row, "optimize_seconds": float(made[1])}
+    return {**row, "optimize_seconds": float(timing[1])}
 
 
 @click.command()
@@ -63,7 +63,7 @@ def main(out: Path, runs: int) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         file, first, second = (Path(scratch) / name for name in ("second.safetensors", "first.png", "second.png"))
-        made = run(FIXTURES / "make_second_demo.py", file)
+        timing = run(FIXTURES / "make_second_demo.py", file)
         rows = [draw(file, second.with_stem(f"second-{i}")) for i in range(runs)]
         draw("demo", first)
         decibel = psnr(np.asarray(Image.open(second.with_stem("second-0"))), by_night(first))
@@ -71,7 +71,7 @@ def main(out: Path, runs: int) -> None:
     result = {
         "command": f'sd-ort generate "{PROMPT}" --model second.safetensors',
         "file_mb": round(size / 1e6, 1),
-        "seconds_to_make_it": made["seconds"],
+        "seconds_to_make_it": timing["seconds"],
         "runs": rows,
         "psnr_to_the_first_by_night_db": round(decibel, 1),
         "load_average": round(os.getloadavg()[0], 1),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One pipeline on two GPUs: guidance split between them, and decoding on one while the other draws.
 
-    plain_call.py make sdxl --graphs DIR --work W && plain_call.py make sd15 --graphs DIR --work W
+    default_pipeline.py make sdxl --graphs DIR --work W && default_pipeline.py make sd15 --graphs DIR --work W
     two_gpus.py W sdxl sd15                        # 3 to 5 minutes; writes results/two_gpus.{json,md}
     two_gpus.py W demo sd15 --quick                # 20 s: pictures with the split against those without; exit code 1
                                                    # when that of one step differs by more than rounding
@@ -353,9 +353,11 @@ def table(report: dict[str, Any]) -> str:
         if "spread" not in found:
             continue
         row = found["spread"]
-        held, handed = (" + ".join(f"{size:.1f}" for size in row[name]) for name in ("weights_MB", "handed_on_MB"))
+        weights, transfers = (
+            " + ".join(f"{size:.1f}" for size in row[name]) for name in ("weights_MB", "handed_on_MB")
+        )
         lines.append(
-            f"| {preset} | {held} MB | {handed} MB | {found['step_ms']['one']:.2f} ms | {row['step_ms']:.2f} ms |"
+            f"| {preset} | {weights} MB | {transfers} MB | {found['step_ms']['one']:.2f} ms | {row['step_ms']:.2f} ms |"
         )
     return "\n".join(lines) + "\n"
 

@@ -110,17 +110,17 @@ def elements(case: OperatorCase) -> int:
 def calls(operator: CustomOperator, limit: int) -> list[tuple[OperatorCase, str, int]]:
     """OperatorCase, dtype and how many elements its buffers lie off 16-byte alignment; the large ones last."""
     small = [case for case in operator.cases if not case.benchmark]
-    made = [(case, dtype, 0) for case in small for dtype in case.dtypes]
-    made.append((small[1], "float16", 1))
-    random.Random(0).shuffle(made)
+    calls = [(case, dtype, 0) for case in small for dtype in case.dtypes]
+    calls.append((small[1], "float16", 1))
+    random.Random(0).shuffle(calls)
     large = [case for case in operator.cases if case.benchmark and elements(case) <= limit]
-    return made + [(case, "float16", 0) for case in sorted(large, key=elements)]
+    return calls + [(case, "float16", 0) for case in sorted(large, key=elements)]
 
 
 def covering(library: GpuLibrary, operator: CustomOperator) -> list[tuple[OperatorCase, str, int]]:
     """The largest case under 100 000 elements, and others until every candidate of ours has met one that it takes."""
     met: set[int] = set()
-    made: list[tuple[OperatorCase, str, int]] = []
+    calls: list[tuple[OperatorCase, str, int]] = []
     fitting = [
         case for case in operator.cases if not case.benchmark and elements(case) < 100_000 and "float16" in case.dtypes
     ]
@@ -132,8 +132,8 @@ def covering(library: GpuLibrary, operator: CustomOperator) -> list[tuple[Operat
         taken = {i for i in ours if library.is_supported(number, i, params)}
         if taken - met:
             met |= taken
-            made.append((case, "float16", 0))
-    return made
+            calls.append((case, "float16", 0))
+    return calls
 
 
 def sanitize(options: argparse.Namespace) -> int:
@@ -155,13 +155,13 @@ def sanitize(options: argparse.Namespace) -> int:
         return done.returncode, done.stdout + done.stderr
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        made = list(pool.map(check, options.operators))
-    for operator, (code, said) in zip(options.operators, made, strict=True):
-        told = [line.lstrip("= ") for line in said.splitlines() if " calls, " in line or "SUMMARY" in line]
-        lines.append("; ".join(told) if code == 0 and told else f"{operator}: exit code {code}\n{said}")
+        results = list(pool.map(check, options.operators))
+    for operator, (code, said) in zip(options.operators, results, strict=True):
+        summary = [line.lstrip("= ") for line in said.splitlines() if " calls, " in line or "SUMMARY" in line]
+        lines.append("; ".join(summary) if code == 0 and summary else f"{operator}: exit code {code}\n{said}")
     print("\n".join(lines), flush=True)
     write(options.log, lines)
-    return max((code for code, _ in made), key=abs)
+    return max((code for code, _ in results), key=abs)
 
 
 def write(log: Path | None, lines: list[str]) -> None:

@@ -89,23 +89,23 @@ def prepare(base: Path) -> None:
 
 def in_tiles(prompt: dict[str, Any]) -> dict[str, Any]:
     """The same workflow, decoded by the stock node in tiles of half the picture's side."""
-    made: dict[str, Any] = json.loads(json.dumps(prompt))
-    for node in made.values():
+    image: dict[str, Any] = json.loads(json.dumps(prompt))
+    for node in image.values():
         if node["class_type"] == "VAEDecode":
             node["class_type"] = "VAEDecodeTiled"
             node["inputs"] |= {"tile_size": SIDE // 2, "overlap": SIDE // 4, "temporal_size": 64, "temporal_overlap": 8}
-    return made
+    return image
 
 
 @contextlib.contextmanager
-def workplace(given: Path | None) -> Iterator[Path]:
+def workplace(folder: Path | None) -> Iterator[Path]:
     """A temporary folder, or the one given, which is kept."""
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        yield given.absolute()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder.absolute()
         return
-    with tempfile.TemporaryDirectory(prefix="sd-ort-comfyui-") as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(prefix="sd-ort-comfyui-") as temporary:
+        yield Path(temporary)
 
 
 @click.command()
@@ -156,8 +156,8 @@ def main(comfyui: Path, out: Path | None, work: Path | None) -> None:
         if work:
             shutil.rmtree(base / "compared", ignore_errors=True)
             (base / "compared").mkdir()
-            for name, made in pictures.items():
-                Image.fromarray(made).save(base / "compared" / f"{name}.png")
+            for name, image in pictures.items():
+                Image.fromarray(image).save(base / "compared" / f"{name}.png")
     report("Our nodes in ComfyUI, headless on a CPU", "scripts/checks/comfyui.py --comfyui CHECKOUT", findings, out)
     assert all(value >= MIN_PSNR for value in found.values()), f"below {MIN_PSNR} dB"
     assert all(value < MIN_PSNR for value in differs.values()), (

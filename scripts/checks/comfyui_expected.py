@@ -90,31 +90,31 @@ def ours_inpainted(folder: Path, picture: Image.Image, mask: np.ndarray) -> np.n
     mask: what is kept goes into every step with that step's noise, and comes out of it as it was; uint8."""
     pipeline = in_diffusers(folder)
     scale = pipeline.vae.config.scaling_factor
-    kept, over, noised = encoded(folder, picture) * scale, torch.from_numpy(mask).float(), noise()
-    told, untold = pipeline.encode_prompt(PROMPT, "cpu", 1, True, negative_prompt="")
+    original, over, noised = encoded(folder, picture) * scale, torch.from_numpy(mask).float(), noise()
+    with_text, without_text = pipeline.encode_prompt(PROMPT, "cpu", 1, True, negative_prompt="")
     scheduler = pipeline.scheduler
     scheduler.set_timesteps(STEPS)
     sigmas = scheduler.sigmas.tolist()
-    x = kept + noised * (1 + sigmas[0] ** 2) ** 0.5
+    x = original + noised * (1 + sigmas[0] ** 2) ** 0.5
     for t, (now, after) in zip(scheduler.timesteps, pairwise(sigmas), strict=True):
-        given = x * over + (kept + noised * now) * (1 - over)
-        rows = scheduler.scale_model_input(given, t).repeat(2, 1, 1, 1)
-        without, with_prompt = pipeline.unet(rows, t, torch.cat([untold, told])).sample.chunk(2)
-        clean = scheduler.step(without + GUIDANCE * (with_prompt - without), t, given).pred_original_sample
-        clean = clean * over + kept * (1 - over)
+        blended = x * over + (original + noised * now) * (1 - over)
+        rows = scheduler.scale_model_input(blended, t).repeat(2, 1, 1, 1)
+        without, with_prompt = pipeline.unet(rows, t, torch.cat([without_text, with_text])).sample.chunk(2)
+        clean = scheduler.step(without + GUIDANCE * (with_prompt - without), t, blended).pred_original_sample
+        clean = clean * over + original * (1 - over)
         x = x + (x - clean) / now * (after - now)
     return decoded(folder, x / scale)
 
 
 def decoded(folder: Path, latents: torch.Tensor) -> np.ndarray:
     """The picture of unscaled latents; uint8."""
-    made = (
+    decoded = (
         TorchComponentSessions(folder, "cpu")
         .run("vae_decoder", latent_sample=latents)["sample"][0]
         .permute(1, 2, 0)
         .numpy()
     )
-    return eight_bits((made / 2 + 0.5).clip(0, 1))
+    return eight_bits((decoded / 2 + 0.5).clip(0, 1))
 
 
 def eight_bits(picture: np.ndarray) -> np.ndarray:

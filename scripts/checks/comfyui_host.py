@@ -56,11 +56,11 @@ def start(checkout: Path, base: Path, cpu: bool = True) -> Any:
 
 def with_model(prompt: dict[str, Any], **inputs: str) -> dict[str, Any]:
     """The same workflow with other `inputs` of our loaders."""
-    made: dict[str, Any] = json.loads(json.dumps(prompt))
-    for node in made.values():
+    copy_of_prompt: dict[str, Any] = json.loads(json.dumps(prompt))
+    for node in copy_of_prompt.values():
         if node["class_type"].startswith("SdOrtLoad"):
             node["inputs"] |= inputs
-    return made
+    return copy_of_prompt
 
 
 def as_prompt(workflow: dict[str, Any]) -> dict[str, Any]:
@@ -69,13 +69,13 @@ def as_prompt(workflow: dict[str, Any]) -> dict[str, Any]:
     prompt = {}
     for node in workflow["nodes"]:
         values, inputs = iter(node["widgets_values"]), {}
-        for given in node["inputs"]:
-            if "widget" in given:
-                inputs[given["name"]] = next(values)
-                if given["name"] == "seed":
+        for slot in node["inputs"]:
+            if "widget" in slot:
+                inputs[slot["name"]] = next(values)
+                if slot["name"] == "seed":
                     next(values)  # what happens to it after a run
-            elif given["link"] is not None:
-                inputs[given["name"]] = links[given["link"]]
+            elif slot["link"] is not None:
+                inputs[slot["name"]] = links[slot["link"]]
         prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
     return prompt
 
@@ -94,5 +94,5 @@ def run(execution: Any, prompt: dict[str, Any], output: Path) -> np.ndarray:
         failed = [data for event, data in executor.status_messages if event == "execution_error"]
         reasons = "; ".join(f"{data['node_type']}: {data['exception_message'].strip()}" for data in failed)
         raise click.ClickException(f"ComfyUI's executor failed: {reasons}")
-    (made,) = set(output.rglob("*.png")) - before
-    return np.asarray(Image.open(made).convert("RGB"))
+    (image,) = set(output.rglob("*.png")) - before
+    return np.asarray(Image.open(image).convert("RGB"))

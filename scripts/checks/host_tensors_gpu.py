@@ -56,12 +56,12 @@ def models_of(folder: Path, provider: str, share: bool, **options: Any) -> Torch
 def in_diffusers(models: TorchComponentSessions) -> Any:
     """diffusers' own pipeline on the folder's components."""
     scheduler = diffusers.DDIMScheduler.from_pretrained(models.folder / "scheduler")
-    made = diffusers.StableDiffusionPipeline(
+    pipeline = diffusers.StableDiffusionPipeline(
         OrtVae(models), OrtTextEncoder(models), models.tokenizer("text_encoder"), OrtUNet(models), scheduler,
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
-    made.set_progress_bar_config(disable=True)
-    return made
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def pictures(folder: Path, provider: str) -> dict[str, float]:
@@ -140,11 +140,11 @@ def refilled(unet: OrtUNet, feeds: list[Any], provider: str) -> list[torch.Tenso
     busy = torch.ones((64, 64) if provider == "cpu" else (4096, 4096), device=device)
     outs = []
     for sample, timestep, context in feeds:
-        given = sample.to(device), context.to(device)
-        here = buffers.setdefault(sample.shape, tuple(torch.zeros_like(tensor) for tensor in given))
+        inputs = sample.to(device), context.to(device)
+        here = buffers.setdefault(sample.shape, tuple(torch.zeros_like(tensor) for tensor in inputs))
         for _ in range(4):
             busy = (busy @ busy).clamp(max=1.0)
-        for buffer, tensor in zip(here, given, strict=True):
+        for buffer, tensor in zip(here, inputs, strict=True):
             buffer.copy_(tensor * busy[0, 0])  # times one, once the products are done
         outs.append(unet(here[0], timestep, here[1]).sample)
         for buffer in here:

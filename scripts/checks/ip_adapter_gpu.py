@@ -70,8 +70,8 @@ def theirs(model: Path, adapter: Path, device: str, dtype: torch.dtype, argument
     pipeline.set_progress_bar_config(disable=True)
     side = arguments["height"] // pipeline.vae_scale_factor
     noise = torch.randn((1, 4, side, side), generator=torch.Generator().manual_seed(0))
-    made = pipeline(PROMPT, **arguments, latents=noise.to(device, dtype), ip_adapter_image=picture())
-    return np.asarray(made.images[0])
+    output = pipeline(PROMPT, **arguments, latents=noise.to(device, dtype), ip_adapter_image=picture())
+    return np.asarray(output.images[0])
 
 
 def ours(model: Path, adapter: Path, provider: str, arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -92,8 +92,8 @@ def ours(model: Path, adapter: Path, provider: str, arguments: dict[str, Any]) -
     drawn = []
     for scale in (1.0, 0.0):
         pipeline.set_ip_adapter_scale(scale)
-        made = pipeline(PROMPT, **arguments, generator=0, ip_adapter_image=picture(), progress=False)
-        drawn.append(np.asarray(made.images[0]))
+        output = pipeline(PROMPT, **arguments, generator=0, ip_adapter_image=picture(), progress=False)
+        drawn.append(np.asarray(output.images[0]))
     return drawn[0], drawn[1]
 
 

@@ -39,9 +39,9 @@ pipe = ORTDiffusionPipeline.from_pretrained(folder, provider="CPUExecutionProvid
 pipe.set_progress_bar_config(disable=True)
 latents = np.load(noise)
 import torch
-made = pipe(prompt, latents=torch.from_numpy(latents), num_inference_steps=int(steps), guidance_scale=float(guidance),
-            height=8 * latents.shape[2], width=8 * latents.shape[3], output_type="np").images[0]
-np.save(out, made)
+image = pipe(prompt, latents=torch.from_numpy(latents), num_inference_steps=int(steps), guidance_scale=float(guidance),
+             height=8 * latents.shape[2], width=8 * latents.shape[3], output_type="np").images[0]
+np.save(out, image)
 names = ("optimum-onnx", "optimum", "diffusers", "transformers", "torch", "onnxruntime")
 print(json.dumps({"class": type(pipe).__name__, **{name: metadata.version(name) for name in names}}))
 """
@@ -72,8 +72,8 @@ def drawn_there(python: str, folder: Path, noise: np.ndarray, scratch: Path) -> 
 @click.option("--out", type=click.Path(path_type=Path), help="Write the findings here, .json and .md.")
 def main(python: str, folder: Path | None, out: Path | None) -> None:
     """Draw with both and compare the pictures."""
-    with tempfile.TemporaryDirectory(prefix="sd-ort-optimum-") as made:
-        scratch = Path(made)
+    with tempfile.TemporaryDirectory(prefix="sd-ort-optimum-") as temporary:
+        scratch = Path(temporary)
         if folder is None:
             export("demo", scratch / "raw")
             folder = scratch / "portable"

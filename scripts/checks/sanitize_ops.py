@@ -49,8 +49,10 @@ def build(operators: Sequence[str], folder: Path, compiler: str) -> Path:
         (sources / name).unlink()
         shutil.copy(SOURCES / name, sources)
     lines = (SOURCES / "operators.txt").read_text().splitlines()
-    kept = [line for line in lines if not line.startswith("SD_ORT_") or line.split("(")[1].split(",")[0] in operators]
-    (sources / "operators.txt").write_text("\n".join(kept) + "\n")
+    selected = [
+        line for line in lines if not line.startswith("SD_ORT_") or line.split("(")[1].split(",")[0] in operators
+    ]
+    (sources / "operators.txt").write_text("\n".join(selected) + "\n")
     headers = find_headers(None, lambda line: None)
     configure = [
         "cmake", "-S", sources, "-B", folder / "build", f"-DORT_INCLUDE_DIR={headers}",

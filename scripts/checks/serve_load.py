@@ -71,14 +71,14 @@ def numbers(address: str) -> dict[str, float]:
     return {name: float(value) for name, value in lines if "bucket" not in name and "created" not in name}
 
 
-def load(address: str, server: int, given: argparse.Namespace) -> tuple[list[tuple[int, bytes, float]], float]:
+def load(address: str, server: int, options: argparse.Namespace) -> tuple[list[tuple[int, bytes, float]], float]:
     """All answers in the requests' order, and the seconds they took together; a replica is killed on the way."""
-    prompts = unseen_prompts(given.requests, 0)
+    prompts = unseen_prompts(options.requests, 0)
     start = time.perf_counter()
-    with ThreadPoolExecutor(given.clients) as pool:
+    with ThreadPoolExecutor(options.clients) as pool:
         asked = [pool.submit(ask, address, fields_of(place, prompt)) for place, prompt in enumerate(prompts)]
         for count, _ in enumerate(as_completed(asked), 1):
-            if count == given.requests // 3:
+            if count == options.requests // 3:
                 victim = actors(server)[0]
                 victim.kill()
                 print(f"{count} answers; replica {victim.pid} is killed", flush=True)
@@ -108,16 +108,17 @@ def main() -> int:
     parser.add_argument("--compared", type=int, default=20, help="one in so many answers is drawn again alone (20)")
     parser.add_argument("--work", type=Path, default=Path("out/serve_load"), help="folder for the model")
     parser.add_argument("--out", type=Path, default=Path("results/serving/load_demo_cpu.json"), help="the result")
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    export("demo", given.work / "raw", on_progress=print)
-    optimize(given.work / "raw", given.work / "fused", target="cpu", on_progress=print)
-    command = [sys.executable, "-m", "sd_ort", "serve", str(given.work / "fused"), "--replicas", str(given.replicas),
+    export("demo", options.work / "raw", on_progress=print)
+    optimize(options.work / "raw", options.work / "fused", target="cpu", on_progress=print)
+    command = [sys.executable, "-m", "sd_ort", "serve", str(options.work / "fused"),
+               "--replicas", str(options.replicas),
                "--port", "0"]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = next(line for line in server.stdout if "http://" in line).split()[-1]
-        answers, seconds = load(address, server.pid, given)
+        answers, seconds = load(address, server.pid, options)
         shown = numbers(address)
         processes = psutil.Process(server.pid).children(recursive=True)
         start = time.perf_counter()
@@ -126,32 +127,32 @@ def main() -> int:
         ended = time.perf_counter() - start
         left = psutil.wait_procs(processes, timeout=60)[1]
     statuses = Counter(status for status, _, _ in answers)
-    wrong = differing(given.work / "fused", answers, given.compared)
+    wrong = differing(options.work / "fused", answers, options.compared)
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["scripts/checks/serve_load.py", *sys.argv[1:]]),
         "commit": machine.commit(),
         "machine": machine.machine(),
         "versions": machine.versions() | {name: metadata.version(name) for name in ("ray", "starlette", "uvicorn")},
-        "settings": {"model": "demo", "requests": given.requests, "clients": given.clients, "replicas": given.replicas,
-                     "sides": SIDES, "steps": STEPS},
+        "settings": {"model": "demo", "requests": options.requests, "clients": options.clients,
+                     "replicas": options.replicas, "sides": SIDES, "steps": STEPS},
         "statuses": dict(statuses),
-        "compared": len(range(0, given.requests, given.compared)),
+        "compared": len(range(0, options.requests, options.compared)),
         "differing": wrong,
         "seconds": seconds,
-        "images_s": given.requests / seconds,
+        "images_s": options.requests / seconds,
         "request_s": metrics.summary([each for _, _, each in answers]),
         "metrics": shown,
         "seconds_to_end": ended,
         "exit_code": server.returncode,
         "processes_left": len(left),
     }  # fmt: skip
-    files.write_json(given.out, report)
-    lost = given.requests - statuses[200]
+    files.write_json(options.out, report)
+    lost = options.requests - statuses[200]
     batch = shown["sd_ort_images_total"] / shown["sd_ort_batches_total"]
-    print(f"{statuses[200]} of {given.requests} answered in {seconds:.0f} s, {batch:.1f} images a batch, "
+    print(f"{statuses[200]} of {options.requests} answered in {seconds:.0f} s, {batch:.1f} images a batch, "
           f"{shown['sd_ort_replica_restarts_total']:.0f} restart, {len(wrong)} differ, "
-          f"{len(left)} processes left after {ended:.1f} s: {given.out}")  # fmt: skip
+          f"{len(left)} processes left after {ended:.1f} s: {options.out}")  # fmt: skip
     return 1 if lost or wrong or left else 0
 
 

@@ -56,9 +56,9 @@ FLAGS = ("--api", "--use-cpu", "all", "--no-half", "--skip-torch-cuda-test", "--
 
 def architecture(checkout: Path, clip: Path) -> dict[str, Any]:
     """The WebUI's description of SD 1.x, with the demo model's sizes; its text encoder is described in `clip`."""
-    made: dict[str, Any] = yaml.safe_load((checkout / "configs" / "v1-inference.yaml").read_text())
+    config: dict[str, Any] = yaml.safe_load((checkout / "configs" / "v1-inference.yaml").read_text())
     unet, vae = (json.loads((MODEL / part / "config.json").read_text()) for part in ("unet", "vae"))
-    params = made["model"]["params"]
+    params = config["model"]["params"]
     params |= {"scale_factor": vae["scaling_factor"], "parameterization": "v"}  # it predicts velocities
     channels = unet["block_out_channels"]
     params["unet_config"]["params"] |= {
@@ -71,7 +71,7 @@ def architecture(checkout: Path, clip: Path) -> dict[str, Any]:
     sizes = {"ch": channels[0], "ch_mult": [each // channels[0] for each in channels]}
     params["first_stage_config"]["params"]["ddconfig"] |= sizes
     params["cond_stage_config"]["params"] = {"version": str(clip), "device": "cpu"}
-    return made
+    return config
 
 
 def prepare(checkout: Path, folder: Path, data: Path) -> None:

@@ -156,10 +156,12 @@ def in_forge(root: Path) -> dict[str, Any]:
     scheduler = DDIMScheduler.from_pretrained(MODEL_DIR / "scheduler")
     patcher = unets.UnetPatcher.from_model(theirs, scheduler, config=SimpleNamespace())
     x, _, context = inputs(1)
-    told = [conditions.compile_conditions(c) for c in (context, context * 0.5)]
+    conditionings = [conditions.compile_conditions(c) for c in (context, context * 0.5)]
 
     def predicted(unet: Any) -> torch.Tensor:
-        return torch.cat(sampling.calc_cond_uncond_batch(unet.model, *told, x, torch.tensor([3.0]), unet.model_options))
+        return torch.cat(
+            sampling.calc_cond_uncond_batch(unet.model, *conditionings, x, torch.tensor([3.0]), unet.model_options)
+        )
 
     model = SimpleNamespace(forge_objects=SimpleNamespace(unet=patcher))
     found = hooked_by_script(root, model, theirs, predicted)
@@ -178,10 +180,12 @@ def in_reforge(root: Path) -> dict[str, Any]:
     base.diffusion_model = theirs
     patcher = unets.UnetPatcher(base, torch.device("cpu"), torch.device("cpu"))
     x, _, context = inputs(1)
-    told = [[{"model_conds": {"c_crossattn": conds.CONDCrossAttn(c)}}] for c in (context, context * 0.5)]
+    conditionings = [[{"model_conds": {"c_crossattn": conds.CONDCrossAttn(c)}}] for c in (context, context * 0.5)]
 
     def predicted(unet: Any) -> torch.Tensor:
-        return torch.cat(samplers.calc_cond_batch(unet.model, told, x, torch.tensor([3.0]), unet.model_options))
+        return torch.cat(
+            samplers.calc_cond_batch(unet.model, conditionings, x, torch.tensor([3.0]), unet.model_options)
+        )
 
     model = SimpleNamespace(forge_objects=SimpleNamespace(unet=patcher), current_lora_hash=str([]))
     found = hooked_by_script(root, model, theirs, predicted)

@@ -178,15 +178,16 @@ class _Ddpm(_Ancestral):
 class _Lcm(_Scheduler):
     defaults = {
         "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "set_alpha_to_one": True,
-        "original_inference_steps": 50, "timestep_scaling": 10.0, "timestep_spacing": "leading",
+        "original_inference_steps": 50, "timestep_scaling": 10.0, "timestep_spacing": "leading", "strength": 1.0,
     }  # fmt: skip
 
     def points(self) -> tuple[Array, Array, Array]:
         distilled = int(self.config["original_inference_steps"])
-        if not self.steps <= distilled <= self.trained:
+        count = int(distilled * self.config["strength"])  # strength: an argument of diffusers' set_timesteps
+        if not self.steps <= count <= self.trained:
             raise ValueError
-        levels = (np.arange(1, distilled + 1) * (self.trained // distilled) - 1)[::-1]
-        timesteps = levels[np.floor(np.linspace(0, distilled, self.steps, endpoint=False)).astype(np.int64)]
+        levels = (np.arange(1, count + 1) * (self.trained // distilled) - 1)[::-1]
+        timesteps = levels[np.floor(np.linspace(0, count, self.steps, endpoint=False)).astype(np.int64)]
         return timesteps, *self.variance_preserving(np.append(timesteps, timesteps[-1]))
 
     def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:

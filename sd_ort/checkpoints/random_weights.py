@@ -9,13 +9,13 @@ import torch
 
 
 def fill_random(model: torch.nn.Module, seed: int) -> None:
-    """Fill all parameters with random values, in place.
+    """Fill all parameters with random values, in place, on their device.
 
     Matrices and convolutions have variance 1/fan_in, so activations keep their scale; norm weights vary around 1 and
     biases around 0. All parameters differ, since exporters merge equal tensors, and no bias is zero, since tests would
     not detect that a rule omits it.
     """
-    generator = torch.Generator().manual_seed(seed % 2**63)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed % 2**63)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:

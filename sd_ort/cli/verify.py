@@ -1,4 +1,4 @@
-"""`sd-ort verify IN OUT`: the optimized numbers against the source's."""
+"""`sd-ort verify [IN] OUT`: the optimized weights and outputs against the source's, or OUT by itself."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
 
 @click.command()
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path))
-@click.argument("optimized", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("optimized", metavar="OUT", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--tolerance",
     type=Number(min=0, min_open=True),
-    help="Largest relative L2 error allowed [default: 1e-5, in half precision 3e-3].",
+    help="Largest relative L2 error of outputs [default: 1e-5; in half precision by the depth of the graph].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option(
@@ -45,7 +45,7 @@ OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     source: Path,
-    optimized: Path,
+    optimized: Path | None,
     tolerance: float | None,
     components: tuple[str, ...],
     inputs: Path | None,
@@ -57,17 +57,24 @@ def command(
     image_encoder: Path | None,
     as_json: bool,
 ) -> None:
-    """Run every component of OUT and of IN, from which it was made, on the same inputs and compare the results.
+    """Compare the weights of OUT, and the outputs of all its components, with those of IN, from which it was made.
 
-    IN and OUT are pipeline folders, or .onnx files of any model. IN may also be a checkpoint, as `optimize` takes it:
-    then every weight of OUT is made again by its recipe and compared bit for bit, and nothing is run: of the options
+    IN and OUT are pipeline folders, or .onnx files of any model. Every weight of OUT is made again from IN and compared
+    bit for bit. Then both run on the same inputs, made up as in use, at two shapes (batch 1 and 2, not square). IN may
+    also be a checkpoint, as `optimize` takes it: then weights are compared and nothing is run: of the options
     --component, --config, --ip-adapter, --image-encoder and --json are for that.
 
-    Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
-    finite or differs by more than the tolerance.
+    OUT alone is checked by itself: valid graphs, the hashes of its files, finite outputs. A folder's sd_ort.json
+    records how it was verified.
+
+    Exits with 4 when a weight differs, or an output is not finite or differs by more than the tolerance.
     """
     from sd_ort.checkpoints import is_checkpoint
 
+    if optimized is None:
+        refuse(OF_WEIGHTS | {"tolerance"}, source)
+        verify_alone(source, components, inputs, provider, portable, seed, as_json)
+        return
     of_weights = is_checkpoint(source)
     refuse(OF_RUNS if of_weights else OF_WEIGHTS, source)
     if of_weights:
@@ -77,6 +84,7 @@ def command(
         verify_checkpoint(source, optimized, components, files, as_json)
         return
 
+    from sd_ort.inspect.folder_verification import record_verification
     from sd_ort.inspect.verify import check, verify
 
     if provider == "auto":
@@ -99,9 +107,13 @@ def command(
         seed=seed,
         on_row=say,
     )
+    record_verification(optimized, str(source), result, provider)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     else:
+        for row in result["weights"]:
+            exact = row["weights"] - len(row["different"]) - len(row["not_rebuilt"])
+            click.echo(f"{row['component']}: {exact} of {row['weights']} weights are those that {source} gives")
         for note in result["notes"]:
             click.echo(note)
     check(result)
@@ -112,7 +124,9 @@ def refuse(names: Collection[str], source: Path) -> None:
     said = click.get_current_context().get_parameter_source
     given = [f"--{n.replace('_', '-')}" for n in sorted(names) if said(n) is ParameterSource.COMMANDLINE]
     if given:
-        what = "a checkpoint, whose weights are compared: nothing is run" if names is OF_RUNS else "no checkpoint"
+        what = "no checkpoint" if names is OF_WEIGHTS else "checked by itself"
+        if names is OF_RUNS:
+            what = "a checkpoint, whose weights are compared: nothing is run"
         raise InputError(f"{source} is {what}; leave out {', '.join(given)}.")
 
 
@@ -134,17 +148,53 @@ def own_provider(optimized: Path) -> str:
     return choice.provider
 
 
+def verify_alone(
+    optimized: Path,
+    components: tuple[str, ...],
+    inputs: Path | None,
+    provider: str,
+    portable: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Check OUT by itself."""
+    from sd_ort.inspect.folder_verification import check_finite, verify_folder
+
+    def say(row: dict[str, Any]) -> None:
+        if not as_json:
+            shape = "x".join(map(str, row["shape"]))
+            click.echo(f"{row['component']:15} {row['output']:19} {shape:22}{'finite' if row['finite'] else 'FAILED'}")
+
+    result = verify_folder(
+        optimized,
+        components=components or None,
+        inputs=inputs,
+        provider=own_provider(optimized) if provider == "auto" else provider,
+        library=not portable,
+        seed=seed,
+        on_row=say,
+    )
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+    else:
+        for note in result["notes"]:
+            click.echo(note)
+    check_finite(result)
+
+
 def verify_checkpoint(
     source: Path, optimized: Path, components: tuple[str, ...], files: CheckpointOptions, as_json: bool
 ) -> None:
     """The weights of OUT against those of a checkpoint."""
+    from sd_ort.inspect.folder_verification import record_verification
     from sd_ort.inspect.weight_verification import check_weights, verify_weights
 
     def say(row: dict[str, Any]) -> None:
         if row["passed"] and not as_json:
-            click.echo(f"{row['component']}: all {row['weights']} weights with a recipe are {source}'s, bit for bit")
+            click.echo(f"{row['component']}: all {row['weights']} weights are those that {source} gives, bit for bit")
 
     result = verify_weights(str(source), optimized, components=components or None, files=files, on_row=say)
+    record_verification(optimized, str(source), result, None)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     check_weights(result, str(source), optimized)

@@ -16,6 +16,12 @@ MAX_EMBEDDED = 256  # maximum bytes of a weight that is stored in the model file
 IR_VERSION = 10  # minimum for opset 21 and overloads of functions; old exporters write lower ones
 
 
+def fix_names(model: ir.Model) -> None:
+    """Remove unused nodes and initializers, and give every value the name that it is saved with."""
+    common.RemoveUnusedNodesPass()(model)
+    common.NameFixPass()(model)
+
+
 def save(
     model: ir.Model, path: Path, on_tensor: Callable[[], None] = lambda: None, *, embed: bool = False
 ) -> str | None:
@@ -25,8 +31,7 @@ def save(
     before each tensor is written; its exceptions end the writing. With `embed` the weights, which must not be external,
     are stored in `path` itself, and None is returned.
     """
-    common.RemoveUnusedNodesPass()(model)
-    common.NameFixPass()(model)
+    fix_names(model)
     for node in model.graph.all_nodes():
         if node.domain not in (CONTRIB, DOMAIN):
             continue

@@ -15,6 +15,7 @@ import torch
 
 from sd_ort.core.errors import SdOrtError, first_line
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel, captures_of, report_failed_capture, run_options
+from sd_ort.runtime.capture_lock import CAPTURE_LOCK
 from sd_ort.runtime.gpu_graphs import GpuGraph
 from sd_ort.runtime.session import DTYPES, Model
 
@@ -67,7 +68,8 @@ class TorchBinding:
             self.graph.launch()
             return
         try:
-            self.session.run_with_iobinding(self.io_binding, self.options)
+            with CAPTURE_LOCK.shared():
+                self.session.run_with_iobinding(self.io_binding, self.options)
         except Exception as error:  # pybind's exceptions have no other common base class
             raise _run_error(self.inputs, error) from error
 

@@ -104,11 +104,27 @@ def calibrate(
         for output in node.outputs:
             highest = max(ranges.get(str(output.name), 0.0), ranges.get(f"{output.name}{INTERNAL_SUFFIX}", 0.0))
             if limit < highest < MASK_MAGNITUDE:
-                result.nodes |= {node, *(user for user, _ in output.uses())}
+                result.nodes |= _around(output)
                 site = {"op": node.op_type, "value": output.name, "max_abs": highest}
                 result.sites.append({**site, "metadata": dict(node.metadata_props)})
     result.note = f"{len(result.sites)} of {len(ranges)} values exceed {limit:.0f} on {len(feeds)} {kind} inputs"
     return result
+
+
+def recorded_calibration(model: ir.Model, names: Sequence[str]) -> Calibration:
+    """Return the calibration that found the values `names` of `model`, without running it."""
+    if names:
+        common.NameFixPass()(model)
+    values = {str(output.name): output for node in model.graph for output in node.outputs}
+    found = [values[name] for name in names if name in values]
+    return Calibration("", {node for value in found for node in _around(value)}, [{"value": v.name} for v in found])
+
+
+def _around(value: ir.Value) -> set[ir.Node]:
+    """Return the producer and the consumers of a value that a node computes."""
+    producer = value.producer()
+    assert producer is not None
+    return {producer, *value.consumers()}
 
 
 def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str, float]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ FUSED_SITES = {
     "group normalizations": ("InstanceNormalization", "GroupNormalization"),
 }
 REWRITING = threading.Lock()
+OPTIONS_KEY = "sd_ort.options"  # metadata of an optimized graph: its target, dtype and values in float32, as JSON
 
 
 def optimize_components(
@@ -120,6 +122,40 @@ def optimize_component(
     """
     if isinstance(source, Path):
         source = unoptimized.file_component(source)
+
+    def find_float32(model: ir.Model) -> calibration.Calibration:
+        return calibration.calibrate(model, source, output.parent, enabled=calibrate, recorded=inputs)
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    parts, entry = rewrite(source, output.parent.name, target, dtype, find_float32, hoisted, cancel_event)
+    for name, part in parts.items():
+        path = output.parent.with_name(name) / output.name
+        digest = save(part, path, lambda: _raise_if_cancelled(cancel_event), embed=embed)
+        if digest and data_hashes is not None:
+            data_hashes[name] = digest
+    nodes = Counter(node.op_type for part in parts.values() for node in part.graph)
+    entry |= {
+        "nodes": sum(nodes.values()),
+        "op_counts": {op: nodes[op] for op in COUNTED if nodes[op]},
+        "weight_recipes": weight_recipes.dump(weight_recipes.collect(parts.values())),
+    }
+    return entry | ({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {})
+
+
+def rewrite(
+    source: UnoptimizedComponent,
+    name: str,
+    target: Target,
+    dtype: str,
+    find_float32: Callable[[ir.Model], calibration.Calibration],
+    hoisted: bool = False,
+    cancel_event: threading.Event | None = None,
+) -> tuple[dict[str, ir.Model], dict[str, Any]]:
+    """Return the optimized graphs of a component by folder, with lazy weights, and the manifest entry without counts.
+
+    name: folder of the graph unless it is hoisted. find_float32: returns the nodes that a float16 graph computes in
+    float32.
+    """
     model = source.model()
     before = Counter(node.op_type for node in model.graph)
     _raise_if_cancelled(cancel_event)
@@ -130,39 +166,32 @@ def optimize_component(
         low_coverage = low_coverage_message(before, Counter(node.op_type for node in model.graph))
         lowered = run_all(model, target.passes_for(dtype))
     _raise_if_cancelled(cancel_event)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    result = None
-    if dtype == "float16" and not target.half_storage_only:
-        result = calibration.calibrate(model, source, output.parent, enabled=calibrate, recorded=inputs)
-    if dtype != "float32" and not target.half_storage_only:
+    computes_half = dtype != "float32" and not target.half_storage_only
+    result = find_float32(model) if computes_half and dtype == "float16" else None
+    sites = result.sites if result else []
+    if computes_half:
         float32_nodes = result.nodes if result else ()
         precision.convert(model, dtype, float32_nodes=float32_nodes, float32_inputs=target.float32_inputs)
     if target.newest_opset is not None and (reason := lower_opset(model, target.newest_opset)):
         raise InputError(f"{source.name} cannot be lowered for target {target.name}: {reason}.")
     kernel_fallbacks = lower_operators(model, target)
-    parts = {hoist.PARTS[name]: part for name, part in hoist.split(model).items()} if hoisted else {}
+    parts = {hoist.PARTS[key]: part for key, part in hoist.split(model).items()} if hoisted else {name: model}
     _raise_if_cancelled(cancel_event)
-    for name, part in (parts or {output.parent.name: model}).items():
+    for part in parts.values():
         if dtype != "float32" and target.half_storage_only:
             precision.store_weights(part, dtype)
         if source.read is not None:
             fill(part, source.read)
-        path = output.parent.with_name(name) / output.name
-        digest = save(part, path, lambda: _raise_if_cancelled(cancel_event), embed=embed)
-        if digest and data_hashes is not None:
-            data_hashes[name] = digest
-    nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
-    return {
+        part.metadata_props[OPTIONS_KEY] = json.dumps(
+            {"target": target.name, "dtype": dtype, "float32_sites": [site["value"] for site in sites]}
+        )
+    return parts, {
         "nodes_before": before.total(),
-        "nodes": sum(nodes.values()),
         "rewrite_counts": totals(canonical, fused, lowered),
-        "op_counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "kernel_fallbacks": kernel_fallbacks,
-        "weight_recipes": weight_recipes.dump(weight_recipes.collect(parts.values() or [model])),
         **({"not_fused": not_fused} if not_fused else {}),
         **({"low_coverage": low_coverage} if low_coverage else {}),
-        **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
-        **({"calibration": result.note, "float32_sites": result.sites} if result else {}),
+        **({"calibration": result.note, "float32_sites": sites} if result else {}),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,15 @@ class DiffusersCompatMixin(PipelineState):
 
     scheduler: Any
     progress_bar_config: Mapping[str, Any] = {}
+    # Of the last call, under diffusers' names; a callback changes the guidance scale and ends the loop.
+    _guidance_scale = 0.0
+    _guidance_rescale = 0.0
+    _clip_skip: int | None = None
+    _cross_attention_kwargs: Mapping[str, Any] | None = None
+    _denoising_start: float | None = None
+    _denoising_end: float | None = None
+    _interrupt = False
+    _num_timesteps = 0
 
     # --- Components -------------------------------------------------------------------------------------------------
 
@@ -177,6 +186,46 @@ class DiffusersCompatMixin(PipelineState):
 
         return torch.device("cpu" if self.models.device == "cpu" else "cuda")
 
+    # --- The last call ----------------------------------------------------------------------------------------------
+
+    @property
+    def guidance_scale(self) -> float:
+        return self._guidance_scale
+
+    @property
+    def guidance_rescale(self) -> float:
+        return self._guidance_rescale
+
+    @property
+    def clip_skip(self) -> int | None:
+        return self._clip_skip
+
+    @property
+    def cross_attention_kwargs(self) -> Mapping[str, Any] | None:
+        return self._cross_attention_kwargs
+
+    @property
+    def denoising_start(self) -> float | None:
+        return self._denoising_start
+
+    @property
+    def denoising_end(self) -> float | None:
+        return self._denoising_end
+
+    @property
+    def do_classifier_free_guidance(self) -> bool:
+        return self._guidance_scale > 1 and not self.unet_config.get("time_cond_proj_dim")
+
+    @property
+    def num_timesteps(self) -> int:
+        """Steps of the last call that ran on the host."""
+        return self._num_timesteps
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether a callback set `_interrupt`, which ends the loop."""
+        return self._interrupt
+
     # --- Places and settings ----------------------------------------------------------------------------------------
 
     def to(self, *places: Any, **named: Any) -> Any:
@@ -212,6 +261,12 @@ class DiffusersCompatMixin(PipelineState):
 
     def disable_vae_slicing(self) -> None:
         self.vae.disable_slicing()
+
+    def progress_bar(self, iterable: Iterable[Any] | None = None, total: int | None = None) -> Any:
+        """Return tqdm's bar with the settings of `set_progress_bar_config`."""
+        from tqdm.auto import tqdm
+
+        return tqdm(iterable, total=total, **self.progress_bar_config)
 
     def set_progress_bar_config(self, **config: Any) -> None:
         """`disable=True` draws without a progress bar; other settings of tqdm change nothing."""
@@ -285,6 +340,7 @@ class DiffusersCompatMixin(PipelineState):
         """
         kind: Any = cls
         pipeline.models.require(*kind.REQUIRED_COMPONENTS)
+        kind = kind._class_for(pipeline.index, pipeline.models, pipeline.is_xl)
         made = kind(
             pipeline.folder,
             pipeline.models,

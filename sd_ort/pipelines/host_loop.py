@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from sd_ort.checkpoints.linear_schedule import LinearSchedule
 from sd_ort.core.errors import InputError
 from sd_ort.core.progress import step_bar
 from sd_ort.pipelines.controlnet_inputs import MIDDLE, ControlNetInput
+from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.runtime.session import Model
@@ -169,56 +171,134 @@ def denoise(
 ) -> np.ndarray:
     """Return the latents (B, C, h, w) after the last step. With guidance the UNet reads 2B rows, negative first.
 
-    `pipeline`: what callbacks are given, with `num_timesteps`; one that sets `_interrupt`, as in diffusers, ends the
-    loop. `noise`: the noise samples of a linear schedule. `channels`, `kept`: see `pipelines.sampling`.
+    `pipeline`: given to callbacks. `noise`: the noise samples of a linear schedule. `channels`, `kept`: see
+    `pipelines.sampling`.
     """
-    vars(pipeline).pop("_interrupt", None)
-    pipeline.num_timesteps = len(schedule.timesteps)
+    pipeline._num_timesteps = len(schedule.timesteps)
     steps: LinearSteps | NonlinearSteps
     if isinstance(schedule, LinearSchedule):
         steps = LinearSteps(schedule, noise)
     else:
         steps = NonlinearSteps(schedule, request.generator)
+    state = StepState(latents, denoiser, request.guidance, request.guidance_rescale, channels, kept)
     with step_bar(range(len(schedule.timesteps)), request.progress) as bar:
         for index in bar:
-            sample = steps.scale(index, latents)
-            if channels is not None:
-                sample = np.concatenate([sample, channels], 1)
-            if request.guidance is None:
-                prediction = denoiser(index, sample)
+            sample = steps.scale(index, state.latents)
+            if state.channels is not None:
+                sample = np.concatenate([sample, state.channels], 1)
+            if state.guidance is None:
+                prediction = state.denoiser(index, sample)
             else:
-                prediction = guided(denoiser(index, np.concatenate([sample, sample])), request)
-            latents = steps.step(index, prediction, latents)
-            if kept is not None:
-                latents = kept.after_step(latents, index)
+                prediction = guided(state.denoiser(index, np.concatenate([sample, sample])), state)
+            state.latents = steps.step(index, prediction, state.latents)
+            if state.kept is not None:
+                state.latents = state.kept.after_step(state.latents, index)
             if request.callback_on_step_end is not None:
-                latents = _call_back(pipeline, index, schedule.timesteps[index], latents, request)
-                if vars(pipeline).pop("_interrupt", False):
+                result = state.latents
+                state.call_back(pipeline, request, index, schedule.timesteps[index])
+                if pipeline._interrupt and pipeline.CAN_INTERRUPT:
                     break
-    return latents
+                if index == len(schedule.timesteps) - 1 and not pipeline.CHANGES_LAST_LATENTS:
+                    return result
+    return state.latents
 
 
-def _call_back(pipeline: Any, index: int, timestep: Any, latents: np.ndarray, request: Request) -> np.ndarray:
-    import torch
+# diffusers' name of a tensor -> the UNet's input. With guidance each has 2B rows, negative first.
+CONDITIONING_TENSORS = {
+    "prompt_embeds": "encoder_hidden_states",
+    "add_text_embeds": "text_embeds",
+    "add_time_ids": "time_ids",
+    "w_embedding": "timestep_cond",
+}
+# Its negative rows, which a callback can read; diffusers ignores a change of them.
+NEGATIVE_TENSORS = {
+    "negative_prompt_embeds": "encoder_hidden_states",
+    "negative_pooled_prompt_embeds": "text_embeds",
+    "negative_add_time_ids": "time_ids",
+    "add_neg_time_ids": "time_ids",
+}
 
-    assert request.callback_on_step_end is not None
-    state = {"latents": torch.from_numpy(latents)}
-    replaced = request.callback_on_step_end(pipeline, index, torch.as_tensor(timestep), state) or {}
-    after: np.ndarray = replaced.get("latents", state["latents"]).numpy()
-    return after
+
+@dataclass
+class StepState:
+    """What a step reads and callback_on_step_end can change."""
+
+    latents: np.ndarray
+    denoiser: Denoiser
+    guidance: float | None
+    guidance_rescale: float
+    channels: np.ndarray | None
+    kept: InpaintBlend | None
+
+    def call_back(self, pipeline: Any, request: Request, index: int, timestep: Any) -> None:
+        """Call callback_on_step_end with the tensors that it reads, and take over what it changes: tensors, and the
+        pipeline's `_guidance_scale` and `_guidance_rescale`."""
+        import torch
+
+        assert request.callback_on_step_end is not None
+        names = list(request.callback_tensors)
+        tensors = {name: self._tensor(name) for name in names}
+        after = request.callback_on_step_end(pipeline, index, torch.as_tensor(timestep), dict(tensors)) or {}
+        changed = {name: as_array(after[name]) for name in names if after.get(name) is not None}
+        embedded = request.embedded_guidance is not None
+        self.guidance = None if embedded or pipeline._guidance_scale <= 1 else pipeline._guidance_scale
+        self.guidance_rescale = pipeline._guidance_rescale
+        self.latents = changed.pop("latents", self.latents)
+        count = len(self.latents)
+        if self.kept is not None and "mask" in changed:
+            self.kept = replace(self.kept, mask=changed["mask"][:count])
+        elif self.channels is not None:
+            mask, image = np.split(self.channels, [1], 1)
+            mask, image = changed.get("mask", mask)[:count], changed.get("masked_image_latents", image)[:count]
+            self.channels = np.concatenate([mask, image], 1)
+        self._condition(changed)
+
+    def _tensor(self, name: str) -> Any:
+        """Return a tensor that a callback reads, by diffusers' name. Raises InputError if this call has none."""
+        import torch
+
+        rows, given = len(self.latents), self.denoiser.conditioning
+        doubled = 1 if self.guidance is None else 2
+        if name == "latents":
+            return torch.from_numpy(self.latents)
+        if given_name := CONDITIONING_TENSORS.get(name):
+            return torch.from_numpy(given[given_name])
+        if given_name := NEGATIVE_TENSORS.get(name):
+            return None if self.guidance is None else torch.from_numpy(given[given_name][:rows])
+        if name in ("image", "control_image") and len(self.denoiser.controls) == 1:
+            return torch.from_numpy(self.denoiser.controls[0].image)
+        if name == "mask" and self.kept is not None:
+            return torch.from_numpy(np.concatenate([self.kept.mask] * doubled))
+        if name in ("mask", "masked_image_latents") and self.channels is not None:
+            part = self.channels[:, :1] if name == "mask" else self.channels[:, 1:]
+            return torch.from_numpy(np.concatenate([part] * doubled))
+        raise InputError(f"callback_on_step_end_tensor_inputs: this call has no {name} to give.")
+
+    def _condition(self, changed: Mapping[str, np.ndarray]) -> None:
+        """Have the next steps read changed conditioning and control images; without guidance, the positive rows."""
+        denoiser, rows = self.denoiser, len(self.latents) * (1 if self.guidance is None else 2)
+        inputs = {CONDITIONING_TENSORS[name]: value for name, value in changed.items() if name in CONDITIONING_TENSORS}
+        image = changed.get("image", changed.get("control_image"))
+        if not inputs and image is None and rows == len(denoiser.conditioning["encoder_hidden_states"]):
+            return
+        arrays = {name: value[-rows:] for name, value in {**denoiser.conditioning, **inputs}.items()}
+        controls = [
+            replace(control, image=(control.image if image is None else image)[-rows:]) for control in denoiser.controls
+        ]
+        self.denoiser = Denoiser(denoiser.models, arrays, denoiser.timesteps, controls)
 
 
-def guided(noise: np.ndarray, request: Request) -> np.ndarray:
+def guided(noise: np.ndarray, state: StepState) -> np.ndarray:
     """The prediction of 2B rows, negative first -> the guided one of B rows.
 
     `guidance_rescale` gives it back some of the positive prediction's deviation (Lin et al., 2023, section 3.4).
     """
-    assert request.guidance is not None
+    assert state.guidance is not None
     negative, positive = np.split(noise, 2)
-    made = negative + np.float32(request.guidance) * (positive - negative)
-    if not request.guidance_rescale:
+    made = negative + np.float32(state.guidance) * (positive - negative)
+    if not state.guidance_rescale:
         return made
-    axes, share = tuple(range(1, made.ndim)), np.float32(request.guidance_rescale)
+    axes, share = tuple(range(1, made.ndim)), np.float32(state.guidance_rescale)
     deviations = (each.std(axes, ddof=1, keepdims=True) for each in (positive, made))
     rescaled = made * np.divide(*deviations)
     return share * rescaled + (1 - share) * made

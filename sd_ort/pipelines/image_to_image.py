@@ -6,20 +6,21 @@ Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.images import as_array, for_batch, is_latents, nearest, preprocess, readable, size_of
+from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable, tile
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import Picture, Prompt, Request
+from sd_ort.pipelines.request import Generator, Picture, Prompt, Request, StepCallback
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff_timestep
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from sd_ort.pipelines.scheduler import Schedule
 
@@ -30,27 +31,31 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     """Image to image with SD 1.x, 2.x and SDXL folders, and SDXL's refiner."""
 
     REQUIRED_COMPONENTS = (*StableDiffusionPipeline.REQUIRED_COMPONENTS, "vae_encoder")
+    NOISE_FOR_EACH_IMAGE = True  # whether the VAE encoder samples for each image of a list of generators
     REJECTED_ARGUMENTS: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
 
     def __call__(  # type: ignore[override]
-        self,
-        prompt: Prompt | None = None,
-        image: Picture | None = None,
-        strength: float | None = None,
-        num_inference_steps: int | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """Draw over `image`: noise takes its place for the first `strength` (0..1) of the schedule's steps.
+        self, prompt: Prompt | None = None, image: Picture | None = None, strength: float = 0.8,
+        num_inference_steps: int = 50, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
+        guidance_scale: float = 7.5, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
+        eta: float = 0.0, generator: Generator = None, prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
+        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
+        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
+        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
+        progress: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Generate from `image`: noise takes its place for the first `strength` (0..1) of the schedule's steps.
 
-        `image`: one or several, see `pipeline.request.Picture`. `height`, `width`: pixels it is resized to; None for
-        its own, rounded down to `size_multiple`. `latents`: its noisy latents, made beforehand. The other arguments,
-        results and errors are those of `StableDiffusionPipeline`.
+        `image`: one or several, see `pipelines.request.Picture`. The result has its size, down to whole latents.
         """
-        asked = self._request(
-            prompt=prompt, image=image, strength=strength, num_inference_steps=num_inference_steps, **arguments
-        )
-        asked.image = readable(asked.image)
-        return self._answer(asked, self._size(asked))
+        return self._generate(locals())
+
+    def _read_images(self, request: Request) -> None:
+        request.image = readable(request.image)
+        if request.control_image is not None:
+            request.control_image = readable(request.control_image, "control image")
 
     def _draw(self, request: Request) -> PipelineOutput:
         conditioning = self._condition(request)
@@ -64,10 +69,6 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
                 noisy = self._add_noise(noisy, self._noise(request), schedule)
         return self._sample(noisy, schedule, conditioning, request)
 
-    @property
-    def _defaults(self) -> Mapping[str, Any]:
-        return {**super()._defaults, "strength": 0.3 if self.is_xl else 0.8}
-
     def encode_image(self, pixels: torch.Tensor, generator: Any) -> torch.Tensor:
         """Images (B, 3, H, W) in -1..1 -> latents (B, C, h, w) as the scheduler takes them, drawn from the VAE's
         distribution. `generator`: one, or one an image."""
@@ -78,18 +79,13 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
         """Latents of all images; a picture that is latents already stays as it is."""
         if is_latents(request.image, self.vae.latent_channels):
-            return for_batch(pixels, request, "images")
-        if isinstance(request.generator, list):  # each image has numbers of its own
-            pixels = for_batch(pixels, request, "images")
-        return for_batch(self.vae.to_latents(pixels, request.generator), request, "images")
+            return tile(pixels, request, "images")
+        if isinstance(request.generator, list) and self.NOISE_FOR_EACH_IMAGE:
+            pixels = tile(pixels, request, "images")
+        return tile(self.vae.to_latents(pixels, request.generator), request, "images")
 
     def _size(self, request: Request) -> tuple[int, int]:
-        multiple = self.size_multiple
-        own = size_of(request.image, self.vae.latent_channels, self.vae_scale_factor)
-        height, width = (max(multiple, side // multiple * multiple) for side in own)
-        if request.height is None and request.width is None and (height, width) != own:
-            log.info("the image of %dx%d pixels is resized to %dx%d.", *own[::-1], width, height)
-        return request.height or height, request.width or width
+        return self._size_of(request, request.image)
 
     def _schedule(self, request: Request) -> Schedule:
         """The last `strength` of the schedule, or what follows `denoising_start`, up to `denoising_end`.
@@ -106,14 +102,16 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
             if order == 2 and kept % 2 == 0:
                 kept += 1  # no step of two predictions is cut in two
             start = len(timesteps) - kept
+        elif self.STRENGTH_IN_SCHEDULER:
+            kept, start = len(timesteps), 0
         else:
             kept = int(request.num_inference_steps * strength)
             start = (request.num_inference_steps - kept) * order
-        if kept < 1:
-            raise InputError(
-                f"{request.num_inference_steps} steps at strength {strength} leave none to draw: raise one of them."
-            )
-        schedule: Schedule = timetable.schedule(start, self._end(request))
+        end = self._end(request)
+        if kept < 1 or start >= end:
+            part = f"strength {strength}" + (f" and denoising_end {request.denoising_end}" if kept else "")
+            raise InputError(f"{request.num_inference_steps} steps at {part} leave none to draw: raise one of them.")
+        schedule: Schedule = timetable.schedule(start, end)
         return schedule
 
     @staticmethod
@@ -126,27 +124,40 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     """Draw where a mask is white. Ordinary UNets get the rest of the picture back after every step; UNets of 9
     channels (sd15-inpaint) see mask and masked picture."""
 
-    INPAINT = True
+    NOISE_FOR_EACH_IMAGE = False
+    _callback_tensor_inputs = (*StableDiffusionPipeline._callback_tensor_inputs, "mask", "masked_image_latents")
+    SIZE_OF_IMAGE = False  # whether the image's size, and not the model's, stands for none
     REJECTED_ARGUMENTS = ()
 
     def __call__(  # type: ignore[override]
-        self,
-        prompt: Prompt | None = None,
-        image: Picture | None = None,
-        mask_image: Picture | None = None,
-        strength: float | None = None,
-        num_inference_steps: int | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """As image to image. `mask_image`: picture(s) of the same size, white (1) where to draw. At `strength` 1 what
-        is under the mask does not matter. `masked_image_latents`: the latents of the picture without it, made
-        beforehand. `padding_mask_crop`: draw the mask's surroundings alone, with so many pixels around, enlarged."""
-        asked = self._request(
-            prompt=prompt, image=image, mask_image=mask_image, strength=strength,
-            num_inference_steps=num_inference_steps, **arguments,
-        )  # fmt: skip
-        asked.image, asked.mask_image = readable(asked.image), readable(asked.mask_image, "mask")
-        return self._answer(asked, self._size(asked))
+        self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
+        masked_image_latents: Tensor | None = None, height: int | None = None, width: int | None = None,
+        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = 50,
+        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.5,
+        negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
+        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
+        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
+        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
+        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
+        progress: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Generate where `mask_image` is white (1); at `strength` 1 what is under the mask does not matter.
+
+        `masked_image_latents`: latents of the image without what is under the mask. `padding_mask_crop`: generate the
+        surroundings of the mask alone, with so many pixels around it, enlarged.
+        """
+        return self._generate(locals())
+
+    def _read_images(self, request: Request) -> None:
+        super()._read_images(request)
+        request.mask_image = readable(request.mask_image, "mask")
+
+    def _size(self, request: Request) -> tuple[int, int]:
+        if self.SIZE_OF_IMAGE:
+            return super()._size(request)
+        return request.height or self.default_size, request.width or self.default_size
 
     def _draw(self, request: Request) -> PipelineOutput:
         conditioning = self._condition(request)
@@ -164,19 +175,17 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             latents = noise * np.float32(schedule.init_noise_sigma)
         else:
             latents = self._add_noise(start, noise, schedule)
-        small = for_batch(nearest(mask, *self._latent_shape(request)[2:]), request, "masks")
+        small = tile(nearest(mask, *self._latent_shape(request)[2:]), request, "masks")
         more: dict[str, Any] = {}
         if blends:
             assert start is not None
+            if request.masked_image_latents is None:  # diffusers encodes the masked image here too
+                self.vae.skip_noise(len(pixels), latents.shape, request.generator)
             more["kept"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors)
         else:
             more["channels"] = np.concatenate([small, self._masked(pixels, mask, request)], 1)
         output = self._sample(latents, schedule, conditioning, request, **more)
         return output if region is None else self._put_back(output, request, region)
-
-    @property
-    def _defaults(self) -> Mapping[str, Any]:
-        return {**super()._defaults, "strength": 0.9999 if self.is_xl else 1.0}
 
     def _check_unet(self) -> None:
         channels = self.unet_config.get("in_channels", 4)
@@ -198,12 +207,16 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True
         )
         region = masks.get_crop_region(request.mask_image, width, height, pad=request.padding_mask_crop)
-        how = {"crops_coords": region, "resize_mode": "fill"}
-        pixels, mask = (
-            processor.preprocess(image, height, width, **how).float().numpy()
-            for processor, image in ((self.image_processor, request.image), (masks, request.mask_image))
-        )
-        return pixels, mask, region
+
+        def cropped(processor: Any, image: Any) -> torch.Tensor:
+            made: torch.Tensor = processor.preprocess(image, height, width, crops_coords=region, resize_mode="fill")
+            return made.float()
+
+        if (control := request.control_image) is not None:
+            parts = [cropped(self.image_processor, each) / 2 + 0.5 for each in _listed(control)]
+            request.control_image = parts if isinstance(control, list) else parts[0]
+        pixels, mask = cropped(self.image_processor, request.image), cropped(masks, request.mask_image)
+        return pixels.numpy(), mask.numpy(), region
 
     def _put_back(self, output: PipelineOutput, request: Request, region: Any) -> PipelineOutput:
         """What was drawn of a region, laid over the picture. Raises InputError for another output than PIL images."""
@@ -216,6 +229,10 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     def _masked(self, pixels: np.ndarray, mask: np.ndarray, request: Request) -> np.ndarray:
         """Latents of the picture without what is under the mask, for UNets that see them."""
         if request.masked_image_latents is not None:
-            return for_batch(as_array(request.masked_image_latents), request, "masked images")
+            return tile(as_array(request.masked_image_latents), request, "masked images")
         masked = self.vae.to_latents(pixels * (mask < 0.5), request.generator)
-        return for_batch(masked, request, "images")
+        return tile(masked, request, "images")
+
+
+def _listed(images: Any) -> list[Any]:
+    return images if isinstance(images, list) else [images]

@@ -121,6 +121,14 @@ def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
     return x.repeat(request.batch // len(x), 0)
 
 
+def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
+    """One row for all images, or several that are taken in turn as diffusers does, whatever the prompts -> one an
+    image. Raises InputError for other counts."""
+    if request.batch % len(x):
+        raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
+    return np.concatenate([x] * (request.batch // len(x)))
+
+
 def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
     """What CLIP sees of a picture: its central square at size x size pixels, normalized, (3, size, size) float32.
     `config`: see `feature_extractor`."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from sd_ort.checkpoints.conditioning import text_length, token_ids
+from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.checkpoints.linear_schedule import fixed_schedule
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MERGED
 from sd_ort.pipelines.images import finished
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import Request
+from sd_ort.pipelines.request import Prompt, Request
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 
 # Arguments of a call that it takes; the others would look into the loop, or change the text.
@@ -31,6 +33,23 @@ class MergedPipeline(StableDiffusionPipeline):
 
     REQUIRED_COMPONENTS = (MERGED,)
     HAS_SEPARATE_COMPONENTS = False
+
+    def __call__(  # type: ignore[override]
+        self,
+        prompt: Prompt | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate images. Number of steps and guidance scale: by default those that the model was merged with."""
+        return self._generate(locals())
+
+    @property
+    def _defaults(self) -> Mapping[str, Any]:
+        steps, guidance = generation_defaults(self.folder)
+        return {"num_inference_steps": steps, "guidance_scale": guidance}
 
     def load_textual_inversion(self, *_: Any, **__: Any) -> None:
         """Raises InputError: the table of words lies in the model."""

@@ -26,8 +26,8 @@ Size = tuple[int, int]  # height, width in pixels, or top and left
 # A PIL image, an array (H, W, 3) or (B, H, W, 3), a tensor (B, 3, H, W), both 0..1, latents (B, 4, h, w), or a list.
 Picture: TypeAlias = "Image.Image | np.ndarray | torch.Tensor | Sequence[Any]"
 
-# Called as callback(pipeline, step index, timestep, {"latents": Tensor}); may return {"latents": replacement}.
-StepCallback: TypeAlias = "Callable[[Any, int, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]"
+# Called as callback(pipeline, step index, timestep, tensors by name); may return those that it changes.
+StepCallback: TypeAlias = "Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]"
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -36,6 +36,10 @@ UNSUPPORTED_ARGUMENTS = {
     "kwargs": "it only carries diffusers' old callback and callback_steps: use callback_on_step_end",
     "callback": "it is diffusers' old one: use callback_on_step_end",
     "callback_steps": "it belongs to diffusers' old callback: use callback_on_step_end",
+    **dict.fromkeys(
+        ("pag_scale", "pag_adaptive_scale", "pag_applied_layers"),
+        "perturbed attention changes the UNet's graph, which is fixed when it is exported",
+    ),
 }
 # Names that only some pipelines take, and which ones.
 IMAGE_ARGUMENTS = {
@@ -130,6 +134,14 @@ class Request:
         """Images of this call."""
         return self.count * self.num_images_per_prompt
 
+    @property
+    def callback_tensors(self) -> Sequence[str]:
+        """Names of the tensors that callback_on_step_end reads; diffusers' own callbacks know theirs."""
+        names: Sequence[str] = getattr(
+            self.callback_on_step_end, "tensor_inputs", self.callback_on_step_end_tensor_inputs
+        )
+        return names
+
     def given(self) -> set[str]:
         """Names of the arguments that differ from their defaults."""
         there = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init)
@@ -165,11 +177,6 @@ class Request:
             )
         if self.output_type not in OUTPUT_TYPES:
             raise InputError(f"output_type {self.output_type!r} is unknown: use pil, np, pt or latent.")
-        wanted = getattr(self.callback_on_step_end, "tensor_inputs", self.callback_on_step_end_tensor_inputs)
-        if set(wanted) - {"latents"}:  # diffusers' own callbacks say themselves what they change
-            raise InputError(
-                "callback_on_step_end is given the latents alone: what else a step reads is on the device."
-            )
         if unknown := set(self.cross_attention_kwargs or ()) - {"scale"}:
             raise InputError(f"cross_attention_kwargs: {unknown.pop()!r} is unknown; 'scale' weighs the LoRAs.")
         for name in ("denoising_start", "denoising_end"):

@@ -54,17 +54,19 @@ class PipelineScheduler:
         """Timesteps that the model was trained with."""
         return int(self.config.get("num_train_timesteps", 1000))
 
-    def timetable(self, request: Request) -> Timetable:
+    def timetable(self, request: Request, with_strength: bool = False) -> Timetable:
         """Return the timesteps of a call. Raises InputError for a schedule or a number of steps that the scheduler
-        does not take."""
-        names = ("timesteps", "sigmas", "original_inference_steps")
+        does not take. `with_strength`: the scheduler follows `request.strength`, as LCMScheduler can."""
+        names = ("timesteps", "sigmas", "original_inference_steps", *(["strength"] if with_strength else []))
         options = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
-        if not options and (found := self._numpy(request.num_inference_steps, request.eta)) is not None:
-            return found
+        if not options.keys() - {"strength"} and (not options or self.name == "LCMScheduler"):
+            found = self._numpy(request.num_inference_steps, request.eta, **options)
+            if found is not None:
+                return found
         from sd_ort.checkpoints.schedule import DiffusersTimetable
 
         return DiffusersTimetable(self.diffusers, request.num_inference_steps, request.eta, **options)
 
-    def _numpy(self, steps: int, eta: float = 0.0) -> Timetable | None:
+    def _numpy(self, steps: int, eta: float = 0.0, **options: float) -> Timetable | None:
         own = self._diffusers is not None and not type(self._diffusers).__module__.startswith("diffusers.schedulers.")
-        return None if own else numpy_scheduler(self.name, self.config, steps, eta)
+        return None if own else numpy_scheduler(self.name, {**self.config, **options}, steps, eta)

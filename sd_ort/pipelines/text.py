@@ -203,8 +203,8 @@ class PromptEncoder:
         return self.is_xl and request.negative_prompt is None and zeros
 
     def pair(self, first: Sequence[str], second: Sequence[str] | None) -> list[Sequence[str]]:
-        """The prompts of each encoder: `second` are those of the second one, where they differ."""
-        return [first if second is None or name == "text_encoder" else second for _, name in self.encoders]
+        """The prompts of each encoder: `second` are those of the second one, which SDXL's refiner has not."""
+        return [first, first if second is None else second][: len(self.encoders)]
 
     def _positive(self, request: Request) -> Conditioning:
         if request.prompt_embeds is not None:
@@ -267,5 +267,7 @@ class PromptEncoder:
         if request.image is None and not both:
             return positive, ids(original, request.crops_coords_top_left, target, request.negative_aesthetic_score)
         negative = request.negative_original_size or original, request.negative_target_size or target
-        crop, score = request.negative_crops_coords_top_left, request.negative_aesthetic_score
-        return positive, ids(negative[0], crop, negative[1], score)
+        # diffusers: text to image and the refiner tell the negative rows a crop of their own, and no other.
+        own = scored or request.image is None
+        crop = request.negative_crops_coords_top_left if own else request.crops_coords_top_left
+        return positive, ids(negative[0], crop, negative[1], request.negative_aesthetic_score)

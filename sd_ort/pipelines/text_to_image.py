@@ -7,6 +7,7 @@ precision, and the image that diffusers generates from the same seed.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ import numpy as np
 
 from sd_ort.checkpoints.conditioning import text_encoders
 from sd_ort.checkpoints.configs import component_config
-from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.checkpoints.signatures import default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.aliases import accept_old_names
@@ -32,12 +32,21 @@ from sd_ort.pipelines.arguments import check_load_options
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
-from sd_ort.pipelines.images import as_array, finished, readable
+from sd_ort.pipelines.images import as_array, finished, readable, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import IMAGE_ARGUMENTS, Prompt, Request, check_size, request
+from sd_ort.pipelines.request import (
+    IMAGE_ARGUMENTS,
+    Generator,
+    Picture,
+    Prompt,
+    Request,
+    StepCallback,
+    check_size,
+    request,
+)
 from sd_ort.pipelines.sampling import SamplingMixin
 from sd_ort.pipelines.sampling_job import check_finite
 from sd_ort.pipelines.scheduler import PipelineScheduler
@@ -49,6 +58,7 @@ from sd_ort.runtime.provider_choice import AUTO
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 log = logging.getLogger("sd_ort")
 
@@ -64,7 +74,11 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     KINDS = re.compile(r"(StableDiffusion(XL)?(ControlNet)?|LatentConsistencyModel)(Img2Img|Inpaint)?Pipeline$")
     REQUIRED_COMPONENTS: tuple[str, ...] = ("unet", "vae_decoder")
     HAS_SEPARATE_COMPONENTS = True  # whether the text encoders are components of their own
-    INPAINT = False
+    DEFAULT_SIZE_UNLESS_BOTH = True  # whether height or width alone is ignored
+    CAN_INTERRUPT = True  # whether a callback that sets `_interrupt` ends the loop
+    CHANGES_LAST_LATENTS = True  # whether the latents that a callback returns after the last step are decoded
+    _callback_tensor_inputs: Sequence[str] = ("latents", "prompt_embeds", "negative_prompt_embeds")
+    STRENGTH_IN_SCHEDULER = False  # whether the scheduler, and not a part of its steps, follows `strength`
     REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
 
     def __init__(
@@ -163,7 +177,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         needed = [*(text_encoders(index) if cls.HAS_SEPARATE_COMPONENTS else ()), *cls.REQUIRED_COMPONENTS, *nets]
         models.require(*needed)
         devices.place(models)
-        pipeline = cls(
+        family: Any = cls._class_for(index, models, is_sdxl(component_config(folder, "unet")))
+        pipeline = family(
             folder,
             models,
             PipelineScheduler(folder, scheduler),
@@ -178,6 +193,13 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             if models.partner is not None:
                 models.partner.open([name for name in models if name == "unet" or name.startswith("unet_")])
         return pipeline
+
+    @classmethod
+    def _class_for(cls, index: Mapping[str, Any], models: Components, is_xl: bool) -> type:
+        """Return the class of this one's task for a folder's family."""
+        from sd_ort.pipelines.families import class_for
+
+        return class_for(cls, str(index.get("_class_name", "")), is_xl, "controlnet" in models)
 
     @cached_property
     def image_processor(self) -> Any:
@@ -231,24 +253,55 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     # --- Drawing ----------------------------------------------------------------------------------------------------
 
     def __call__(
-        self,
-        prompt: Prompt | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        num_inference_steps: int | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """Draw `num_images_per_prompt` images for each prompt. `arguments`: all of `pipeline.request.Request`, which
-        mean what they mean in diffusers; `image` is the `control_image`, as in its ControlNet pipelines.
+        self, prompt: Prompt | None = None, height: int | None = None, width: int | None = None,
+        num_inference_steps: int = 50, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
+        guidance_scale: float = 7.5, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
+        eta: float = 0.0, generator: Generator = None, latents: Tensor | None = None,
+        prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
+        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
+        output_type: str | None = "pil", return_dict: bool = True,
+        cross_attention_kwargs: Mapping[str, Any] | None = None, guidance_rescale: float = 0.0,
+        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
+        progress: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Generate `num_images_per_prompt` images for each prompt.
 
-        Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for what does not fit together.
+        The arguments, their order and defaults are those of diffusers' class of this name; `pipelines.request.Request`
+        says what they mean, and which others `kwargs` takes. `control_image`: `image` of the ControlNet pipelines.
+        Returns a `PipelineOutput`, or a tuple without `return_dict`. Raises InputError for what does not fit together.
         """
-        asked = self._request(
-            prompt=prompt, height=height, width=width, num_inference_steps=num_inference_steps, **arguments
-        )
-        asked.control_image = asked.image if asked.control_image is None else asked.control_image
-        asked.image = None
-        return self._answer(asked, (asked.height or self.default_size, asked.width or self.default_size))
+        return self._generate(locals())
+
+    def _generate(self, call: Mapping[str, Any]) -> Any:
+        """Check the arguments of a call, the locals of `__call__`, generate, and return what the caller asked for."""
+        given = {name: value for name, value in call.items() if name not in ("self", "kwargs")} | call["kwargs"]
+        asked = request(self._defaults, self.REJECTED_ARGUMENTS, given)
+        self._read_images(asked)
+        return self._answer(asked, self._size(asked))
+
+    def _read_images(self, request: Request) -> None:
+        """Check the images of a call. Raises InputError if one is missing or unreadable."""
+        request.control_image = request.image if request.control_image is None else request.control_image
+        request.image = None
+        if request.control_image is not None:
+            request.control_image = readable(request.control_image, "control image")
+
+    def _size(self, request: Request) -> tuple[int, int]:
+        """Return height and width in pixels: those of the call, else of the control image, else the model's."""
+        if request.control_image is not None:
+            several = "controlnet_2" in self.models
+            return self._size_of(request, request.control_image[0] if several else request.control_image)
+        if self.DEFAULT_SIZE_UNLESS_BOTH and (request.height is None) != (request.width is None):
+            log.warning("height or width alone is ignored, as in diffusers: give both.")
+            return self.default_size, self.default_size
+        return request.height or self.default_size, request.width or self.default_size
+
+    def _size_of(self, request: Request, image: Any) -> tuple[int, int]:
+        """Return height and width in pixels: those of the call, else of a `readable` image, down to whole latents."""
+        own = size_of(image, self.vae.latent_channels, self.vae_scale_factor)
+        height, width = (side // self.vae_scale_factor * self.vae_scale_factor for side in own)
+        return request.height or height, request.width or width
 
     def draw_each(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[PipelineOutput]:
         """What each call, the arguments of `__call__`, draws, in their order. With `decode_on`, the latents of the next
@@ -279,21 +332,21 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         noise = self._noise(request, request.latents) * np.float32(schedule.init_noise_sigma)
         return self._sample(noise, schedule, conditioning, request)
 
-    def _request(self, **arguments: Any) -> Request:
-        return request(self._defaults, self.REJECTED_ARGUMENTS, arguments)
-
     @property
     def _defaults(self) -> Mapping[str, Any]:
-        """What stands for None, as in diffusers' pipeline of this kind and family."""
-        steps, guidance = generation_defaults(self.folder, inpaint=self.INPAINT)
-        return {"num_inference_steps": steps, "guidance_scale": guidance}
+        """The defaults of `__call__`, which stand for None."""
+        parameters = inspect.signature(type(self).__call__).parameters.values()
+        return {p.name: p.default for p in parameters if p.default not in (None, inspect.Parameter.empty)}
 
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
         """Check the rest of a request, draw, and give back what was asked for."""
         request.size = size
         request.check(self._scheduler.trained)
         check_size(size, self.vae_scale_factor, self.size_multiple, lambda: self._doubles)
-        request.timetable = self._scheduler.timetable(request)
+        if unknown := set(request.callback_tensors) - set(self._callback_tensor_inputs):
+            names = ", ".join(self._callback_tensor_inputs)
+            raise InputError(f"callback_on_step_end reads no {unknown.pop()} in this pipeline: it reads {names}.")
+        request.timetable = self._scheduler.timetable(request, self.STRENGTH_IN_SCHEDULER)
         request.num_inference_steps = request.timetable.steps
         request.generator = sources(request.generator)
         scale = float(request.guidance_scale or 0.0)
@@ -301,6 +354,13 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             request.embedded_guidance = scale
         elif scale > 1:
             request.guidance = scale
+        self._guidance_scale, self._guidance_rescale, self._clip_skip = (
+            scale,
+            request.guidance_rescale,
+            request.clip_skip,
+        )
+        self._cross_attention_kwargs, self._interrupt = request.cross_attention_kwargs, False
+        self._denoising_end, self._denoising_start = request.denoising_end, request.denoising_start
         request.pictures = self.encode_ip_adapter_images(request)
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
@@ -321,7 +381,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def _end(self, request: Request) -> int:
         """The number of steps before `denoising_end`. Raises InputError if there is none."""
         timesteps = request.timetable.timesteps
-        if request.denoising_end is None or request.denoising_end == 1:
+        if not request.denoising_end or request.denoising_end == 1:  # so does diffusers
             return len(timesteps)
         count = int((timesteps >= cutoff_timestep(request.timetable, request.denoising_end)).sum())
         if not count:
@@ -329,8 +389,6 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return count
 
     def _controls(self, request: Request, steps: int) -> list[ControlNetInput]:
-        if request.control_image is not None:
-            request.control_image = readable(request.control_image, "control image")
         return controlnet_inputs.controls(request, controlnet_inputs.names(self.models), steps)
 
     def _latent_shape(self, request: Request) -> tuple[int, int, int, int]:

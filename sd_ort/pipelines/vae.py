@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,11 @@ class Vae:
             latents = mean + std * draw_noise(mean.shape, generator)
         offset, factor = latent_scale(self.config)
         return (latents - offset) / factor
+
+    def skip_noise(self, count: int, shape: Sequence[int], generator: Any) -> None:
+        """Sample the noise that `to_latents` samples for `count` images with latents (B, C, h, w) of `shape`."""
+        if self.config.get("_class_name") != "AutoencoderTiny":
+            draw_noise((count, *shape[1:]), generator[:count] if isinstance(generator, list) else generator)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
         """The VAE's own latents -> pixels, as `.sample` or, without `return_dict`, in a tuple."""

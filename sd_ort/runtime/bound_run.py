@@ -16,8 +16,9 @@ import numpy as np
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError, SdOrtError, first_line
-from sd_ort.runtime.gpu_graphs import CAPTURING, GpuGraph
-from sd_ort.runtime.ort_values import empty_value, place
+from sd_ort.runtime.capture_lock import device_calls
+from sd_ort.runtime.gpu_graphs import GpuGraph
+from sd_ort.runtime.ort_values import device_value, empty_value, place, read_value, write_value
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.providers import provider_named, warn_once
 from sd_ort.runtime.session import DTYPES, Model, create_session
@@ -61,7 +62,8 @@ def captures_of(session: ort.InferenceSession) -> SessionCaptures:
 class BoundRun:
     """One session over input and output OrtValues at fixed addresses, with the GPU graph that was captured over them.
 
-    A run that cannot be captured runs uncaptured, and is reported (`report_failed_capture`).
+    A run that cannot be captured runs uncaptured, and is reported (`report_failed_capture`). ONNX Runtime copies
+    `host_inputs` to the host when they are bound. They are bound again before each run, and must have been computed.
     """
 
     def __init__(
@@ -92,11 +94,12 @@ class BoundRun:
         self.generation = 0  # of the graph
         if stream is not None:
             self.captures.begin()
-        value = runtime().OrtValue
+        self.device = device
         self.inputs = {
-            name: value.ortvalue_from_numpy(given, **place(device)) if isinstance(given, np.ndarray) else given
+            name: device_value(given, device) if isinstance(given, np.ndarray) else given
             for name, given in feed.items()
         }
+        self.host_inputs = [name for name in host_inputs(session) if self.inputs[name].device_name() != "cpu"]
         self.binding = session.io_binding()
         for name, bound in self.inputs.items():
             self.binding.bind_ortvalue_input(name, bound)
@@ -104,8 +107,7 @@ class BoundRun:
         if stream is not None:
             self._capture(stream)
         elif graph_id != NO_GRAPH_ID:
-            with CAPTURING:
-                self.run()
+            self.run()
 
     def _bind_outputs(self, device: str, outputs: dict[str, Any]) -> dict[str, Any]:
         """Bind all outputs. A run by ONNX Runtime's own buffers tells the shapes of those to allocate."""
@@ -170,12 +172,24 @@ class BoundRun:
 
     def _run(self, graph_id: int, wait: bool) -> None:
         try:
-            self.session.run_with_iobinding(self.binding, run_options(graph_id, wait and not self.captures.count))
+            with device_calls(self.device):
+                for name in self.host_inputs:
+                    self.binding.bind_ortvalue_input(name, self.inputs[name])
+                options = run_options(graph_id, wait and not self.captures.count)
+                self.session.run_with_iobinding(self.binding, options)
             if wait and self.captures.count and self.stream is not None:
                 self.stream.synchronize()
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in self.inputs.items())
             raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+
+
+def host_inputs(session: ort.InferenceSession) -> list[str]:
+    """Return the inputs that nodes on the CPU read; none for ONNX Runtime before 1.23, which does not tell."""
+    if not hasattr(session, "get_input_memory_infos"):
+        return []
+    places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+    return [value.name for value, memory in places if memory.name == "Cpu"]
 
 
 @cache
@@ -233,9 +247,9 @@ class GpuGraphModel(Model):
         with self.lock:
             bound = self.bind(feed)
             for name, array in feed.items():
-                bound.inputs[name].update_inplace(array)
+                write_value(bound.inputs[name], array)
             bound.run()
-            return {name: value.numpy() for name, value in bound.outputs.items()}
+            return {name: read_value(value) for name, value in bound.outputs.items()}
 
     def bind(self, feed: Mapping[str, np.ndarray]) -> BoundRun:
         """Return the cached run for the shapes of `feed`; the inputs of a new one have the values of `feed`."""

@@ -18,7 +18,6 @@ from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL, check_component, components
 from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
 from sd_ort.runtime.glibc_malloc import disable_trim, kept, return_heap, trim_heap
-from sd_ort.runtime.gpu_graphs import CAPTURING
 from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.partitioned import Link, PartitionedModel, Range
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named
@@ -111,9 +110,7 @@ class Components(MutableMapping[str, Model]):
     def place(self, name: str, number: int) -> None:
         """Run a component on device `number` from now on. Another thread may run it there while others run here.
         Raises as `_open_on_device`."""
-        there = self.elsewhere[name] = self._open_on_device(number)
-        if there.stream is not None:
-            there.lock = DeviceLock(there.stream, CAPTURING)
+        self.elsewhere[name] = self._open_on_device(number)
 
     def spread(self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Range]]) -> None:
         """Run ranges of a component's graph, as `cut` gives them, on this device and then on devices `numbers`.

@@ -10,16 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 
 from sd_ort.core.errors import SdOrtError, first_line
-from sd_ort.runtime.device_calls import DEVICE_CALLS
+from sd_ort.runtime.capture_lock import CAPTURE_LOCK
 from sd_ort.runtime.stream import Stream
-
-# Held during a capture. Meanwhile HIP refuses every wait for a device and every copy without a stream, in all threads.
-CAPTURING = threading.RLock()
 
 RELAXED = 2  # StreamCaptureModeRelaxed: memory may be allocated during the capture, by this thread and by others
 MEMCPY_NODE, HOST_NODE = 1, 3  # GraphNodeTypeMemcpy and GraphNodeTypeHost
@@ -90,7 +86,7 @@ class GpuGraph:
 def capture_graph(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
     """Return the graph of what `run` enqueues on `stream`."""
     graph, handle = ctypes.c_void_p(), ctypes.c_void_p(stream.handle)
-    with CAPTURING, DEVICE_CALLS.excluded(), _no_garbage_collection():  # a finalizer may wait for the stream
+    with CAPTURE_LOCK.exclusive(), _no_garbage_collection():  # a finalizer may wait for the stream
         stream.call("StreamBeginCapture", handle, RELAXED)
         try:
             run()
@@ -164,7 +160,7 @@ def copies_pageable_memory(stream: Stream, node: ctypes.c_void_p) -> bool:
 
 
 def _release(stream: Stream, executable: ctypes.c_void_p, release: HostNodeParams | None) -> None:
-    with DEVICE_CALLS.section():
+    with CAPTURE_LOCK.shared():
         stream.synchronize()
         stream.call("GraphExecDestroy", executable)
     if release is not None:

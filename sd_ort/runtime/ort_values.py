@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.ort_wheel import runtime
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
@@ -43,11 +44,30 @@ def place(device: str) -> dict[str, Any]:
 
 def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
     """Return an OrtValue with undefined values on `device`."""
-    value = runtime().OrtValue
-    try:
-        return value.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, **place(device))
-    except Exception:  # onnxruntime-rocm allocates nothing on "cuda" by shape and type, but copies an array there
-        return value.ortvalue_from_numpy(np.empty(shape, dtype), **place(device))
+    with device_calls(device):
+        try:
+            return runtime().OrtValue.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, **place(device))
+        except Exception:  # onnxruntime-rocm allocates nothing on "cuda" by shape and type, but copies an array there
+            return device_value(np.empty(shape, dtype), device)
+
+
+def device_value(array: np.ndarray, device: str) -> Any:
+    """Return an OrtValue on `device` with a copy of `array`; on the CPU over the array itself if it is contiguous."""
+    with device_calls(device):
+        return runtime().OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"), **place(device))
+
+
+def write_value(value: Any, array: np.ndarray) -> None:
+    """Copy an array of the same dtype to an OrtValue on any device."""
+    with CAPTURE_LOCK.shared():
+        value.update_inplace(np.ascontiguousarray(array))
+
+
+def read_value(value: Any) -> np.ndarray:
+    """Return an OrtValue's array: a copy, or a view for one on the CPU."""
+    with CAPTURE_LOCK.shared():
+        array: np.ndarray = value.numpy()
+    return array
 
 
 def host_value(array: np.ndarray) -> Any:

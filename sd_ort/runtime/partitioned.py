@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from sd_ort.runtime.bound_run import BoundRun, GpuGraphModel, bind
-from sd_ort.runtime.ort_values import empty_value
+from sd_ort.runtime.ort_values import empty_value, read_value, write_value
 from sd_ort.runtime.session import DTYPES, Model
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class BoundPartitions(BoundRun):
             self.parts.append(bind(link.model, inputs, link.device))
             self.places |= {name: (value, number) for name, value in self.parts[-1].outputs.items()}
             self.copies.append(copies)
+        self.host_inputs = [name for part in self.parts for name in part.host_inputs]
         last = len(links) - 1
         back = [Copy(value, last, _like(value, links[0])) for value in self.parts[-1].outputs.values()]
         self.outputs = {name: copy.target for name, copy in zip(self.parts[-1].outputs, back, strict=True)}
@@ -117,7 +118,7 @@ class BoundPartitions(BoundRun):
         receiver = self.links[to].stream
         if receiver is None:
             for copy in self.copies[number]:
-                copy.target.update_inplace(copy.source.numpy())
+                write_value(copy.target, read_value(copy.source))
             return
         for sender in dict.fromkeys(copy.source_link for copy in self.copies[number]):
             stream, event = self.links[sender].stream, self.sent[number][sender]

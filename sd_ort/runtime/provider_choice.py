@@ -6,7 +6,7 @@ weights fit into its free memory. The choice is always reported with its reason,
 
 from __future__ import annotations
 
-import ctypes
+import math
 import subprocess
 from collections.abc import Collection
 from contextlib import suppress
@@ -18,9 +18,9 @@ from sd_ort.core.errors import ProviderError, SdOrtError
 from sd_ort.core.pipeline_folder import DATA, read_manifest
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.runtime.op_library import hip_runtime_clash
-from sd_ort.runtime.ort_wheel import needed_libraries, runtime
+from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.provider_table import PROVIDERS
-from sd_ort.runtime.providers import PLUGIN, check_provider, is_plugin, plugin_library, provider_named, warn_once
+from sd_ort.runtime.providers import PLUGIN, check_provider, provider_named, warn_once
 from sd_ort.runtime.stream import open_stream
 
 AUTO = "auto"
@@ -76,36 +76,17 @@ def provider_problem(name: str, required_bytes: int = 0) -> str | None:
     """
     try:
         check_provider(name)
-        stream = None if is_plugin(name) else open_stream(name)  # raises without a device
+        stream = open_stream(name)  # raises without a device
         library = library_path()
         if library is not None and (problem := hip_runtime_clash(library, name)):
             return problem
         if name == "migraphx" and not any(gpu.vendor == "hip" for gpu in installed_gpus()):
             return "no AMD GPU is visible: check its driver, and who may open /dev/kfd."
-        free = free_memory(name, stream)
+        free = math.inf if stream is None else stream.free_bytes()
     except SdOrtError as error:
         return str(error)
-    if free is not None and free < required_bytes:
+    if free < required_bytes:
         return f"{required_bytes / 1e9:.1f} GB of weights do not fit into {free / 1e9:.1f} GB of free device memory."
-    return None
-
-
-def free_memory(name: str, stream: Any = None) -> int | None:
-    """Return the free bytes of a provider's first device, whose stream is open; None for a CPU, or if unknown."""
-    provider = provider_named(name)
-    library = plugin_library(name) if is_plugin(name) else None
-    if library is None and (stream is None or provider.library is None):
-        return None
-    needed = needed_libraries(library) if library else [stream.c._name]
-    functions = {"libamdhip64": "hipMemGetInfo", "libcudart": "cudaMemGetInfo", "libcuda.": "cuMemGetInfo_v2"}
-    # A statically linked CUDA runtime: the driver answers for the context that it made.
-    for file in [*needed, *(["libcuda.so.1"] if provider.vendor == "cuda" else [])]:
-        for prefix, function in functions.items():
-            if Path(file).name.startswith(prefix):
-                free, total = ctypes.c_size_t(), ctypes.c_size_t()
-                with suppress(OSError, AttributeError):
-                    if getattr(ctypes.CDLL(file), function)(ctypes.byref(free), ctypes.byref(total)) == 0:
-                        return free.value
     return None
 
 
@@ -169,18 +150,19 @@ def provider_for(folder: Path, name: str = AUTO) -> ProviderChoice:
             advice = optimize_command(manifest, target_of(choice.provider))
             warn_once(f"{folder} is made for target {target}, not for provider {choice.provider}: {advice}.")
         return choice
-    required = sum(file.stat().st_size for file in folder.glob(f"*/{DATA}"))
-    try:
-        choice = choose_provider(providers_of(target), required)
-    except ProviderError as error:
+    if target == "cpu":
         best = choose_provider()
-        advice = optimize_command(manifest, target_of(best.provider))
-        why = f"{folder} is made for target {target}, which does not run here: {error}"
-        raise ProviderError(f"{why} {advice}.") from None
-    if target == "cpu" and (best := choose_provider()).provider != "cpu":
+        if best.provider == "cpu":
+            return best
         advice = optimize_command(manifest, target_of(best.provider))
         return ProviderChoice("cpu", f"{folder} is made for target cpu, and {best.provider} runs here: {advice}")
-    return choice
+    required = sum(file.stat().st_size for file in folder.glob(f"*/{DATA}"))
+    try:
+        return choose_provider(providers_of(target), required)
+    except ProviderError as error:
+        advice = optimize_command(manifest, target_of(choose_provider().provider))
+        why = f"{folder} is made for target {target}, which does not run here: {error}"
+        raise ProviderError(f"{why} {advice}.") from None
 
 
 def resolve_device(name: str) -> ProviderChoice:

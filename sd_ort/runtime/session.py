@@ -15,7 +15,7 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
-from sd_ort.runtime.device_calls import DEVICE_CALLS
+from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.glibc_malloc import return_heap
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.ort_values import host_value, keep
@@ -306,8 +306,7 @@ def _opening(provider: str, weights: Mapping[str, np.ndarray] | None = None) -> 
     """Return the context in which a session is opened."""
     if provider == "cpu":
         return nullcontext() if weights else return_heap()  # the next weights take the freed memory
-    # The sd-ort provider orders its own calls. Elsewhere an opening ends captures, on an H200 too (CUDA error 901).
-    return nullcontext() if is_plugin(provider) else DEVICE_CALLS.section()
+    return CAPTURE_LOCK.shared()
 
 
 def _with_distinct_functions(options: Any, model_path: Path, changed: bytes | None = None) -> bytes | None:
@@ -329,6 +328,7 @@ class Model:
         """`lock`: held while the session runs, where sessions that share a stream must not run at once."""
         self.session = session
         self.lock = lock or nullcontext()
+        self.device = "cpu" if session.get_providers() == [CPU_EP] else session.get_providers()[0]
         self.inputs = {i.name: i for i in session.get_inputs()}
         self.outputs = [o.name for o in session.get_outputs()]
 
@@ -341,7 +341,7 @@ class Model:
         self.check_names(arrays)
         feed = {name: np.asarray(array, self.dtype(name), order="C") for name, array in arrays.items()}
         try:
-            with self.lock:
+            with self.lock, device_calls(self.device):
                 results = self.session.run(None, feed)
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())

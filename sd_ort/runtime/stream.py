@@ -127,20 +127,17 @@ class Stream:
 
 
 class DeviceLock:
-    """A lock for threads that share a stream; while it is held, the stream's device is the thread's current one, and
-    the locks `more` are held too."""
+    """A lock for threads that share a stream; while it is held, the stream's device is the thread's current one."""
 
-    def __init__(self, stream: Stream, *more: Any) -> None:
-        self.stream, self.locks = stream, (threading.RLock(), *more)
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self._lock = stream, threading.RLock()
 
     def __enter__(self) -> None:
-        for lock in self.locks:
-            lock.acquire()
+        self._lock.acquire()
         self.stream.use()
 
     def __exit__(self, *_: object) -> None:
-        for lock in reversed(self.locks):
-            lock.release()
+        self._lock.release()
 
 
 @cache

@@ -11,18 +11,11 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime.ort_values import place, unowned, view
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_values import device_value, place, unowned, view, write_value
 from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 
 WRITTEN = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provider/winograd_filter_cache.cc
-
-
-def device_value(array: np.ndarray, device: str) -> Any:
-    """Return a copy of `array` on `device` as an OrtValue."""
-    array = np.array(array, order="C") if device == "cpu" else np.ascontiguousarray(array)
-    return runtime().OrtValue.ortvalue_from_numpy(array, **place(device))
 
 
 def update_callback(provider: str) -> Callable[[Any], None]:
@@ -45,7 +38,9 @@ class UpdatableWeights:
         self, weights: Mapping[str, np.ndarray], device: str, renew: Callable[[Any], None] = lambda _: None
     ) -> None:
         """`weights`: float16 or float32, which are copied. `renew`: the provider's `update_callback`."""
-        self.values = {name: device_value(array, device) for name, array in weights.items()}
+        self.values = {
+            name: device_value(array.copy() if device == "cpu" else array, device) for name, array in weights.items()
+        }
         self.originals: dict[str, Any] = {}
         self.shared = {name: _shared(made, device) for name, made in self.values.items()}
         self.changed: set[str] = set()
@@ -61,7 +56,7 @@ class UpdatableWeights:
     def write(self, name: str, array: np.ndarray) -> None:
         """From the next run on a weight has these numbers, of its shape and type."""
         with self.written(name) as value:
-            value.update_inplace(np.ascontiguousarray(array))
+            write_value(value, array)
 
 
 def _shared(value: Any, device: str) -> Any:

@@ -1,112 +1,192 @@
-"""Parser of LoRA files: low-rank deltas by component and module.
+"""Parser of LoRA files: the deltas of a model's weights and biases, by component and module.
 
-formats   diffusers and PEFT (lora_A, lora_B; lora.down, lora.up), Kohya (lora_unet_..., with alpha)
-modules   linear layers and convolutions (LoCon) of the UNet and the text encoders
+formats   diffusers and PEFT (lora_A, lora_B; lora.down, lora.up), Kohya and LyCORIS (lora_unet_..., with alpha), also
+          with the UNet's modules in LDM's names
+kinds     LoRA, LoCon, DoRA, LoHa, LoKr, full differences
+modules   linear layers, convolutions and norms of the UNet and the text encoders
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from sd_ort.core.errors import InputError
-from sd_ort.core.files import parsing
+from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.files import parsing, read_json
 from sd_ort.core.safetensors_file import read_float32
+from sd_ort.weights.deltas import (
+    Delta,
+    DifferenceDelta,
+    DoraDelta,
+    FactorProduct,
+    HadamardDelta,
+    KroneckerDelta,
+    LowRankDelta,
+)
 
 Weights = Mapping[str, Any]
+Shape = tuple[int, ...]
 
 # Component by prefix of a tensor name. Names without a prefix are the UNet's.
 PREFIXES = {
     "lora_unet_": "unet", "lora_te1_": "text_encoder", "lora_te2_": "text_encoder_2", "lora_te_": "text_encoder",
-    "unet.": "unet", "text_encoder_2.": "text_encoder_2", "text_encoder.": "text_encoder",
+    "unet.": "unet", "text_encoder_2.": "text_encoder_2", "text_encoder.": "text_encoder", "base_model.model.": "unet",
 }  # fmt: skip
-TENSOR_NAME = re.compile(
-    r"(?P<module>.+?)(?:[._]lora)?[._](?:(?P<down>lora_down|lora_A|down)|(?P<up>lora_up|lora_B|up))"
-    r"(?:\.default(?:_0)?)?\.weight$"
-)
-
-
-@dataclass(frozen=True)
-class LowRankDelta:
-    """The delta (up * scale) @ down of a tensor of `shape` (out, in, ...), float32.
-
-    `up`: (out, R). `down`: (R, in * ...). `scale`: (R,). `modules`: the LoRA modules whose `up` and `down` it has, in
-    their order: deltas of the same modules differ in `scale` alone.
-    """
-
-    up: np.ndarray
-    down: np.ndarray
-    shape: tuple[int, ...]
-    scale: np.ndarray
-    modules: tuple[object, ...] = ()
-
-    @property
-    def scaled_up(self) -> np.ndarray:
-        """up * scale."""
-        return self.up * self.scale
-
-    def dense(self) -> np.ndarray:
-        """Return the delta as one array of `shape`."""
-        return (self.scaled_up @ self.down).reshape(self.shape)
-
-    def transposed(self) -> LowRankDelta:
-        """Return the delta of the transposed matrix."""
-        return LowRankDelta(self.down.T, self.scaled_up.T, self.shape[::-1], np.ones_like(self.scale))
-
-    def zero(self) -> LowRankDelta:
-        """Return a zero delta of the same shape and rank 1."""
-        up, down = np.zeros_like(self.up[:, :1]), np.zeros_like(self.down[:1])
-        return LowRankDelta(up, down, self.shape, np.ones(1, np.float32))
-
-    def __add__(self, other: LowRankDelta) -> LowRankDelta:
-        if self.shape != other.shape:
-            raise ValueError(f"{list(other.shape)} instead of {list(self.shape)}")
-        up, down = np.hstack([self.up, other.up]), np.vstack([self.down, other.down])
-        scale = np.concatenate([self.scale, other.scale])
-        return LowRankDelta(up, down, self.shape, scale, (*self.modules, *other.modules))
+FACTORS = [f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")] + [
+    f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
+]
+# What a tensor is, by the end of its name.
+KEYS = {
+    "lora_down.weight": "down", "lora_A.weight": "down", "down.weight": "down",
+    "lora_up.weight": "up", "lora_B.weight": "up", "up.weight": "up",
+    "lora_mid.weight": "mid", "lora_up.bias": "up_bias", "lora_B.bias": "up_bias",
+    "dora_scale": "magnitude", "lora_magnitude_vector": "output_magnitude",
+    "lora_magnitude_vector.weight": "output_magnitude",
+    "diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b", "alpha": "alpha",
+    **{name: name for name in FACTORS},
+}  # fmt: skip
+# Kinds that are not applied, by the end of a tensor's name.
+UNSUPPORTED = {
+    "oft_blocks": "OFT", "oft_diag": "OFT", "oft_r": "OFT", "oft_R": "OFT", "oft_R.weight": "OFT", "boft_R": "BOFT",
+    "boft_s": "BOFT", "a1.weight": "GLoRA", "b1.weight": "GLoRA", "on_input": "IA3", "ia3_l": "IA3",
+    "vera_lambda_b": "VeRA", "vera_lambda_d": "VeRA", "set_weight": "a file of replaced weights",
+}  # fmt: skip
+ENDS = "|".join(re.escape(end) for end in (*KEYS, *UNSUPPORTED))
+TENSOR_NAME = re.compile(rf"(?P<module>.+?)(?:[._]lora)?[._](?P<end>{ENDS})$")
+# Modules in LDM's names, after the blocks were renamed.
+LDM_MODULES = {
+    "in_layers_0": "norm1", "in_layers_2": "conv1", "emb_layers_1": "time_emb_proj", "out_layers_0": "norm2",
+    "out_layers_3": "conv2", "skip_connection": "conv_shortcut", "op": "conv", "input_blocks_0_0": "conv_in",
+    "out_0": "conv_norm_out", "out_2": "conv_out", "time_embed_0": "time_embedding_linear_1",
+    "time_embed_2": "time_embedding_linear_2", "label_emb_0_0": "add_embedding_linear_1",
+    "label_emb_0_2": "add_embedding_linear_2",
+}  # fmt: skip
+# A module within a block of LDM's UNet: in the middle block three, in others a ResNet, a transformer and an upsampler.
+LDM_BLOCK = re.compile(r"(?P<way>input|middle|output)_blocks?_(?:(?P<number>\d+)_)??(?P<inner>[012])_(?P<rest>\D.*)")
 
 
 @dataclass
-class LoraModuleWeights:
-    """LoRA tensors of one module: up (out, rank[, 1, 1]) and down (rank, in[, h, w]), float32, and alpha."""
+class LoraModule:
+    """The tensors of one module, float32, by what they are (KEYS), and its entries of PEFT's config.
 
-    down: np.ndarray | None = None
-    up: np.ndarray | None = None
+    `alpha`, `rank`: None for the file's own (by default alpha = rank). `rslora`: alpha is divided by sqrt(rank).
+    """
+
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
     alpha: float | None = None
+    rank: float | None = None
+    rslora: bool = False
 
-    def delta(self, adapter_scale: float = 1.0) -> LowRankDelta:
-        """Return the delta of the module's weight."""
-        assert self.up is not None
-        assert self.down is not None
-        rank = self.down.shape[0]
-        scale = adapter_scale * (1.0 if self.alpha is None else self.alpha / rank)
-        out, *_ = self.up.shape
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tensors define a delta."""
+        return self._kind() is not None or "diff_b" in self.tensors
+
+    @property
+    def is_dora(self) -> bool:
+        """Whether the weight's norms are replaced, which also a scale of 0 does."""
+        return "magnitude" in self.tensors or "output_magnitude" in self.tensors
+
+    def delta(
+        self, scale: float = 1.0, shape: Shape | None = None, weight: Callable[[], np.ndarray] | None = None
+    ) -> Delta | None:
+        """Return the delta of the module's weight, or None if only its bias has one.
+
+        Args:
+            scale: the adapter scale.
+            shape: the weight's, which LoHa and LoKr of convolutions do not store; another size is ignored.
+            weight: returns the weight itself, for DoRA.
+        """
+        kind = self._kind()
+        if kind is None:
+            return None
+        delta: Any = getattr(self, f"_{kind}")(scale)
+        if shape is not None and delta.shape != shape and math.prod(delta.shape) == math.prod(shape):
+            delta = replace(delta, shape=shape)
+        magnitude = self.tensors.get("magnitude", self.tensors.get("output_magnitude"))
+        if magnitude is None or weight is None:
+            return delta
+        return DoraDelta(delta, magnitude.ravel() if "output_magnitude" in self.tensors else magnitude, weight)
+
+    def bias_delta(self, scale: float = 1.0) -> Delta | None:
+        """Return the delta (out,) of the module's bias, or None."""
+        if (up_bias := self.tensors.get("up_bias")) is not None:
+            return DifferenceDelta(up_bias, scale * self._scale(len(self.tensors["down"])), up_bias.shape)
+        difference = self.tensors.get("diff_b")
+        return None if difference is None else DifferenceDelta(difference, scale, difference.shape)
+
+    def _kind(self) -> str | None:
+        names = self.tensors.keys()
+        if {"down", "up"} <= names:
+            return "lora"
+        if {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"} <= names:
+            return "loha"
+        if all(f"lokr_{w}" in names or {f"lokr_{w}_a", f"lokr_{w}_b"} <= names for w in ("w1", "w2")):
+            return "lokr"
+        return "difference" if "diff" in names else None
+
+    def _scale(self, rank: float | None) -> float:
+        """Return alpha / rank; `rank` is the tensors', None if no factor has one: alpha counts only if PEFT set it."""
+        rank = rank if self.rank is None else self.rank
+        if self.alpha is None or rank is None:
+            return 1.0
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def _lora(self, scale: float) -> LowRankDelta:
+        down, up, core = self.tensors["down"], self.tensors["up"], self.tensors.get("mid")
+        rank, out = len(down), len(up)
+        if core is not None:  # LyCORIS: LoCon with a core (rank, rank, h, w) between 1x1 filters
+            down = np.einsum("mnhw,ni->mihw", core, down.reshape(rank, -1))
         return LowRankDelta(
-            self.up.reshape(out, -1), self.down.reshape(rank, -1), (out, *self.down.shape[1:]),
-            np.full(rank, scale, np.float32), (self,),
+            up.reshape(out, -1), down.reshape(rank, -1), (out, *down.shape[1:]),
+            np.full(rank, scale * self._scale(rank), np.float32), (self,),
         )  # fmt: skip
+
+    def _loha(self, scale: float) -> HadamardDelta:
+        first, second = (self._product(f"hada_w{n}_a", f"hada_w{n}_b", f"hada_t{n}") for n in (1, 2))
+        return HadamardDelta(first, second, scale * self._scale(len(first.b)), first.shape)
+
+    def _lokr(self, scale: float) -> KroneckerDelta:
+        rank: int | None = None
+        factors = []
+        for n in (1, 2):
+            if (factor := self.tensors.get(f"lokr_w{n}")) is None:
+                product = self._product(f"lokr_w{n}_a", f"lokr_w{n}_b", f"lokr_t{n}")
+                rank, factor = len(product.b), product.array()
+            factors.append(factor)
+        left, right = factors
+        if left.ndim != 2 or right.ndim < 2:
+            raise ValueError(f"Kronecker factors {list(left.shape)} and {list(right.shape)}")
+        shape = (left.shape[0] * right.shape[0], left.shape[1] * right.shape[1], *right.shape[2:])
+        return KroneckerDelta(left, right, scale * self._scale(rank), shape)
+
+    def _difference(self, scale: float) -> DifferenceDelta:
+        return DifferenceDelta(self.tensors["diff"], scale, self.tensors["diff"].shape)
+
+    def _product(self, a: str, b: str, core: str) -> FactorProduct:
+        return FactorProduct(self.tensors[a], self.tensors[b], self.tensors.get(core))
 
 
 @dataclass
 class LoraAdapter:
-    """A parsed LoRA: weights by component and module name (with underscores); `unmatched`: names that are no LoRA's."""
+    """A parsed LoRA: tensors by component and module name (with underscores); `unmatched`: names that are no LoRA's."""
 
-    modules: dict[str, dict[str, LoraModuleWeights]] = field(default_factory=dict)
+    modules: dict[str, dict[str, LoraModule]] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
 
-    def module(self, component: str, name: str) -> LoraModuleWeights:
-        """Return the weights of a module, which any format names; adds it if it is new."""
+    def module(self, component: str, name: str) -> LoraModule:
+        """Return the tensors of a module, which any format names; adds it if it is new."""
         name = name.replace(".processor", "").replace(".lora_linear_layer", "").replace(".", "_")
         name = re.sub(r"_lora$", "", name).removeprefix("text_model_")
         name = re.sub(r"_to_out$", "_to_out_0", name)
-        return self.modules.setdefault(component, {}).setdefault(name, LoraModuleWeights())
+        return self.modules.setdefault(component, {}).setdefault(name, LoraModule())
 
 
 def read_adapter(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> LoraAdapter:
@@ -116,27 +196,32 @@ def read_adapter(source: str | Path | Weights, unet_config: Mapping[str, Any]) -
 
 
 def _parse(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> LoraAdapter:
-    tensors, alphas = _read_tensors(source)
+    tensors, configs = _read_tensors(source)
     label = lora_label(source)
     if invalid := next((name for name, tensor in tensors.items() if not np.isfinite(tensor).all()), None):
         raise InputError(f"{label}: {invalid} holds NaN or infinity: get it again.")
-    if any(re.match(r"lora_unet_(input|output)_blocks", name) for name in tensors):
-        tensors = _with_diffusers_names(tensors, unet_config)
     adapter = LoraAdapter()
-    for name, tensor in tensors.items():
+    for full_name, tensor in tensors.items():
+        name = _diffusers_name(full_name, unet_config.get("layers_per_block", 2))
+        name = re.sub(r"\.default(_\d+)?(?=\.|$)", "", name)
         prefix = next((p for p in PREFIXES if name.startswith(p)), "")
         component, rest = PREFIXES.get(prefix, "unet"), name.removeprefix(prefix)
-        if rest.endswith(".alpha"):
-            adapter.module(component, rest.removesuffix(".alpha")).alpha = float(np.asarray(tensor))
-        elif match := TENSOR_NAME.match(rest):
-            module = adapter.module(component, match["module"])
-            setattr(module, "down" if match["down"] else "up", tensor.astype(np.float32))
-            if module.alpha is None:
-                module.alpha = alphas.get(component)
+        if not (match := TENSOR_NAME.match(rest)):
+            adapter.unmatched.append(full_name)
+            continue
+        if (end := match["end"]) in UNSUPPORTED:
+            raise InputError(f"{label} is {UNSUPPORTED[end]} ({full_name}): sd-ort applies LoRA, DoRA, LoHa and LoKr.")
+        module = adapter.module(component, match["module"])
+        if KEYS[end] == "alpha":
+            if tensor.size != 1:
+                raise InputError(f"{label}: {full_name} is no number but of shape {list(tensor.shape)}: get it again.")
+            module.alpha = float(tensor.reshape(()))
         else:
-            adapter.unmatched.append(name)
+            module.tensors[KEYS[end]] = tensor.astype(np.float32, copy=False)
+            if config := configs.get(component):
+                _set_config(module, config, match["module"])
     for component, modules in adapter.modules.items():
-        for name in [name for name, module in modules.items() if module.down is None or module.up is None]:
+        for name in [name for name, module in modules.items() if not module.is_complete]:
             adapter.unmatched.append(f"{component}.{name}")
             del modules[name]
     if not any(adapter.modules.values()):
@@ -149,20 +234,68 @@ def lora_label(source: str | Path | Weights) -> str:
     return "the dict" if isinstance(source, Mapping) else str(source)
 
 
-def _read_tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return the tensors by name, and alpha by component from PEFT's metadata."""
+def _read_tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], dict[str, dict[str, Any]]]:
+    """Return the tensors by name, and PEFT's config by component.
+
+    diffusers stores the configs in the file's metadata. PEFT stores one beside adapter_model.safetensors.
+    """
     if isinstance(source, Mapping):
         return {n: np.asarray(t.float().cpu() if hasattr(t, "cpu") else t) for n, t in source.items()}, {}
     path = Path(source)
     if path.suffix != ".safetensors":
         raise InputError(f"{path} is not a .safetensors file: LoRAs are read from those alone, pickles can run code.")
+    configs: dict[str, dict[str, Any]] = {}
     tensors, texts = read_float32(path)
-    metadata = json.loads(texts.get("lora_adapter_metadata", "{}"))
-    return tensors, {n.removesuffix(".lora_alpha"): float(a) for n, a in metadata.items() if n.endswith(".lora_alpha")}
+    for name, value in json.loads(texts.get("lora_adapter_metadata", "{}")).items():
+        component, _, key = name.partition(".")
+        configs.setdefault(component, {})[key] = value
+    peft = path.with_name("adapter_config.json")
+    if path.name == "adapter_model.safetensors" and peft.is_file():
+        configs["unet"] = read_json(peft, root=peft.parent)
+    for component, config in configs.items():
+        _set_config(LoraModule(), config, "", f"{path}: the metadata of {component}")
+    return tensors, configs
 
 
-def _with_diffusers_names(tensors: dict[str, np.ndarray], unet_config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Rename the blocks of an SDXL LoRA from LDM's names, with diffusers' own mapping."""
-    from diffusers.loaders import lora_conversion_utils as conversion
+def _set_config(module: LoraModule, config: Mapping[str, Any], name: str, label: str = "") -> None:
+    """Set alpha and rank of the module `name` (dotted) from PEFT's config, as PEFT finds them.
 
-    return dict(conversion._maybe_map_sgm_blocks_to_diffusers(dict(tensors), SimpleNamespace(**unet_config)))
+    A pattern is a regular expression that matches the end of a module's name; the first that matches counts. Raises
+    InputError if the config has values of other types.
+    """
+
+    def find(pattern_key: str, *default_keys: str) -> float | None:
+        patterns = config.get(pattern_key) or {}
+        if any(len(re.findall(r"[*+{?]", pattern)) > 2 for pattern in patterns):
+            raise ValueError(f"{pattern_key} has a pattern that may take for ever")
+        values = [value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)]
+        values += [config[key] for key in default_keys if config.get(key) is not None]
+        return float(values[0]) if values else None
+
+    try:
+        module.alpha = find("alpha_pattern", "lora_alpha", "alpha")
+        module.rank = find("rank_pattern", "r")
+        module.rslora = bool(config.get("use_rslora"))
+        module._scale(1.0)
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError, re.error) as error:
+        raise InputError(f"{label} is no config of a LoRA ({first_line(error)}): get the file again.") from error
+
+
+def _diffusers_name(name: str, layers: int) -> str:
+    """Return a Kohya name with the UNet's module in diffusers' names. `layers`: the UNet's layers_per_block."""
+    if not name.startswith("lora_unet_"):
+        return name
+    module, dot, end = name.removeprefix("lora_unet_").partition(".")
+    if module not in LDM_MODULES and (match := LDM_BLOCK.match(module)):
+        way, number, inner, rest = match["way"], int(match["number"] or 0), int(match["inner"]), match["rest"]
+        block, layer = divmod(number - (way == "input"), layers + 1)
+        if way == "middle":
+            place = f"mid_block_{('resnets_0', 'attentions_0', 'resnets_1')[inner]}"
+        elif rest == "op":
+            place = f"down_blocks_{block}_downsamplers_0"
+        elif rest == "conv":
+            place = f"up_blocks_{block}_upsamplers_0"
+        else:
+            place = f"{'down' if way == 'input' else 'up'}_blocks_{block}_{('resnets', 'attentions')[inner]}_{layer}"
+        module = f"{place}_{LDM_MODULES.get(rest, rest)}"
+    return f"lora_unet_{LDM_MODULES.get(module, module)}{dot}{end}"

@@ -31,17 +31,16 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, folders_of, read_manifest
 from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.ort_values import empty_value, host_value
+from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
 from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
-from sd_ort.runtime.updatable_weights import UpdatableWeights, device_value
+from sd_ort.runtime.updatable_weights import UpdatableWeights
 from sd_ort.weights import update_graph
+from sd_ort.weights.deltas import Delta, LowRankDelta
 from sd_ort.weights.initializers import Initializer, read_initializers
-from sd_ort.weights.lora_files import LowRankDelta
 from sd_ort.weights.recipes import read_recipes
 
-Delta = LowRankDelta | np.ndarray  # of a checkpoint tensor in torch's layout, float32
-Deltas = Mapping[str, Delta]  # by checkpoint tensor
+Deltas = Mapping[str, Delta | np.ndarray]  # by checkpoint tensor, in torch's layout, float32
 BLOCK_ELEMENTS = 1 << 16  # elements of up @ down that are computed at once
 
 # ai.onnx operators whose kernels read a weight unchanged if prepacking is off. Weights that other operators read, such
@@ -66,6 +65,8 @@ class WeightUpdater:
         entries = read_manifest(folder)["components"]
         self.parts = {name: folders_of(name, entry) for name, entry in entries.items()}
         self._loaded: dict[str, dict[str, Initializer]] = {}
+        self._by_source: dict[str, dict[str, list[tuple[str, str]]]] = {}  # by component and checkpoint tensor
+        self._modules: dict[str, dict[str, str]] = {}
         self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
         self._checked: set[tuple[Any, ...]] = set()
         self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
@@ -73,9 +74,45 @@ class WeightUpdater:
 
     def modules(self, component: str) -> dict[str, str]:
         """Return the weight that each module (with underscores) has in the recipes of a component."""
-        names = {name for recipe in self.recipes.get(component, {}).values() for name in recipes.sources(recipe)}
-        modules = {name.removesuffix(".weight"): name for name in names if name.endswith(".weight")}
-        return {module.removeprefix("text_model.").replace(".", "_"): name for module, name in modules.items()}
+        if component not in self._modules:
+            weights = [name for name in self._initializers_by_source(component) if name.endswith(".weight")]
+            modules = {name.removesuffix(".weight").removeprefix("text_model."): name for name in weights}
+            self._modules[component] = {module.replace(".", "_"): name for module, name in modules.items()}
+        return self._modules[component]
+
+    def initializers_of(self, component: str, tensor: str) -> list[tuple[str, str]]:
+        """Return component folder and name of the initializers whose recipes have checkpoint tensor `tensor`."""
+        return self._initializers_by_source(component).get(tensor, [])
+
+    def _initializers_by_source(self, component: str) -> dict[str, list[tuple[str, str]]]:
+        if component not in self._by_source:
+            by_source: dict[str, list[tuple[str, str]]] = {}
+            for part in self.parts.get(component, ()):
+                for name in self._initializers(part).keys() & self.recipes.get(component, {}).keys():
+                    for source in dict.fromkeys(recipes.sources(self.recipes[component][name])):
+                        by_source.setdefault(source, []).append((part, name))
+            self._by_source[component] = by_source
+        return self._by_source[component]
+
+    def source_shape(self, component: str, tensor: str) -> tuple[int, ...] | None:
+        """Return the shape of a checkpoint tensor, or None if no initializer tells it."""
+        for part, name in self.initializers_of(component, tensor):
+            recipe = self.recipes[component][name]
+            if (shape := recipes.source_shape(recipe, self._initializers(part)[name].shape)) is not None:
+                return shape
+        return None
+
+    def source(self, component: str, tensor: str) -> np.ndarray:
+        """Return a checkpoint tensor in float32, restored from an initializer on disk.
+
+        Raises:
+            InputError: if no initializer has all its elements.
+        """
+        for part, name in self.initializers_of(component, tensor):
+            weight = self._values(self._initializers(part)[name])
+            if (source := recipes.restore_source(self.recipes[component][name], weight, tensor)) is not None:
+                return source
+        raise InputError(f"the LoRA needs {tensor}, which {self.folder} has only within sums: use it in diffusers.")
 
     def check(self, deltas: Mapping[str, Deltas]) -> None:
         """Raise InputError if the shapes of `deltas` (by component) are not those of the folder's weights."""
@@ -179,7 +216,7 @@ class WeightUpdater:
             if (factors := _low_rank(recipe, deltas)) is not None:
                 delta = factors.dense()
             else:
-                dense = {n: d.dense() if isinstance(d, LowRankDelta) else d for n, d in deltas.items() if n in sources}
+                dense = {n: d if isinstance(d, np.ndarray) else d.dense() for n, d in deltas.items() if n in sources}
                 delta = recipes.weight_delta(recipe, dense)  # type: ignore[assignment]  # not None if affected
             if delta.size != np.prod(shape) or delta.ndim < len(shape):
                 raise ValueError(f"{list(delta.shape)} instead of {shape}")
@@ -264,14 +301,14 @@ class WeightUpdater:
         recipe, weight = self.recipes[component][name], self._initializers(part)[name]
         operands = [deltas.get(source) for source in recipes.sources(recipe)]
         first = next(delta for delta in operands if delta is not None)
-        if not isinstance(first, LowRankDelta) or any(isinstance(delta, np.ndarray) for delta in operands):
+        if not isinstance(first, LowRankDelta) or not all(isinstance(d, LowRankDelta | None) for d in operands):
             return None
         factors = [delta if isinstance(delta, LowRankDelta) else first.zero() for delta in operands]
         modules = [module for delta in factors for module in (*delta.modules, None)]
         update = self._device_updates.get((part, name))
         if update is not None and update.is_of(modules):
             for value, delta in zip(update.scales, factors, strict=True):
-                value.update_inplace(delta.scale)
+                write_value(value, delta.scale)
             return update
         updatable = components.held[part]
         spec = update_graph.weight_update_spec(recipe, first.shape, weight.dtype)

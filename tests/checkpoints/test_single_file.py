@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_presets import mini
 
+from scripts.fixtures import save_single_file
 from sd_ort.checkpoints import base_pipeline
 from sd_ort.checkpoints.checkpoint import Checkpoint
 from sd_ort.checkpoints.detection import UNET_INPUT, detect_family
@@ -32,18 +31,6 @@ Cli = Callable[..., tuple[int, str, str]]
 FAMILIES = ("sd15", "sd21", "sdxl", "sdxl-refiner", "sd15-inpaint")
 
 
-@pytest.fixture(scope="module")
-def ldm() -> ModuleType:
-    """scripts/fixtures/save_single_file.py as a module."""
-    path = Path(__file__).parents[2] / "scripts" / "fixtures" / "save_single_file.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def small(preset: str) -> str:
     """A preset of two resolutions; SD 2.1 keeps the width by which it is told from 1.5."""
     name = f"{preset}-one"
@@ -55,7 +42,7 @@ def small(preset: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory, ldm: ModuleType) -> Callable[[str], tuple[Path, Path]]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """Preset -> (file, folder of configs without weights, as the hub's is fetched)."""
     root, made = tmp_path_factory.mktemp("single"), {}
 
@@ -68,7 +55,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, ldm: ModuleType) -> Ca
             models = {name: source.load(name) for name in source.configs}
             for name, model in models.items():
                 save_config(model, base / name)
-            made[preset] = (ldm.save(models, root / f"{preset}.safetensors"), base)
+            made[preset] = (save_single_file.save(models, root / f"{preset}.safetensors"), base)
         return made[preset]
 
     return make

@@ -62,6 +62,15 @@ def test_contents_decide(optimized: list[dict[str, Any]], tmp_path: Path) -> Non
         entry_of("demo", dtype="float8")
 
 
+def test_only_a_new_entry_trims_the_cache(optimized: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(model_cache, "trim", trims.append)
+    monkeypatch.setenv("SD_ORT_CACHE_GB", "2")
+    for _ in range(3):
+        entry_of("demo")
+    assert trims == [2_000_000_000]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "missing", "manifest", "interrupted"])
 def test_a_damaged_entry_is_made_again(optimized: list[dict[str, Any]], damage: str) -> None:
     entry = entry_of("demo")

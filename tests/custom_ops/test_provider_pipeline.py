@@ -233,3 +233,19 @@ def test_a_provider_that_is_not_built(
     with pytest.raises(ProviderError, match=r"the hip provider is not built .* sd-ort build-ops --hip gfx1100"):
         providers.check_provider("hip")
     assert json.loads(sd_ort("doctor", "--json")[1])["providers"]["hip"]["ok"] is False
+
+
+def test_inputs_that_the_host_reads_are_read_at_each_step(
+    by_name: str, small_export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A raw export: the provider has no kernel of Conv, so nodes on the CPU read the latents of every step."""
+    pipeline = StableDiffusionPipeline.from_pretrained(small_export, by_name)
+    arguments = {"height": 64, "width": 64, "num_inference_steps": 3, "progress": False}
+    on_cpu = StableDiffusionPipeline.from_pretrained(small_export)
+    for seed in (0, 1):
+        image, expected = (
+            np.asarray(each("a cat", generator=seed, **arguments).images[0]) for each in (pipeline, on_cpu)
+        )
+        assert np.abs(image.astype(int) - expected).max() <= 1
+    (buffers,) = pipeline.loop.kept.values()
+    assert buffers.unet.host_inputs == ["sample"]

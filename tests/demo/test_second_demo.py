@@ -72,7 +72,7 @@ def test_from_file_to_picture(
     picture = Image.open(out)
     assert psnr(np.asarray(picture), by_night(tmp_path / "first.png")) > 40
     assert picture.info["model"] == str(file)
-    assert "weights with a recipe" in sd_ort("verify", file, kept)[1]
+    assert "bit for bit" in sd_ort("verify", file, kept)[1]
     code, said, _ = sd_ort("verify", "demo", kept, "--json", "--component", "vae_decoder", "--component", "unet")
     assert code == 4
     rows = {row["component"]: row for row in json.loads(said)["rows"]}

@@ -82,10 +82,28 @@ def test_a_gpu_that_cannot_be_used_is_never_passed_over_in_silence(machine: Mach
 
 
 def test_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provider_choice, "free_memory", lambda name, stream: 2 << 30)
-    assert provider_choice.provider_problem("cpu", 1 << 30) is None
-    problem = provider_choice.provider_problem("cpu", 3 << 30)
-    assert problem == "3.2 GB of weights do not fit into 2.1 GB of free device memory."
+    """The stream answers for plugins too; a CPU has none."""
+    monkeypatch.setattr(provider_choice, "check_provider", lambda name: None)
+    monkeypatch.setattr(provider_choice, "library_path", lambda: None)
+    stream = SimpleNamespace(free_bytes=lambda: 2 << 30)
+    monkeypatch.setattr(provider_choice, "open_stream", lambda name: None if name == "cpu" else stream)
+    for name in ("cuda", "sdcuda", "plugin:/lib/libsd_ort_ep_hip.so"):
+        assert provider_choice.provider_problem(name, 1 << 30) is None
+        problem = provider_choice.provider_problem(name, 3 << 30)
+        assert problem == "3.2 GB of weights do not fit into 2.1 GB of free device memory."
+    assert provider_choice.provider_problem("cpu", 1 << 60) is None
+
+
+def test_providers_are_tried_once_for_a_folder(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine((H200,), "cuda", "cuda")
+    tried: list[str] = []
+    monkeypatch.setattr(provider_choice, "provider_problem", lambda name, required: tried.append(name))
+    for target, expected in (("cpu", "sdcuda"), ("cuda", "cuda"), ("gpu", "sdcuda")):
+        tried.clear()
+        provider_for(folder_of(tmp_path / target, target))
+        assert tried == [expected]
 
 
 def test_a_folder_runs_on_its_target(machine: Machine, tmp_path: Path) -> None:

@@ -5,24 +5,14 @@ Run with `pytest -m wheels`: it downloads 150 MB once. results/provider_wheels.j
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from scripts.checks import check_provider_wheels
+
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "checks" / "check_provider_wheels.py"
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("check_provider_wheels", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.wheels
@@ -30,16 +20,16 @@ def script() -> Any:
     ("extra", "ep"), [("rocm", "ROCMExecutionProvider"), ("migraphx", "MIGraphXExecutionProvider")]
 )
 def test_real_wheel(extra: str, ep: str) -> None:
-    found = script().check(extra)
-    assert ep in found["providers"]
-    assert script().is_right(found, ep), found
-    if not found["ok"]:
-        assert (found["kind"], found["exit_code"]) == ("ProviderError", 3)
+    report = check_provider_wheels.check(extra)
+    assert ep in report["providers"]
+    assert check_provider_wheels.is_right(report, ep), report
+    if not report["ok"]:
+        assert (report["kind"], report["exit_code"]) == ("ProviderError", 3)
 
 
-def test_kept_run_shows_the_error() -> None:
+def test_saved_run_shows_the_error() -> None:
     """What was measured with the real wheels, and that plain ONNX Runtime falls back without a word."""
-    kept = json.loads((ROOT / "results" / "provider_wheels.json").read_text())
-    assert kept["right"] == {"rocm": True, "migraphx": True}
-    for found in kept["wheels"].values():
-        assert found["ok"] or found["onnxruntime_alone_uses"] == ["CPUExecutionProvider"]
+    saved = json.loads((ROOT / "results" / "provider_wheels.json").read_text())
+    assert saved["right"] == {"rocm": True, "migraphx": True}
+    for report in saved["wheels"].values():
+        assert report["ok"] or report["onnxruntime_alone_uses"] == ["CPUExecutionProvider"]

@@ -11,6 +11,7 @@ from sd_ort.graphs import sampling_graphs
 from sd_ort.graphs.sampling_graphs import identifier
 from sd_ort.pipelines.controlnet_inputs import MIDDLE
 from sd_ort.pipelines.sampling_job import SamplingJob
+from sd_ort.runtime.ort_values import write_value
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
@@ -65,4 +66,4 @@ class ControlNets:
     def give(self, drawing: SamplingJob) -> None:
         """Copy the pictures of this drawing to the device."""
         for (value, dtype), control in zip(self.images, drawing.controls, strict=True):
-            value.update_inplace(np.ascontiguousarray(control.image, dtype))
+            write_value(value, np.asarray(control.image, dtype))

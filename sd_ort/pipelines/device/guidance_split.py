@@ -24,6 +24,7 @@ import numpy as np
 
 from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES
 from sd_ort.pipelines.device.loop import DeviceLoop
+from sd_ort.runtime.ort_values import read_value, write_value
 from sd_ort.runtime.partitioned import is_captured
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES
@@ -100,7 +101,7 @@ class Side:
         """Run what predicts, and send the prediction to the other side."""
         if self.stream is None:
             self._run(wait)
-            other.steps.received.update_inplace(self.steps.noise.numpy())
+            write_value(other.steps.received, read_value(self.steps.noise))
             return
         self.stream.use()
         self._run(wait)

@@ -26,8 +26,7 @@ from sd_ort.pipelines.device.schedule import Steps
 from sd_ort.pipelines.device.text_encoders import DeviceTextEncoders
 from sd_ort.pipelines.sampling_job import Arrays, SamplingJob, StepStage, check_finite
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, BoundRun, bind
-from sd_ort.runtime.ort_values import empty_value, place
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_values import device_value, empty_value, read_value, write_value
 from sd_ort.runtime.partitioned import PartitionedModel, is_captured
 from sd_ort.runtime.session import DTYPES, open_graph
 
@@ -48,7 +47,7 @@ class DeviceLoop:
     def __init__(self, models: Components) -> None:
         """Nothing is opened yet."""
         self.models = models
-        self.wait = False  # wait for every call: slower, the same pictures
+        self.wait = False  # for every call; a session that reads inputs on the host requires it
         self.step_seconds: float | None = None  # of the last drawing, on the device: its steps' mean
         self.kept: OrderedDict[Any, Buffers] = OrderedDict()
         self.graphs: dict[Any, Any] = {}
@@ -103,7 +102,7 @@ class DeviceLoop:
 
     def value(self, array: Any) -> Any:
         """An array on the device."""
-        return runtime().OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"), **place(self.models.device))
+        return device_value(array, self.models.device)
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Memory on the device."""
@@ -111,9 +110,13 @@ class DeviceLoop:
 
     def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundRun:
         """A component over buffers, captured where its session captures."""
+        feed = {name: feed[name] for name in model.inputs}
         if isinstance(model, PartitionedModel):
-            return model.bind({n: feed[n] for n in model.inputs})
-        return bind(model, {n: feed[n] for n in model.inputs}, self.models.device, outputs)
+            bound: BoundRun = model.bind(feed)
+        else:
+            bound = bind(model, feed, self.models.device, outputs)
+        self.wait |= bool(bound.host_inputs)
+        return bound
 
     def graph(
         self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any], *, capture: bool = False
@@ -213,7 +216,7 @@ class Buffers:
         Nothing is copied once something is queued: the copy would wait for it.
         """
         for (name, dtype), value in self.given.items():
-            value.update_inplace(np.ascontiguousarray(drawing.conditioning[name], dtype))
+            write_value(value, np.asarray(drawing.conditioning[name], dtype))
         self.controls.give(drawing)
         steps = self._steps(drawing)
         texts = []
@@ -290,16 +293,16 @@ class Buffers:
         """Latents or pictures, once all is done; checked, and that every step was taken: a provider that copied the
         buffers instead of reading them would draw from what they held at first."""
         assert self.steps is not None
-        taken, wanted = int(self.steps[1].values["index"].numpy()[0]), len(drawing.schedule.timesteps)
+        taken, wanted = int(read_value(self.steps[1].values["index"])[0]), len(drawing.schedule.timesteps)
         if taken != wanted:
             problem = f"the loop on the device took {taken} steps of {wanted}, for its buffers were copied"
             raise SdOrtError(f"{problem}: load the pipeline with device_loop=False, and report this.")
         if self.texts is not None:
             self.texts.check()
-        check_finite(ends[0].outputs["latents_check"].numpy(), "unet")
+        check_finite(read_value(ends[0].outputs["latents_check"]), "unet")
         if drawing.decode is None:
-            made: np.ndarray = self.values["latents"].numpy()
+            made = read_value(self.values["latents"])
         else:
-            check_finite(ends[-1].outputs["image_check"].numpy(), "vae_decoder")
-            made = ends[-1].outputs["image"].numpy()
+            check_finite(read_value(ends[-1].outputs["image_check"]), "vae_decoder")
+            made = read_value(ends[-1].outputs["image"])
         return made.copy() if self.loop.models.device == "cpu" else made  # there it is a view of the buffer

@@ -9,6 +9,7 @@ import numpy as np
 
 from sd_ort.graphs import sampling_graphs
 from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES, SchedulerStepSpec, identifier
+from sd_ort.runtime.ort_values import write_value
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
@@ -134,9 +135,9 @@ class Steps:
         self.is_outdated = False
         for name, array in arrays.items():
             if name in self.values and not np.array_equal(array, self.arrays[name]):
-                self.values[name].update_inplace(array)
+                write_value(self.values[name], array)
                 if name == "rows_timesteps" and hasattr(self, "time_input"):
-                    self.time_input.update_inplace(array.astype(self.time_dtype))
+                    write_value(self.time_input, array.astype(self.time_dtype))
                     run = self.renewed
         self.arrays = arrays
         return run

@@ -9,6 +9,7 @@ import numpy as np
 
 from sd_ort.graphs import sampling_graphs
 from sd_ort.pipelines.sampling_job import check_finite
+from sd_ort.runtime.ort_values import read_value, write_value
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class DeviceTextEncoders:
         arrays = self._arrays(tokens)
         for name, array in arrays.items():
             if not np.array_equal(array, self.arrays[name]):
-                self.values[name].update_inplace(array)
+                write_value(self.values[name], array)
         self.arrays = arrays
 
     def held(self) -> list[Any]:
@@ -89,4 +90,4 @@ class DeviceTextEncoders:
     def check(self) -> None:
         """Raise SdOrtError when what an encoder gave was not finite, once all was waited for."""
         for value, encoder in self.checks:
-            check_finite(value.numpy(), encoder)
+            check_finite(read_value(value), encoder)
