@@ -51,7 +51,19 @@ ODD_TEXTS = [
     "NaN",
     "é",
 ]
-ODD_VALUES = [None, True, False, [], {}, [[]], {"": {}}, float("nan"), float("inf"), *ODD_NUMBERS, *ODD_TEXTS]
+ODD_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    {"": {}},
+    float("nan"),
+    float("inf"),
+    *ODD_NUMBERS,
+    *ODD_TEXTS,
+]
 
 
 # --- Changes --------------------------------------------------------------------------------------------------------
@@ -298,11 +310,14 @@ def lora_tensors(width: int = 8) -> dict[str, np.ndarray]:
         "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.lora_{}.weight",
         "unet.conv_in.lora_{}.weight",
     ]
-    tensors = {name.format(half): np.ones((2, width) if half == "A" else (width, 2), np.float32)
-               for name in names for half in "AB"}  # fmt: skip
+    tensors: dict[str, np.ndarray] = {
+        name.format(half): np.ones((2, width) if half == "A" else (width, 2), np.float32)
+        for name in names
+        for half in "AB"
+    }
     for half in ("down", "up"):
         tensors[f"lora_unet_mid_block_attentions_0_proj_in.lora_{half}.weight"] = np.ones((2, width), np.float32)
-    return {**tensors, "lora_unet_mid_block_attentions_0_proj_in.alpha": np.float32(2).reshape(())}
+    return {**tensors, "lora_unet_mid_block_attentions_0_proj_in.alpha": np.array(2, np.float32)}
 
 
 def lora(rng: random.Random, inputs: Inputs, work: Path) -> None:
@@ -317,7 +332,7 @@ def lora(rng: random.Random, inputs: Inputs, work: Path) -> None:
 
 def embedding(rng: random.Random, inputs: Inputs, work: Path) -> None:
     path = work / "word.safetensors"
-    tensors = {rng.choice(["<word>", "emb_params", "clip_l"]): np.ones((2, 8), np.float32)}
+    tensors: dict[str, np.ndarray] = {rng.choice(["<word>", "emb_params", "clip_l"]): np.ones((2, 8), np.float32)}
     write_safetensors(rng, path, tensors)
     try:
         inputs.pipeline.load_textual_inversion(path, rng.choice([None, None, "<w>", "", " ", "\0", "a"]))
@@ -329,7 +344,7 @@ def single_file(rng: random.Random, inputs: Inputs, work: Path) -> None:
     """A checkpoint in one file, of which only some tensors are there."""
     from sd_ort.checkpoints.open import open_checkpoint
 
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "model.diffusion_model.input_blocks.0.0.weight": np.ones((4, 4, 3, 3), np.float32),
         "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": np.ones((4, 768), np.float32),
         "first_stage_model.decoder.conv_in.weight": np.ones((4, 4, 3, 3), np.float32),
@@ -347,8 +362,11 @@ def arrays(rng: random.Random, inputs: Inputs, work: Path) -> None:
     from sd_ort.benchmark.quality import read_statistics
     from sd_ort.checkpoints.recorded_inputs import check_recorded, load_recorded_inputs
 
-    recorded = {"unet/sample": np.ones((1, 4), np.float32), "unet/timestep/0": np.ones(1, np.int64)}
-    statistics = {"mu": np.ones(3), "sigma": np.eye(3)}
+    recorded: dict[str, np.ndarray] = {
+        "unet/sample": np.ones((1, 4), np.float32),
+        "unet/timestep/0": np.ones(1, np.int64),
+    }
+    statistics: dict[str, np.ndarray] = {"mu": np.ones(3), "sigma": np.eye(3)}
     buffer = io.BytesIO()
     tensors = change_tensors(rng, rng.choice([recorded, statistics]))
     save: Any = np.savez_compressed if rng.random() < 0.5 else np.savez
@@ -499,7 +517,8 @@ def adapters(rng: random.Random, inputs: Inputs, work: Path) -> None:
     """Arguments of other methods of the Python API."""
     from sd_ort import StableDiffusionPipeline
 
-    pipeline, odd = inputs.pipeline, rng.choice([*ODD_VALUES, np.zeros((2, 8)), ["a"], b"x", object(), work])
+    pipeline = inputs.pipeline
+    odd: Any = rng.choice([*ODD_VALUES, np.zeros((2, 8)), ["a"], b"x", object(), work])
     options: dict[str, Any] = {rng.choice(["threads", "device", "torch_dtype", "low_memory", "provider", "x"]): odd}
     calls: list[Callable[[], Any]] = [
         lambda: pipeline.load_lora_weights(odd), lambda: pipeline.set_adapters(odd),

@@ -15,6 +15,7 @@ from sd_ort.checkpoints.synthetic_inputs import SIZES
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.core.files import write_json
+from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import model_name, standalone_model
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
@@ -99,7 +100,7 @@ def check_hashes(folder: Path, manifest: Mapping[str, Any], components: Sequence
             path, entry = folder / name / file, recorded.get(name, {}).get(file)
             if entry is None or file not in found:
                 problem = "is missing" if entry else "has no hash in the manifest"
-            elif path.stat().st_size == entry["bytes"] and pipeline_folder.sha256(path) == entry["sha256"]:
+            elif path.stat().st_size == entry["bytes"] and sha256(path) == entry["sha256"]:
                 continue
             else:
                 problem = "was changed since it was written"
