@@ -18,7 +18,8 @@ from sd_ort.checkpoints import signatures, unet_inputs
 from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature
 from sd_ort.checkpoints.tensor_readers import Read, TensorReader, is_finite, open_tensors
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import COMPONENTS, CONFIG_FOLDERS, copy_configs, sha256
+from sd_ort.core.ownership import sha256
+from sd_ort.core.pipeline_folder import COMPONENTS, CONFIG_FOLDERS, copy_configs
 
 if TYPE_CHECKING:
     import torch

@@ -101,6 +101,10 @@ def _probe(scheduler: Any, timesteps: torch.Tensor, eta: float) -> LinearSchedul
         initial, *factors,
     )  # fmt: skip
     expected = torch.from_numpy(schedule.weights[1:] @ samples.reshape(len(samples), -1).numpy()).reshape(sampled.shape)
+    if not torch.isfinite(expected).all():
+        raise InputError(
+            f"{type(scheduler).__name__} with this configuration makes NaN or infinity: copy its config again."
+        )
     if not torch.allclose(sampled, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise InputError(
             f"{type(scheduler).__name__} draws random numbers or clips (clip_sample), so it cannot become "

@@ -25,7 +25,7 @@ from sd_ort.core.files import (
     write_bytes,
     write_json,
 )
-from sd_ort.core.ownership import FileRecord, FolderState, compare, record_file, sha256, shown
+from sd_ort.core.ownership import FileRecord, FolderState, compare, is_record, record_file, sha256, shown
 from sd_ort.core.paths import inside, output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.staging import recover, replace_folder, scratch_folder
@@ -50,7 +50,7 @@ _MANIFEST_LIKE = {
     "versions": dict,
     "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
     "components": {str: {"kernel_fallbacks": [str], "float32_sites": [dict], "calibration": str}},
-    "files": {str: {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}},
+    "files": {str: {str: is_record}},
 }
 
 
@@ -87,6 +87,12 @@ def components(folder: Path) -> list[str]:
             "make one with `sd-ort export MODEL OUT`, or name one .onnx file."
         )
     return [c for c in COMPONENTS if c in found] + [c for c in found if c not in COMPONENTS]
+
+
+def check_not_merged(folder: Path, names: Iterable[str]) -> None:
+    """Raise InputError for a folder that `sd-ort merge` wrote; `names`: its components."""
+    if MERGED in names:
+        raise InputError(f"{folder} is a merged pipeline: give the folder it was made from.")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -327,7 +327,7 @@ class DiffusersCompatMixin(PipelineState):
     @classmethod
     def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
         """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
-        if not Path(file).is_file():
+        if not isinstance(file, (str, Path)) or not Path(file).is_file():
             raise InputError(f"{file}: no such file.")
         kind: Any = cls
         return kind.from_pretrained(file, provider, **options)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.core.errors import InputError
+from sd_ort.pipelines.arguments import is_finite
 from sd_ort.weights.lora_files import Weights, lora_label, read_adapter
 
 if TYPE_CHECKING:
     from sd_ort.weights.lora import LoraManager
+
+
+def _listed(names: Any) -> list[str]:
+    """Return one name or several as a list. Raises InputError for what are no names."""
+    listed: list[Any] = (
+        [names] if isinstance(names, str) else list(names) if isinstance(names, (list, tuple)) else [None]
+    )
+    if not all(isinstance(name, str) for name in listed):
+        raise InputError(f"{str(names)[:80]!r} are no names of LoRAs: give a string, or a list of strings.")
+    return listed
 
 
 class LoraMixin:
@@ -49,16 +59,16 @@ class LoraMixin:
 
         Raises InputError for a name that was not loaded, another number of strengths, or one that is not finite.
         """
-        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        names = _listed(adapter_names)
         given = adapter_weights if isinstance(adapter_weights, (list, tuple)) else [adapter_weights] * len(names)
         self._check_names(names)
         if len(given) != len(names):
             raise InputError(f"{len(given)} strengths for {len(names)} LoRAs: give one each.")
         if any(isinstance(strength, Mapping) for strength in given):
             raise InputError("a LoRA has one strength, not one for each block: give a number such as 0.8.")
+        if wrong := [strength for strength in given if strength is not None and not is_finite(strength)]:
+            raise InputError(f"{wrong[0]!r} is no strength of a LoRA: give a number such as 0.8.")
         strengths = {n: 1.0 if s is None else float(s) for n, s in zip(names, given, strict=True)}
-        if wrong := [strength for strength in strengths.values() if not math.isfinite(strength)]:
-            raise InputError(f"{wrong[0]} is no strength of a LoRA: give a number such as 0.8.")
         self._set(strengths)
 
     def scale_loras(self, scale: float) -> None:
@@ -78,6 +88,8 @@ class LoraMixin:
 
     def fuse_lora(self, lora_scale: float = 1.0, adapter_names: Sequence[str] | None = None) -> None:
         """Multiply the strengths by `lora_scale`: the weights of a session hold their LoRAs always."""
+        if not is_finite(lora_scale):
+            raise InputError(f"{lora_scale!r} is no scale of LoRAs: give a number such as 0.8.")
         kept = self.strengths if adapter_names is None else {n: self.strengths.get(n, 1.0) for n in adapter_names}
         self.set_adapters(list(kept), [strength * lora_scale for strength in kept.values()])
 
@@ -99,7 +111,7 @@ class LoraMixin:
 
     def delete_adapters(self, adapter_names: str | Sequence[str]) -> None:
         """Forget these LoRAs. Raises InputError for a name that was not loaded."""
-        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        names = _listed(adapter_names)
         self._check_names(names)
         left = {name: strength for name, strength in self.strengths.items() if name not in names}
         if left != self.strengths:

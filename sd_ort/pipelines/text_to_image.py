@@ -28,6 +28,7 @@ from sd_ort.core.pipeline_folder import check_component, read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
+from sd_ort.pipelines.arguments import check_load_options
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
@@ -154,7 +155,11 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
-        dtype = options.get("torch_dtype") or options.get("dtype")
+        check_load_options(
+            provider, options.get("threads"), low_memory=low_memory, vae_tiling=vae_tiling, vae_slicing=vae_slicing,
+            safety_checker=safety_checker, device_loop=device_loop, graph=graph,
+        )  # fmt: skip
+        dtype = options.get("torch_dtype", options.get("dtype"))
         folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
         if choice.reason:
             announce(choice.line)

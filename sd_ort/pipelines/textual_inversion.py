@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
+from sd_ort.core.files import parsing
 from sd_ort.core.safetensors_file import read_float32
 from sd_ort.pipelines.state import PipelineState
 
@@ -56,6 +57,13 @@ def read(
     the one it is for, None to find it by name or width. Raises InputError for a file that is no embedding, or that does
     not fit.
     """
+    with parsing("the dict" if isinstance(source, Mapping) else source, "an embedding"):
+        return _read(source, token, widths, encoder)
+
+
+def _read(
+    source: Any, token: str | None, widths: Mapping[str, int], encoder: str | None
+) -> dict[str, tuple[str, np.ndarray]]:
     tensors, described = _tensors(source)
     found: dict[str, tuple[str, np.ndarray]] = {}
     for name, tensor in tensors.items():
@@ -83,7 +91,7 @@ def learn(tokenizer: Any, words: LearnedTokens | None, word: str, rows: np.ndarr
     """The words with one more, which the tokenizer then knows. Raises InputError for a word that is there already."""
     made = words or LearnedTokens(len(tokenizer))
     names = [word, *(f"{word}_{i}" for i in range(1, len(rows)))]
-    if not word.strip() or any(name in tokenizer.get_vocab() for name in names):
+    if not isinstance(word, str) or not word.strip() or any(name in tokenizer.get_vocab() for name in names):
         raise InputError(f"{word!r} is a word of this model already: give another token.")
     tokenizer.add_tokens(names)
     made.counts[word] = len(rows)
@@ -118,8 +126,8 @@ class TextualInversionMixin(PipelineState):
         Raises InputError for what is no embedding, one of another model, or a word that is known already.
         """
         source = pretrained_model_name_or_path
-        sources = [source] if isinstance(source, (str, Path, Mapping)) else list(source)
-        tokens = [token] * len(sources) if token is None or isinstance(token, str) else list(token)
+        sources = list(source) if isinstance(source, (list, tuple)) else [source]
+        tokens = list(token) if isinstance(token, (list, tuple)) else [token] * len(sources)
         if len(tokens) != len(sources) or (isinstance(token, str) and len(sources) > 1):
             raise InputError(f"{len(sources)} embeddings need as many tokens.")
         for each, word in zip(sources, tokens, strict=True):

@@ -174,7 +174,7 @@ def test_merging_of_unsupported_folders_is_an_error(plain: Path, tmp_path: Path,
     code, out, error = sd_ort("merge", plain, tmp_path / "merged", "--steps", 2)
     assert (code, "as one model" in out) == (0, True), error
     code, _, error = sd_ort("merge", tmp_path / "merged", tmp_path / "again")
-    assert (code, "merged already" in error) == (2, True)
+    assert (code, "is a merged pipeline" in error) == (2, True)
     picture = tmp_path / "a.png"
     size = ("--height", 64, "--width", 64, "--steps", 2)
     assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", picture)[0] == 0

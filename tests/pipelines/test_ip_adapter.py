@@ -241,7 +241,7 @@ def written(name: str, content: bytes) -> Callable[[Path], Path]:
 MISFITS = {
     "a pickle": (written("a.bin", b"\x80"), "is a pickle, .* get the .safetensors file"),
     "nothing": (lambda root: root / "none.safetensors", "is no file"),
-    "no safetensors": (written("a.safetensors", b"nothing"), "truncated or no safetensors"),
+    "no safetensors": (written("a.safetensors", b"nothing"), "cannot be read as a safetensors file"),
     "SDXL's": (
         lambda root: ip_adapters.make_adapter(root, "sdxl-seen"),
         "tokens of 128 numbers, and this",
