@@ -74,24 +74,21 @@ class LoraMixin:
         `weight_name`: the file in the folder `source`. Raises InputError for a file that is no LoRA, or one of another
         model family.
         """
-        from sd_ort.weights.lora import LoraManager  # what reads graphs takes half a second to import
-
         state = self.lora_state
         if any(state.fused.values()) or not state.enabled:
             what = "fused: call unload_lora_weights or unfuse_lora" if state.enabled else "disabled: call enable_lora"
             raise InputError(f"LoRAs are {what} before loading another one.")
         if weight_name is not None and not isinstance(source, Mapping):
             source = Path(source) / weight_name
-        if self.loras is None:
-            self.loras = LoraManager(self.folder)
+        manager = self._lora_manager()
         name = adapter_name or f"default_{len(state.scales)}"
         adapter = read_adapter(source, self.unet_config)
-        self.loras.add(name, adapter, lora_label(source))
+        manager.add(name, adapter, lora_label(source))
         active = {**state.active, **dict.fromkeys(adapter.modules, (name,))}
         try:
             self._set_loras(replace(state, scales={**state.scales, name: 1.0}, active=active))
         except BaseException:
-            del self.loras.adapters[name]
+            del manager.adapters[name]
             raise
 
     def set_adapters(self, adapter_names: str | Sequence[str], adapter_weights: Any = None) -> None:
@@ -222,6 +219,14 @@ class LoraMixin:
         from diffusers.loaders import StableDiffusionLoraLoaderMixin
 
         return StableDiffusionLoraLoaderMixin.lora_state_dict(source, **options)
+
+    def _lora_manager(self) -> LoraManager:
+        if self.loras is None:
+            # Imports onnx: that takes half a second, and an application's protobuf may be too old for it.
+            from sd_ort.weights.lora import LoraManager
+
+            self.loras = LoraManager(self.folder)
+        return self.loras
 
     def _drop_adapters(self, names: Iterable[str]) -> None:
         for name in names:
