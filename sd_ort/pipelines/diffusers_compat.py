@@ -352,5 +352,5 @@ class DiffusersCompatMixin(PipelineState):
         )
         made._check_unet()
         made.texts, made.ip_adapter_scales = pipeline.texts, pipeline.ip_adapter_scales
-        made.loras, made.strengths = pipeline.loras, pipeline.strengths
+        made.loras, made.lora_state = pipeline.loras, pipeline.lora_state
         return made
