@@ -76,7 +76,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     DEFAULT_SIZE_UNLESS_BOTH = True  # whether height or width alone is ignored
     CAN_INTERRUPT = True  # whether a callback that sets `_interrupt` ends the loop
     CHANGES_LAST_LATENTS = True  # whether the latents that a callback returns after the last step are decoded
-    _callback_tensor_inputs: Sequence[str] = ("latents", "prompt_embeds", "negative_prompt_embeds")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
     STRENGTH_IN_SCHEDULER = False  # whether the scheduler, and not a part of its steps, follows `strength`
     REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
 
