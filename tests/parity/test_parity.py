@@ -15,7 +15,10 @@ from parity_pairs import ARGUMENTS, FAMILIES, Pair
 
 import sd_ort
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:::diffusers")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:::diffusers", "ignore:__array_wrap__:DeprecationWarning"),
+]
 
 PAIRS = list(parity_pairs.pairs())
 OWN = {"prompt_syntax", "progress"}  # arguments that diffusers' classes have not

@@ -98,7 +98,6 @@ AYS = {"sd": "StableDiffusionTimesteps", "xl": "StableDiffusionXLTimesteps"}
 
 # Ends of the names of pairs that diffusers answers with an error or NaN; what sd-ort does there is not compared.
 FAILS_IN_DIFFUSERS = {
-    "lcm-timesteps": "EulerDiscreteScheduler takes no original_inference_steps, which diffusers' class hands on",
     "UniPCMultistep-solver_type=bh1": "NaN",
     "DPMSolverMultistepInverse-algorithm_type=sde-dpmsolver++": "NaN",
     "DPMSolverMultistepInverse-algorithm_type=sde-dpmsolver-final_sigmas_type=sigma_min": "NaN",
@@ -229,7 +228,7 @@ ARGUMENTS: dict[str, dict[str, Any] | None] = {
     "height": {"height": {"height": 80}},
     "width": {"width": {"width": 96, "height": 64}},
     "num_inference_steps": {"steps": {"num_inference_steps": 5}},
-    "timesteps": {"timesteps": {"timesteps": [899, 599, 299, 99], "scheduler": "EulerDiscreteScheduler"}},
+    "timesteps": {"timesteps": {"timesteps": [999, 759, 499, 259], "scheduler": "EulerDiscreteScheduler"}},
     "sigmas": {"sigmas": {"sigmas": [12.0, 4.0, 1.0, 0.3], "scheduler": "EulerDiscreteScheduler"}},
     "original_inference_steps": {"original_inference_steps": {"original_inference_steps": 20}},
     "guidance_scale": {"guidance_3": {"guidance_scale": 3.0}, "no_guidance": {"guidance_scale": 1.0},
@@ -342,7 +341,8 @@ def quick(kind: str, family: str, name: str, given: Any, scheduler: Any = None, 
     """Return a pair of few steps. `given`: arguments, or a function of diffusers' pipeline that returns them."""
     takes = parameters(kind)
     if isinstance(given, dict) and "scheduler" in given:
-        scheduler, given = (given["scheduler"], {}), {k: v for k, v in given.items() if k != "scheduler"}
+        scheduler = None if kind.startswith("Latent") else (given["scheduler"], {})
+        given = {name: value for name, value in given.items() if name != "scheduler"}
 
     def arguments(pipeline: Any) -> dict[str, Any]:
         made = {"num_inference_steps": steps, **images_of(takes), **(given(pipeline) if callable(given) else given)}
