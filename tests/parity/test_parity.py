@@ -11,7 +11,7 @@ import parity_pairs
 import pytest
 import torch
 from parity_models import Models
-from parity_pairs import ARGUMENTS, FAMILIES, Pair
+from parity_pairs import ARGUMENTS, FAILS_IN_DIFFUSERS, FAMILIES, REFUSED, Pair
 
 import sd_ort
 
@@ -39,10 +39,11 @@ def test_same_image(models: Models, pair: Pair) -> None:
     outcome = parity_pairs.compare(models, pair)
     expected = next((v for names, v in EXPECTED.items() if str(pair).endswith(names)), "equal")
     assert outcome.verdict == expected, outcome
+    if expected == "refused":
+        assert next(reason for name, reason in REFUSED.items() if str(pair).endswith(name)) in str(outcome.reason)
 
 
-# Calls that diffusers itself cannot answer, or answers with NaN.
-EXPECTED = dict.fromkeys(parity_pairs.FAILS_IN_DIFFUSERS, "fails in diffusers")
+EXPECTED = dict.fromkeys(FAILS_IN_DIFFUSERS, "fails in diffusers") | dict.fromkeys(REFUSED, "refused")
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

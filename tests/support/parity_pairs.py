@@ -96,6 +96,8 @@ SCHEDULERS: dict[str, list[dict[str, Any]]] = {
 AYS = {"sd": "StableDiffusionTimesteps", "xl": "StableDiffusionXLTimesteps"}
 
 
+# Ends of the names of pairs that sd-ort refuses, and why: sizes that do not halve evenly at every level of the UNet.
+REFUSED = {"factor2-size_70": "must be multiples of 4", "-size_72": "must be multiples of 16"}
 # Ends of the names of pairs that diffusers answers with an error or NaN; what sd-ort does there is not compared.
 FAILS_IN_DIFFUSERS = {
     "UniPCMultistep-solver_type=bh1": "NaN",
@@ -301,6 +303,11 @@ def parameters(kind: str) -> Any:
 def pairs() -> Iterator[Pair]:
     """Yield every pair."""
     yield from scheduler_pairs()
+    for side in (68, 70, 76, 77):
+        kind = "StableDiffusionImg2ImgPipeline"
+        yield quick(kind, "factor2", f"size_{side}", images_of(parameters(kind), (side, side)))
+    for kind, family in (("StableDiffusionPipeline", "sd"), ("StableDiffusionXLPipeline", "xl")):
+        yield quick(kind, family, "size_72", {"height": 72, "width": 72})
     for kind, families in FAMILIES.items():
         takes = parameters(kind)
         for family in families:
