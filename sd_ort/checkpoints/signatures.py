@@ -157,9 +157,16 @@ def _multiples(unet: Mapping[str, Any]) -> dict[str, int]:
     return dict.fromkeys(("height", "width"), latent_multiple(unet))
 
 
+def controlnet_scale(config: Mapping[str, Any]) -> int:
+    """Return the pixels of a ControlNet's image per latent."""
+    return int(2 ** (len(config.get("conditioning_embedding_out_channels") or [16, 32, 96, 256]) - 1))
+
+
 def _controlnet(config: Mapping[str, Any]) -> Signature:
     inputs = _denoiser_inputs(config)
-    image = TensorSpec("controlnet_cond", ("batch", config.get("conditioning_channels", 3), "height*8", "width*8"))
+    scale = controlnet_scale(config)
+    image_axes = ("batch", config.get("conditioning_channels", 3), f"height*{scale}", f"width*{scale}")
+    image = TensorSpec("controlnet_cond", image_axes)
     inputs += [image, TensorSpec("conditioning_scale", (1,))]
     outputs = [TensorSpec(f"down_block_res_sample_{i}", axes) for i, axes in enumerate(residual_axes(config))]
     outputs.append(TensorSpec("mid_block_res_sample", mid_axes(config)))

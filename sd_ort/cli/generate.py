@@ -198,6 +198,8 @@ def command(
         say(f"--negative has no effect: guidance {guidance:g} disables guidance.")
     kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
     pipeline = open_pipeline(folder, kind, load_options)
+    if kind == "" and (height is None) != (width is None):  # which diffusers' arguments would ignore
+        height, width = height or pipeline.default_size, width or pipeline.default_size
     load_adapters(loras, embedding_files, pipeline)
     if ip_adapter_scale is not None:
         pipeline.set_ip_adapter_scale(ip_adapter_scale)
