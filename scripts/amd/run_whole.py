@@ -24,16 +24,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from draw_hip import GUIDANCE, PROMPT, STEPS
 from whole import (
-    DRAWING,
     ROOT,
+    SAME_SEED,
     Run,
     Simulation,
     Table,
-    compare_images,
     compare_with_reference,
     copy_pixels,
-    draw_references,
     image_faults,
+    parse_options,
+    run_program,
 )
 
 TITLE = "`--provider hip` on a simulated AMD GPU"
@@ -59,8 +59,8 @@ COLUMNS = {
 SIZE = ("--steps", STEPS, "--guidance", GUIDANCE, "--height", 64, "--width", 64, "--seed", 0)
 PROGRAMS = ("sizes", "threads", "lora")
 # Options put in front of first_numbers' sd-ort: two steps of the demo with its kernels, one call of Stable Diffusion
-# 1.5's components without them. Conv and InstanceNormalization of a raw export run on the CPU, 9 s a call of that U-Net,
-# of which an owner's benchmark makes 150.
+# 1.5's components without them. Conv and InstanceNormalization of a raw export run on the CPU: 9 s a call of that
+# U-Net, of which an owner's benchmark makes 150.
 SHORTENED = """case "$*" in
   "benchmark out/amd/demo/"*) set -- "$@" --steps 2 --warmup 0 --runs 1 ;;
   "benchmark out/amd/sd15/"*) set -- "$@" --steps 1 --warmup 0 --runs 1; export SIMULATED_HIP_KERNELS=skip ;;
@@ -129,19 +129,11 @@ class Whole:
 
     def program(self, name: str) -> bool:
         """A program of draw_hip.py: each of its images is compared."""
-        images = self.folder / name
-        shutil.rmtree(images, ignore_errors=True)
-        run = self.run(name, [sys.executable, DRAWING, name, self.model, images, "hip"])
-        compared = {path.stem: compare_with_reference(self.work, path) for path in sorted(images.glob("*.png"))}
-        columns: dict[str, Any] = {"images": compared}
-        if compared:
-            columns |= {key: max(each[key] for each in compared.values()) for key in ("largest", "mean")}
-        pairs = {"sizes": ("square-0", "again-0"), "lora": ("before-0", "after-0"), "threads": ("square-0", "second-0")}
-        paths = [images / f"{stem}.png" for stem in pairs[name]]
-        if all(path.is_file() for path in paths):
-            is_equal = compare_images(*paths)["equal"]
-            columns["note"] = f"{paths[0].stem} and {paths[1].stem} are {'' if is_equal else 'NOT '}equal"
-        return self.add(name, run, **columns)
+        ran = run_program(self.run, self.work, name, self.model, self.folder / name, "hip")
+        if ran.pair is not None:
+            first, second = SAME_SEED[name]
+            ran.columns["note"] = f"{first} and {second} are {'' if ran.pair['equal'] else 'NOT '}equal"
+        return self.add(name, ran.run, **ran.columns)
 
     def benchmark(self) -> bool:
         """`sd-ort benchmark` of whole images, one step."""
@@ -202,19 +194,13 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
     parser.add_argument("--without-hipblaslt", action="store_true", help="with libamdhip64 alone")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds of each case [%(default)s]")
-    parser.add_argument("--work", type=Path, default=ROOT / "out/whole")
-    parser.add_argument("--out", type=Path, default=ROOT / "results/amd")
-    options = parser.parse_args()
-    work = options.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    draw_references(work)
+    options = parse_options(parser, "whole")
     table = Table(options.out / "hip", TITLE, COLUMNS, NOTE)
     failed = []
     for target in options.arch:
         for dtype in options.dtype:
             whole = Whole(
-                target, tuple(options.arch), dtype, not options.without_hipblaslt, work, table, options.timeout
+                target, tuple(options.arch), dtype, not options.without_hipblaslt, options.work, table, options.timeout
             )
             failed += [f"{target} {dtype}: {name}" for name in options.cases if not whole.case(name)]
             image = whole.folder / "generate.png"
