@@ -65,7 +65,7 @@ SIZE = ("--steps", STEPS, "--guidance", GUIDANCE, "--height", 64, "--width", 64,
 PROGRAMS = ("sizes", "threads", "lora")
 # Options put in front of first_numbers' sd-ort: two steps of the demo with its kernels, one call of Stable Diffusion
 # 1.5's components without them. Conv and InstanceNormalization of a raw export run on the CPU: 9 s a call of that
-# U-Net, of which an owner's benchmark makes 150.
+# U-Net, of which an owner's benchmark makes 30.
 SHORTENED = """case "$*" in
   "benchmark out/amd/demo/"*) set -- "$@" --steps 2 --warmup 0 --runs 1 ;;
   "benchmark out/amd/sd15/"*) set -- "$@" --steps 1 --warmup 0 --runs 1; export SIMULATED_HIP_KERNELS=skip ;;
