@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import InputError
 from sd_ort.export import exporter, templates
+from sd_ort.graphs.load import load
 from sd_ort.inspect.verify import verify
 from sd_ort.stages import optimize
 
@@ -68,12 +70,30 @@ def test_the_check_sees_positions_and_guidance(exported):
         assert np.square(other - output).sum() > 1e-7 * np.square(output).sum(), name
 
 
-def test_optimized_folder_is_verified(exported, tmp_path):
-    folder = exported("flux-dev-mini", 23)
-    optimize(folder, tmp_path / "cpu", target="cpu")
-    result = verify(folder, tmp_path / "cpu")
+# Nodes of the fused transformers: SD 3 has joint attention in each block and a second one of the image in the first;
+# FLUX.1 has one double block and two single blocks.
+FUSED = {
+    "sd35-medium-mini": {"MultiHeadAttention": 3, "RMSNormalization": 10, "LayerNormalization": 9, "Transpose": 1},
+    "flux-dev-mini": {"MultiHeadAttention": 3, "RMSNormalization": 8, "LayerNormalization": 7, "Transpose": 0},
+    "flux-schnell-mini": {"MultiHeadAttention": 3, "RMSNormalization": 8, "LayerNormalization": 7, "Transpose": 0},
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", "portable"])
+@pytest.mark.parametrize(("preset", "opset"), EXPORTS)
+def test_fusions(exported, tmp_path, preset, opset, target):
+    """The same nodes from every opset, equal outputs; no attention is taken apart, no modulation stays."""
+    folder = exported(preset, opset)
+    optimize(folder, tmp_path / "out", target=target)
+    graph = load(tmp_path / "out" / "transformer" / "model.onnx").graph
+    counts = Counter(node.op_type for node in graph)
+    expected = FUSED[preset] | dict.fromkeys(("ScaledDotProductAttention", "Softmax", "Attention", "ReduceMean"), 0)
+    assert {op: counts[op] for op in expected} == expected
+    norms = [node for node in graph if node.op_type == "LayerNormalization"]
+    assert all(not node.inputs[1].is_initializer() for node in norms), "scale and shift are computed"
+    result = verify(folder, tmp_path / "out")
     assert result["passed"], result["rows"]
-    assert {row["component"] for row in result["rows"]} == {"text_encoder_2", "transformer"}
+    assert {row["component"] for row in result["rows"]} == set(EXPORTS[preset, opset])
 
 
 def test_templates_tell_the_encoders_apart(mini_presets):
