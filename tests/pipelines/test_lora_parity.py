@@ -495,6 +495,19 @@ def test_mixed_kinds(judge: Any, make: Callable[..., Tensors], weights: dict, ou
 # --- Failures -------------------------------------------------------------------------------------------------------
 
 
+def fail_at_second(update: Callable[..., Any]) -> Callable[..., Any]:
+    """`update`, but for its second call, which is for the second component of a LoRA."""
+    calls: list[int] = []
+
+    def fail(*arguments: Any) -> Any:
+        calls.append(0)
+        if len(calls) == 2:
+            raise MemoryError("no memory")
+        return update(*arguments)
+
+    return fail
+
+
 def test_a_failure_leaves_the_former_state(
     make: Callable[..., Tensors], ours: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -513,15 +526,7 @@ def test_a_failure_leaves_the_former_state(
             with pytest.raises(InputError):
                 pipeline.load_lora_weights(tmp_path / f"{file}.safetensors", "two")
         with monkeypatch.context() as patch:
-            update, calls = LoraManager.updated_weights, []
-
-            def fail(*arguments: Any) -> Any:
-                calls.append(0)
-                if len(calls) == 2:  # the second component of the new LoRA
-                    raise MemoryError("no memory")
-                return update(*arguments)
-
-            patch.setattr(LoraManager, "updated_weights", fail)
+            patch.setattr(LoraManager, "updated_weights", fail_at_second(LoraManager.updated_weights))
             with pytest.raises(MemoryError):
                 pipeline.load_lora_weights(make(2), "two")
         assert pipeline.lora_state == state
@@ -532,16 +537,17 @@ def test_a_failure_leaves_the_former_state(
     assert not [file for file in open_files if str(tmp_path) in file]
 
 
+PROJECTION = "lora_unet_mid_block_attentions_0_proj_out"
+QUERY = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 REFUSED = {
     "OFT": ({"lora_unet_conv_in.oft_blocks": torch.zeros(2, 4, 4)}, "is OFT"),
     "BOFT": ({"unet.conv_in.boft_R": torch.zeros(2, 4, 4)}, "is BOFT"),
     "IA3": ({"lora_unet_conv_in.on_input": torch.zeros(1)}, "is IA3"),
     "GLoRA": ({"lora_unet_conv_in.a1.weight": torch.zeros(1)}, "is GLoRA"),
     "alpha": ({"lora_unet_conv_in.alpha": torch.zeros(2)}, "is no number"),
-    "ranks": ({"lora_unet_mid_block_attentions_0_proj_out.lora_down.weight": torch.zeros(3, 32, 1, 1),
-               "lora_unet_mid_block_attentions_0_proj_out.lora_up.weight": torch.zeros(32, 4, 1, 1)}, "do not fit together"),
-    "a bias that is not there": ({"unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q.diff_b": torch.zeros(32)},
-                                 "which the graph lacks"),
+    "ranks": ({f"{PROJECTION}.lora_down.weight": torch.zeros(3, 32, 1, 1),
+               f"{PROJECTION}.lora_up.weight": torch.zeros(32, 4, 1, 1)}, "do not fit together"),
+    "a bias that is not there": ({f"unet.{QUERY}.diff_b": torch.zeros(32)}, "which the graph lacks"),
 }  # fmt: skip
 
 
