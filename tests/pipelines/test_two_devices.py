@@ -121,7 +121,7 @@ def test_decoding_beside_drawing(small_export: Path, monkeypatch: pytest.MonkeyP
     two = StableDiffusionPipeline.from_pretrained(small_export, decode_on=1)
     finish, threads = two._finish, set()
     monkeypatch.setattr(two, "_finish", lambda *given: threads.add(threading.current_thread().name) or finish(*given))
-    drawn = two.draw_each([*calls, {"prompt": "a", "height": 1}])
+    drawn = two.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
     for images in expected:
         np.testing.assert_array_equal(next(drawn).images, images)
     with pytest.raises(InputError, match="height"):
