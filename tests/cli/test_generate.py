@@ -12,6 +12,8 @@ import numpy as np
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from sd_ort.runtime import provider_choice
+from sd_ort.runtime.provider_choice import Gpu
 
 Cli = Callable[..., tuple[int, str, str]]
 PROMPT = "a red circle on a blue background"
@@ -35,6 +37,20 @@ def test_shell_and_python_draw_the_same_image(sd_ort: Cli, tmp_path: Path) -> No
     assert (code, "once" in error) == (0, False), error
     over = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)(PROMPT, image=image.convert("RGB"), **settings)
     np.testing.assert_array_equal(over.images[0], Image.open(again))
+
+
+def test_the_first_call_on_a_gpu_without_a_build_says_the_one_command(
+    sd_ort: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the shell and in Python, and draws on the CPU."""
+    monkeypatch.setattr(provider_choice, "installed_gpus", lambda: [Gpu("hip", "AMD gfx942", "gfx942")])
+    monkeypatch.setattr(provider_choice, "library_path", lambda *_: None)
+    expected = "AMD gfx942 is not used: no provider for it is installed; `sd-ort build-ops --hip gfx942` builds hip"
+    options = ("--model", "demo", "--steps", 1, "--height", 64, "--width", 64, "--out", tmp_path / "a.png")
+    code, _, error = sd_ort("generate", PROMPT, *options)
+    assert (code, expected in error) == (0, True), error
+    StableDiffusionPipeline.from_pretrained("demo")
+    assert expected in capsys.readouterr().err
 
 
 def test_old_options_are_read(sd_ort: Cli, tmp_path: Path) -> None:
