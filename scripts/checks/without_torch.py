@@ -62,7 +62,7 @@ def main() -> int:
             seconds[command] = round(time.perf_counter() - start, 2)
             if done.returncode:
                 failures.append(command)
-        serve = [path / "bin/sd-ort", "serve", "out"]  # needs the extra `ray`, and says so
+        serve = [str(path / "bin/sd-ort"), "serve", "out"]  # needs the extra `ray`, and says so
         done = subprocess.run(serve, cwd=folder, env=environment, check=False, capture_output=True, text=True)
         if "sd-ort[ray]" not in done.stderr:
             failures.append("serve")
