@@ -27,6 +27,7 @@ class TransformerFamily:
         max_timestep: Largest value of `timestep`.
         penultimate_clip_states: Whether the CLIP encoders return the penultimate hidden state and `text_embeds`;
             otherwise `last_hidden_state` and `pooler_output`.
+        steps, guidance: Default number of denoising steps and guidance scale of diffusers' pipeline.
         max_patches: Returns the largest number of patches along height and width, None without a limit.
     """
 
@@ -34,6 +35,8 @@ class TransformerFamily:
     output: Callable[[Config], tuple[Axis, ...]]
     max_timestep: float
     penultimate_clip_states: bool
+    steps: int
+    guidance: float
     max_patches: Callable[[Config], int | None] = lambda config: None
 
 
@@ -63,6 +66,8 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         output=lambda config: ("batch", config["out_channels"], "height", "width"),
         max_timestep=1000,
         penultimate_clip_states=True,
+        steps=28,
+        guidance=7.0,
         max_patches=lambda config: config["pos_embed_max_size"],
     ),
     "FluxTransformer2DModel": TransformerFamily(
@@ -70,6 +75,8 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         output=lambda config: ("batch", "image_sequence", config.get("out_channels") or config["in_channels"]),
         max_timestep=1,
         penultimate_clip_states=False,
+        steps=28,
+        guidance=3.5,
     ),
 }
 

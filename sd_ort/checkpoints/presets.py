@@ -282,7 +282,7 @@ _FLUX_SCHNELL = _flux(False, _flow_match(shift=1.0, use_dynamic_shifting=False, 
 _FLUX_DEV = _flux(True, _flow_match(shift=3.0, use_dynamic_shifting=True, **_FLUX_SHIFT))
 
 _TINY_HIDDEN = 64
-_TINY_T5 = {"vocab_size": 128, "d_model": 96, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+_TINY_T5 = {"vocab_size": 128, "d_model": 160, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 _TINY_TRANSFORMER = {"attention_head_dim": 32, "num_attention_heads": 3, "joint_attention_dim": _TINY_T5["d_model"]}
 # Of each transformer: its blocks, where the last of SD3 differs, and widths that follow from those above.
 _TINY_TRANSFORMERS = {
