@@ -63,8 +63,8 @@ def main() -> int:
             if done.returncode:
                 failures.append(command)
         serve = [str(path / "bin/sd-ort"), "serve", "out"]  # needs the extra `ray`, and says so
-        done = subprocess.run(serve, cwd=folder, env=environment, check=False, capture_output=True, text=True)
-        if "sd-ort[ray]" not in done.stderr:
+        refused = subprocess.run(serve, cwd=folder, env=environment, check=False, capture_output=True, text=True)
+        if "sd-ort[ray]" not in refused.stderr:
             failures.append("serve")
     print(json.dumps({"MB beside ONNX Runtime": size, "seconds": seconds, "failures": failures}, indent=1))
     return 1 if failures else 0
