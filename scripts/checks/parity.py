@@ -1,6 +1,6 @@
 """Compare sd-ort's pipelines with the installed diffusers', argument by argument, and write a page of the result.
 
-    PYTHONPATH=tests/support python scripts/checks/parity.py results/parity.md
+    python scripts/checks/parity.py results/parity.md
 
 The pairs are those of tests/parity; the command fails if one of them differs.
 """
@@ -16,8 +16,6 @@ import warnings
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 VERDICTS = ("equal", "refused", "fails in diffusers", "different")
 HEAD = """# Parity with diffusers
@@ -40,8 +38,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     import torch
-    from parity_models import Models
-    from parity_pairs import MIN_PSNR, Outcome, Pair, compare, pairs
+
+    from scripts.fixtures.parity_models import Models
+    from scripts.fixtures.parity_pairs import MIN_PSNR, Outcome, Pair, compare, pairs
 
     torch.set_num_threads(1)
     started = time.process_time()

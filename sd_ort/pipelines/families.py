@@ -335,23 +335,3 @@ class AutoPipelineForImage2Image(StableDiffusionImg2ImgPipeline):
 
 class AutoPipelineForInpainting(StableDiffusionInpaintPipeline):
     """Inpainting with the class that the folder's model_index.json names."""
-
-
-def class_for(cls: type, index_class: str, is_xl: bool, controlnet: bool) -> type:
-    """Return the class of a folder for the task of `cls`, a class of this package; any other is returned as it is.
-
-    `index_class`: the folder's, in model_index.json, which decides about latent consistency models for the classes
-    AutoPipeline.
-    """
-    classes: dict[str, type] = {name: value for name, value in globals().items() if isinstance(value, type)}
-    if classes.get(cls.__name__) is not cls:
-        return cls
-    task = next((task for base, task in TASKS.items() if issubclass(cls, base)), "")
-    consistency = index_class if cls.__name__.startswith("AutoPipeline") else cls.__name__
-    if consistency.startswith("LatentConsistencyModel") and task != "Inpaint":
-        return classes[f"LatentConsistencyModel{task}Pipeline"]
-    family = ("XL" if is_xl else "") + ("ControlNet" if controlnet else "")
-    return classes[f"StableDiffusion{family}{task}Pipeline"]
-
-
-TASKS = {StableDiffusionInpaintPipeline: "Inpaint", StableDiffusionImg2ImgPipeline: "Img2Img"}

@@ -31,6 +31,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     """Image to image with SD 1.x, 2.x and SDXL folders, and SDXL's refiner."""
 
     REQUIRED_COMPONENTS = (*StableDiffusionPipeline.REQUIRED_COMPONENTS, "vae_encoder")
+    TASK = "Img2Img"
     NOISE_FOR_EACH_IMAGE = True  # whether the VAE encoder samples for each image of a list of generators
     REJECTED_ARGUMENTS: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
 
@@ -127,7 +128,10 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     channels (sd15-inpaint) see mask and masked picture."""
 
     NOISE_FOR_EACH_IMAGE = False
-    _callback_tensor_inputs = (*StableDiffusionPipeline._callback_tensor_inputs, "mask", "masked_image_latents")
+    _callback_tensor_inputs: tuple[str, ...] = (
+        "latents", "prompt_embeds", "negative_prompt_embeds", "mask", "masked_image_latents",
+    )  # fmt: skip
+    TASK = "Inpaint"
     SIZE_OF_IMAGE = False  # whether the image's size, and not the model's, stands for none
     REJECTED_ARGUMENTS = ()
 

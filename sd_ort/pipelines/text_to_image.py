@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import sd_ort
 from sd_ort.checkpoints.conditioning import text_encoders
 from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.signatures import controlnet_scale, default_latents, latent_multiple
@@ -77,6 +78,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     DEFAULT_SIZE_UNLESS_BOTH = True  # whether height or width alone is ignored
     CAN_INTERRUPT = True  # whether a callback that sets `_interrupt` ends the loop
     CHANGES_LAST_LATENTS = True  # whether the latents that a callback returns after the last step are decoded
+    TASK = ""  # in the names of diffusers' classes
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
     STRENGTH_IN_SCHEDULER = False  # whether the scheduler, and not a part of its steps, follows `strength`
     REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
@@ -196,10 +198,20 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @classmethod
     def _class_for(cls, index: Mapping[str, Any], models: Components, is_xl: bool) -> type:
-        """Return the class of this one's task for a folder's family."""
-        from sd_ort.pipelines.families import class_for
+        """Return the public class of this one's task for a folder's family; a class of others is returned as it is.
 
-        return class_for(cls, str(index.get("_class_name", "")), is_xl, "controlnet" in models)
+        model_index.json decides about latent consistency models for the classes AutoPipeline.
+        """
+        if getattr(sd_ort, cls.__name__, None) is not cls:
+            return cls
+        is_auto = cls.__name__.startswith("AutoPipeline")
+        consistency = str(index.get("_class_name", "")) if is_auto else cls.__name__
+        if consistency.startswith("LatentConsistencyModel") and cls.TASK != "Inpaint":
+            name = f"LatentConsistencyModel{cls.TASK}Pipeline"
+        else:
+            name = f"StableDiffusion{'XL' * is_xl}{'ControlNet' * ('controlnet' in models)}{cls.TASK}Pipeline"
+        family: type = getattr(sd_ort, name)
+        return family
 
     @cached_property
     def image_processor(self) -> Any:

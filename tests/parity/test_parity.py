@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import diffusers
-import parity_pairs
 import pytest
 import torch
-from parity_models import Models
-from parity_pairs import ARGUMENTS, FAILS_IN_DIFFUSERS, FAMILIES, REFUSED, Pair
 
 import sd_ort
+from scripts.fixtures import parity_pairs
+from scripts.fixtures.parity_models import Models
+from scripts.fixtures.parity_pairs import ARGUMENTS, FAILS_IN_DIFFUSERS, FAMILIES, REFUSED, Pair
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -229,4 +229,4 @@ def test_generate_from_a_picture(
     assert (code, "pass it with --image" in error) == (2, True)
     (tmp_path / "text.png").write_text("no picture")
     code, _, error = sd_ort(*common[:-1], tmp_path / "text.png")
-    assert (code, "cannot be opened as an image" in error) == (2, True)
+    assert (code, "text.png cannot be read as a picture" in error) == (2, True)

@@ -321,7 +321,10 @@ def test_damaged_configs(tmp_path: Path, damage: dict[str, Any]) -> None:
         ({"ip_adapter_image_embeds": [torch.zeros(2, 1, 3)]}, r"\[rows, pictures, 20\] are read, 2 rows a prompt"),
         ({"ip_adapter_image_embeds": [torch.zeros(6, 1, 20)]}, "3 rows of embeddings for 1 prompts"),
         ({"ip_adapter_image": PICTURE, "ip_adapter_image_embeds": [torch.zeros(2, 1, 20)]}, "say the same"),
-        ({"ip_adapter_image": PICTURE, "cross_attention_kwargs": {"ip_adapter_masks": []}}, "is unknown"),
+        (
+            {"ip_adapter_image": PICTURE, "cross_attention_kwargs": {"ip_adapter_masks": []}},
+            "cross_attention_kwargs must be",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(folder: Any, arguments: dict[str, Any], message: str) -> None:
