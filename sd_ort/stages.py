@@ -78,6 +78,8 @@ def optimize(
     """
     resolved, note = OptimizeOptions(**options).with_target()
     if is_checkpoint(source):
+        if resolved.float16_io:
+            raise InputError(f"--float16-io goes with one ONNX file: {source} is none.")
         export_options = {"exporter": exporter, "opset": opset}
         return _optimize_checkpoint(
             str(source), output, checkpoint, export_options, resolved, note, overwrite, on_progress
@@ -87,7 +89,9 @@ def optimize(
             "--config, --controlnet, --ip-adapter, --image-encoder, --vae and --unsafe-pickle go with a checkpoint: "
             f"{source} is none."
         )
-    if (model := pipeline_folder.standalone_model(Path(source))) is not None:
+    if (model := pipeline_folder.standalone_model(Path(source))) is None and resolved.float16_io:
+        raise InputError(f"--float16-io goes with one ONNX file: {source} is none.")
+    if model is not None:
         return _optimize_file(model, output, resolved, note, on_progress)
     return _optimize_folder(Path(source), output, resolved, note, overwrite, on_progress)
 
@@ -288,6 +292,9 @@ def _optimize_file(
     embed = not any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
     if note:
         on_progress(note)
+    assert options.target is not None
+    if options.dtype == "float16" and not TARGETS[options.target].half_storage_only and not options.float16_io:
+        on_progress("inputs and outputs stay float32 (--float16-io makes them float16).")
     manifest = _manifest({"model": str(source)}, options.manifest_entry())
     with scratch_folder(output.parent, output.name) as work:
         optimized = work / "model" / output.name
@@ -305,6 +312,7 @@ def _optimize_file(
                     inputs=options.inputs,
                     cancel_event=cancel_event,
                     embed=embed,
+                    float32_io=not options.float16_io,
                 )
             check_opens(optimized)
 

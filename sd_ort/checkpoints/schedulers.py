@@ -51,7 +51,7 @@ def _try_a_step(scheduler: Any) -> None:
 
 def set_timesteps(scheduler: Any, steps: int, **given: Any) -> int:
     """Set the schedule and return its number of steps. `given`: `timesteps` or `sigmas` instead of `steps`, and LCM's
-    `original_inference_steps`; None for not given.
+    `original_inference_steps` and `strength`; None for not given.
 
     Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for, and for
     a schedule that it does not take.
@@ -72,6 +72,8 @@ def set_timesteps(scheduler: Any, steps: int, **given: Any) -> int:
         raise InputError(
             f"{name} cannot take {'this schedule' if schedule is not None else f'{count} steps'}: {first_line(error)}"
         ) from error
+    if "strength" in told:  # LCMScheduler counts the steps before it drops some, and its last step then adds noise
+        scheduler.num_inference_steps = len(scheduler.timesteps)
     return steps if schedule is None else len(scheduler.timesteps)
 
 

@@ -20,6 +20,9 @@ from sd_ort.core.pipeline_folder import standalone_model
 )
 @click.option("--float16", "dtype", flag_value="float16", help="Weights and tensors in float16.")
 @click.option(
+    "--float16-io", is_flag=True, help="With --float16 of one .onnx file: its inputs and outputs in float16 too."
+)
+@click.option(
     "--bfloat16",
     "dtype",
     flag_value="bfloat16",
@@ -55,6 +58,7 @@ def command(
     output: Path,
     target: str | None,
     dtype: str | None,
+    float16_io: bool,
     calibrate: bool | None,
     inputs: Path | None,
     hoist: bool | None,
@@ -93,6 +97,7 @@ def command(
         calibrate=calibrate,
         inputs=inputs,
         hoist=hoist,
+        float16_io=float16_io,
         overwrite=overwrite,
     )
     show(manifest["components"], source if standalone_model(source) is not None else output)

@@ -37,12 +37,15 @@ DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
 # Components of a hoisted pipeline folder by graph. The step graph has the name of the UNet.
 HOISTED = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
-COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
-CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
+COMPONENTS = (
+    "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "unet", "transformer", "controlnet",
+    "vae_encoder", "vae_decoder",
+)  # fmt: skip
+CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3", "feature_extractor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
 CONFIG_FILES = (
     "scheduler_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json",
+    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "spiece.model",
 )  # fmt: skip
 _MANIFEST_LIKE = {
     "stage": str,

@@ -87,9 +87,11 @@ def cpu_equivalent(path: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def half_type(model: ir.Model) -> ir.DataType | None:
-    """Return the half dtype of the inputs, outputs or initializers of `model`, or None."""
+    """Return the half dtype of the inputs, outputs, initializers or casts of `model`, or None."""
     values = [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]
-    return next((half for half in HALVES if any(v.dtype == half for v in values)), None)
+    dtypes = {v.dtype for v in values}
+    dtypes |= {ir.DataType(node.attributes["to"].as_int()) for node in model.graph if node.op_type == "Cast"}
+    return next((half for half in HALVES if half in dtypes), None)
 
 
 def loads_on_cpu(model: ir.Model) -> bool:

@@ -31,6 +31,7 @@ from sd_ort.optimize.calibration import recorded_calibration
 from sd_ort.optimize.optimizer import OPTIONS_KEY, rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent, file_component
+from sd_ort.runtime.session import report_invalid_model
 from sd_ort.stages import template_component
 from sd_ort.weights.recipes import Read, derived_weight, read_recipes
 
@@ -120,12 +121,19 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
     try:
         options = json.loads(props.get(OPTIONS_KEY, "null"))
         target, dtype, sites = TARGETS[options["target"]], options["dtype"], options["float32_sites"]
+        float32_io = bool(options["float32_io"])
         if dtype not in target.dtypes:
             return {}
     except (KeyError, TypeError, ValueError):
         return {}
     parts, _ = rewrite(
-        source, next(iter(graphs)), target, dtype, lambda model: recorded_calibration(model, sites), len(graphs) > 1
+        source,
+        next(iter(graphs)),
+        target,
+        dtype,
+        lambda model: recorded_calibration(model, sites),
+        hoisted=len(graphs) > 1,
+        float32_io=float32_io,
     )
     for part in parts.values():
         fix_names(part)
@@ -134,7 +142,8 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
 
 def compare_with_file(source: Path, graphs: Mapping[str, ir.Model]) -> tuple[WeightComparison, dict[str, ir.Model]]:
     """Compare the weights of optimized graphs with those of the ONNX file `source`; return the rebuilt graphs too."""
-    rebuilt = rebuild(file_component(source), graphs)
+    with report_invalid_model(source):
+        rebuilt = rebuild(file_component(source), graphs)
     return compare_weights(graphs, rebuilt), rebuilt
 
 

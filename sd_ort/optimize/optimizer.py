@@ -106,6 +106,7 @@ def optimize_component(
     hoisted: bool = False,
     cancel_event: threading.Event | None = None,
     embed: bool = False,
+    float32_io: bool = False,
     data_hashes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Optimize one ONNX model into the file `output`; return its manifest entry.
@@ -115,6 +116,7 @@ def optimize_component(
         hoisted: Write the parts of a hoisted UNet next to `output`'s folder.
         cancel_event: Set by another thread to cancel; `output` is then incomplete.
         embed: Write the weights into `output` itself.
+        float32_io: Keep the graph's inputs and outputs in float32 with dtype float16.
         data_hashes: Receives the SHA-256 of each external data file that is written, by component name.
 
     Raises:
@@ -127,7 +129,7 @@ def optimize_component(
         return calibration.calibrate(model, source, output.parent, enabled=calibrate, recorded=inputs)
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    parts, entry = rewrite(source, output.parent.name, target, dtype, find_float32, hoisted, cancel_event)
+    parts, entry = rewrite(source, output.parent.name, target, dtype, find_float32, hoisted, cancel_event, float32_io)
     for name, part in parts.items():
         path = output.parent.with_name(name) / output.name
         digest = save(part, path, lambda: _raise_if_cancelled(cancel_event), embed=embed)
@@ -150,11 +152,12 @@ def rewrite(
     find_float32: Callable[[ir.Model], calibration.Calibration],
     hoisted: bool = False,
     cancel_event: threading.Event | None = None,
+    float32_io: bool = False,
 ) -> tuple[dict[str, ir.Model], dict[str, Any]]:
     """Return the optimized graphs of a component by folder, with lazy weights, and the manifest entry without counts.
 
     name: folder of the graph unless it is hoisted. find_float32: returns the nodes that a float16 graph computes in
-    float32.
+    float32. float32_io: as in `optimize_component`.
     """
     model = source.model()
     before = Counter(node.op_type for node in model.graph)
@@ -171,7 +174,9 @@ def rewrite(
     sites = result.sites if result else []
     if computes_half:
         float32_nodes = result.nodes if result else ()
-        precision.convert(model, dtype, float32_nodes=float32_nodes, float32_inputs=target.float32_inputs)
+        precision.convert(
+            model, dtype, float32_nodes=float32_nodes, float32_inputs=target.float32_inputs, float32_io=float32_io
+        )
     if target.newest_opset is not None and (reason := lower_opset(model, target.newest_opset)):
         raise InputError(f"{source.name} cannot be lowered for target {target.name}: {reason}.")
     kernel_fallbacks = lower_operators(model, target)
@@ -182,9 +187,9 @@ def rewrite(
             precision.store_weights(part, dtype)
         if source.read is not None:
             fill(part, source.read)
-        part.metadata_props[OPTIONS_KEY] = json.dumps(
-            {"target": target.name, "dtype": dtype, "float32_sites": [site["value"] for site in sites]}
-        )
+        options = {"target": target.name, "dtype": dtype, "float32_io": float32_io}
+        options["float32_sites"] = [site["value"] for site in sites]
+        part.metadata_props[OPTIONS_KEY] = json.dumps(options)
     return parts, {
         "nodes_before": before.total(),
         "rewrite_counts": totals(canonical, fused, lowered),

@@ -31,6 +31,8 @@ class OptimizeOptions:
             inputs.
         hoist: Whether the UNet is split into graphs that run once for each prompt, schedule and step (see
             `graphs.hoist`); None hoists in float16 for `HOIST_TARGETS`.
+        float16_io: Whether float16 conversion of one ONNX file also converts the graph's inputs and outputs. Those of a
+            pipeline folder are always converted.
     """
 
     target: str | None = None
@@ -39,6 +41,7 @@ class OptimizeOptions:
     calibrate: bool | None = None
     inputs: Path | None = None
     hoist: bool | None = None
+    float16_io: bool = False
 
     def with_target(self) -> tuple[OptimizeOptions, str]:
         """Return the options with a target, and a line on the default target for the user, else "".
@@ -58,6 +61,8 @@ class OptimizeOptions:
             raise InputError(
                 f"target {target} has kernels without {self.dtype}: use --float16, or a target of {others}."
             )
+        if self.float16_io and (self.dtype != "float16" or TARGETS[target].half_storage_only):
+            raise InputError(f"--float16-io goes with --float16 for a target that computes in it, not {target}.")
         if self.calibrate or self.inputs:
             if TARGETS[target].half_storage_only:
                 raise InputError(
@@ -88,4 +93,6 @@ class OptimizeOptions:
 
     def manifest_entry(self) -> dict[str, Any]:
         """Return the options for the manifest, with a hash of the recorded inputs."""
-        return {**vars(self), "inputs": sha256(self.inputs) if self.inputs else None}
+        options = {**vars(self), "inputs": sha256(self.inputs) if self.inputs else None}
+        del options["float16_io"]  # of one ONNX file, which has no manifest
+        return options

@@ -19,11 +19,15 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from fusion_passes import CONTRIB
 from fusion_passes import weight_recipes as recipes
 from fusion_passes.canonicalize.opset import OPSET
+from fusion_passes.cleanup import subgraphs
 from fusion_passes.graph_edits import tensor_values
+from fusion_passes.operators import BY_NAME
 from fusion_passes.shapes.types import is_float32_output
 from sd_ort.core.errors import InputError
+from sd_ort.runtime.contrib_types import declare_float32_outputs, operator_takes
 
 FLOAT = ir.DataType.FLOAT
 HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -42,20 +46,28 @@ def convert(
     float32_nodes: Collection[ir.Node] = (),
     float32_inputs: Collection[tuple[str, int]] = (),
     float32_graph_inputs: Collection[str] = ("timestep",),
+    float32_io: bool = False,
 ) -> int:
     """Convert the float32 part of `model` to `dtype` ("float16" or "bfloat16") in place.
 
     Returns the number of nodes that stay in float32. With float16, graph inputs and outputs are converted too, except
-    `float32_graph_inputs`. With bfloat16 they stay in float32: NumPy and ONNX Runtime's Python API have no bfloat16.
+    `float32_graph_inputs`, unless `float32_io` is set. With bfloat16 they stay in float32: NumPy and ONNX Runtime's
+    Python API have no bfloat16. If, Loop and Scan stay in float32 with their subgraphs.
     """
     half, graph = HALF[dtype], model.graph
     if half == ir.DataType.BFLOAT16:
         _declare_bfloat16_opset(graph)
+    for node in graph:
+        if node.domain == CONTRIB and node.op_type not in BY_NAME:
+            declare_float32_outputs(node)
     float32 = (
-        _before_sinusoids(graph) | {node for node in graph if not _is_defined(node, half, graph)} | set(float32_nodes)
+        _before_sinusoids(graph)
+        | {node for node in graph if not _is_defined(node, half, graph)}
+        | set(float32_nodes)
+        | {node for outer in graph if (nodes := inner_nodes(outer)) for node in (outer, *nodes)}
     )
     _convert_initializers(graph, half, float32, frozenset(float32_inputs) | FIXED_INPUTS)
-    keeps_boundary = half == ir.DataType.BFLOAT16
+    keeps_boundary = float32_io or half == ir.DataType.BFLOAT16
     for value in graph.inputs:
         if value.dtype == FLOAT and value.name not in float32_graph_inputs and not keeps_boundary:
             value.type = ir.TensorType(half)
@@ -114,10 +126,10 @@ def _declare_bfloat16_opset(graph: ir.Graph) -> None:
 
 def _is_defined(node: ir.Node, half: ir.DataType, graph: ir.Graph) -> bool:
     """Return whether the standard defines an operator for `half` inputs in place of float32."""
-    if node.domain not in ("", "ai.onnx"):
-        return True
+    if node.domain == CONTRIB:
+        return operator_takes(node, half) if node.op_type not in BY_NAME else True
     try:
-        schema = onnx.defs.get_schema(node.op_type, graph.opset_imports[""], "")
+        schema = onnx.defs.get_schema(node.op_type, graph.opset_imports.get(node.domain, 1), node.domain)
     except onnx.defs.SchemaError:
         return True
     allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
@@ -129,6 +141,11 @@ def _is_defined(node: ir.Node, half: ir.DataType, graph: ir.Graph) -> bool:
         if half_type not in allowed.get(declared, [declared]):
             return False
     return True
+
+
+def inner_nodes(node: ir.Node) -> list[ir.Node]:
+    """Return the nodes of all subgraphs of a node."""
+    return [each for graph in subgraphs(node) for inner in graph for each in (inner, *inner_nodes(inner))]
 
 
 def _before_sinusoids(graph: ir.Graph) -> set[ir.Node]:
@@ -161,7 +178,7 @@ def _convert_initializers(
             node.replace_input_with(index, new)
         if not stay and not value.is_graph_output():
             del graph.initializers[name]
-    used = {v for n in graph for v in n.inputs if v is not None}
+    used = {v for outer in graph for n in (outer, *inner_nodes(outer)) for v in n.inputs if v is not None}
     for name, value in list(graph.initializers.items()):
         if value not in used and not value.is_graph_output():
             del graph.initializers[name]
@@ -200,18 +217,20 @@ def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
 def _insert_casts(graph: ir.Graph, half: ir.DataType, float32: set[ir.Node]) -> None:
     """Insert a Cast between float32 nodes (or graph inputs) and half nodes, one for each value and direction."""
     casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
-    for node in list(graph):
+    for outer, node in [(top, node) for top in graph for node in (top, *inner_nodes(top))]:
         dtype = FLOAT if node in float32 else half
         other = half if node in float32 else FLOAT
         for index, value in enumerate(node.inputs):
             if value is None or value.dtype != other or value.name in graph.initializers or node.op_type == "Cast":
                 continue
+            if node is not outer and value.graph is not graph:
+                continue  # a value of the subgraph itself
             key = (value, dtype)
             if key not in casts:
                 cast = ir.node("Cast", [value], {"to": int(dtype)})
                 cast.outputs[0].name = f"{value.name}.{dtype.name.lower()}"
                 cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, dtype
-                graph.insert_before(node, cast)
+                graph.insert_before(outer, cast)
                 casts[key] = cast.outputs[0]
             node.replace_input_with(index, casts[key])
 

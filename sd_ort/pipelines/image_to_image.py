@@ -116,6 +116,8 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
 
     @staticmethod
     def _add_noise(latents: np.ndarray, noise: np.ndarray, schedule: Schedule) -> np.ndarray:
+        if np.isnan(schedule.image_factors[0]):
+            raise InputError("This scheduler adds no noise to an image: use euler, ddim or dpmsolver.")
         noisy: np.ndarray = schedule.image_factors[0] * latents + schedule.noise_factors[0] * noise
         return noisy
 
@@ -215,8 +217,8 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         if (control := request.control_image) is not None:
             parts = [cropped(self.image_processor, each) / 2 + 0.5 for each in _listed(control)]
             request.control_image = parts if isinstance(control, list) else parts[0]
-        pixels, mask = cropped(self.image_processor, request.image), cropped(masks, request.mask_image)
-        return pixels.numpy(), mask.numpy(), region
+        image, mask = cropped(self.image_processor, request.image), cropped(masks, request.mask_image)
+        return image.numpy(), mask.numpy(), region
 
     def _put_back(self, output: PipelineOutput, request: Request, region: Any) -> PipelineOutput:
         """What was drawn of a region, laid over the picture. Raises InputError for another output than PIL images."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from sd_ort.checkpoints.conditioning import text_encoders
 from sd_ort.checkpoints.configs import component_config
-from sd_ort.checkpoints.signatures import default_latents, latent_multiple
+from sd_ort.checkpoints.signatures import controlnet_scale, default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError
@@ -77,7 +77,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     DEFAULT_SIZE_UNLESS_BOTH = True  # whether height or width alone is ignored
     CAN_INTERRUPT = True  # whether a callback that sets `_interrupt` ends the loop
     CHANGES_LAST_LATENTS = True  # whether the latents that a callback returns after the last step are decoded
-    _callback_tensor_inputs: Sequence[str] = ("latents", "prompt_embeds", "negative_prompt_embeds")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
     STRENGTH_IN_SCHEDULER = False  # whether the scheduler, and not a part of its steps, follows `strength`
     REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
 
@@ -389,7 +389,15 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return count
 
     def _controls(self, request: Request, steps: int) -> list[ControlNetInput]:
-        return controlnet_inputs.controls(request, controlnet_inputs.names(self.models), steps)
+        names = controlnet_inputs.names(self.models)
+        for name in names if request.control_image is not None else ():
+            scale = controlnet_scale(component_config(self.models.others.get(name, self.folder), "controlnet"))
+            if scale != self.vae_scale_factor:
+                raise InputError(
+                    f"The {name} halves its image {scale.bit_length() - 1} times and the VAE "
+                    f"{self.vae_scale_factor.bit_length() - 1} times: use a ControlNet of this model's family."
+                )
+        return controlnet_inputs.controls(request, names, steps)
 
     def _latent_shape(self, request: Request) -> tuple[int, int, int, int]:
         (height, width), side = request.size, self.vae_scale_factor

@@ -1,7 +1,8 @@
 """Textual inversion: words that a file teaches the text encoders (Gal et al., 2022).
 
-    formats   {"<word>": (n, C)} as diffusers saves it, {"emb_params": (n, C)} of the WebUIs, and for SDXL
-              {"clip_l": (n, C), "clip_g": (n, C')}; .safetensors, or a dict of tensors
+    formats   {"<word>": (n, C)} as diffusers saves it, {"emb_params": (n, C)} of the WebUIs, whose word is emb_params
+              too unless a token is given, as in diffusers, and for SDXL {"clip_l": (n, C), "clip_g": (n, C')};
+              .safetensors, or a dict of tensors, {"string_to_param": {"*": (n, C)}, "name": "<word>"} too
 
 A word of n vectors is n tokens: word, word_1, ..., word_n-1, and stands for all of them in a prompt. In the graph,
 token ids behind the vocabulary read the new rows (`graphs.text_encoder`); the table on disk stays as it is.
@@ -22,7 +23,7 @@ from sd_ort.core.files import parsing
 from sd_ort.core.safetensors_file import read_float32
 from sd_ort.pipelines.state import PipelineState
 
-UNNAMED = ("emb_params", "clip_l", "clip_g")
+UNNAMED = ("clip_l", "clip_g")
 ENCODER_OF = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
 
 
@@ -101,6 +102,8 @@ def learn(tokenizer: Any, words: LearnedTokens | None, word: str, rows: np.ndarr
 
 def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if isinstance(source, Mapping):
+        if "string_to_param" in source:  # the WebUIs' pickles, once read
+            source = {str(source.get("name", "*")): source["string_to_param"]["*"]}
         return {n: t.detach().float().cpu().numpy() if hasattr(t, "cpu") else t for n, t in source.items()}, "the dict"
     path = Path(source)
     if path.suffix != ".safetensors":
@@ -108,6 +111,11 @@ def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], st
             f"{path} is no .safetensors file: embeddings are read from those alone, pickles (.pt, .bin) can run code."
         )
     return dict(read_float32(path)[0]), str(path)
+
+
+def file_word(path: str | Path) -> str | None:
+    """Return the file's name as the word of a WebUI's embedding, which has none; None for one with a word."""
+    return Path(path).stem if list(_tensors(path)[0]) == ["emb_params"] else None
 
 
 class TextualInversionMixin(PipelineState):

@@ -89,8 +89,8 @@ class PipelineReplica:
         settings = jobs[0].settings
         images = self.pipeline(
             [job.prompt for job in jobs],
-            height=settings.height,
-            width=settings.width,
+            height=settings.height or self.pipeline.default_size,
+            width=settings.width or self.pipeline.default_size,
             num_inference_steps=settings.steps,
             guidance_scale=settings.guidance,
             negative_prompt=[job.negative for job in jobs],

@@ -234,7 +234,7 @@ def test_timestep_without_an_axis(work: Path) -> None:
         for device_loop in (False, True):
             pipeline = StableDiffusionPipeline.from_pretrained(folder, device_loop=device_loop)
             assert psnr(draw(pipeline), expected) > 80
-            assert bool(pipeline.loop.kept) == device_loop
+            assert bool(pipeline.loop.buffer_cache) == device_loop
     merge(work / "optimum-fused", work / "optimum-merged")
     assert psnr(draw(MergedPipeline.from_pretrained(work / "optimum-merged")), expected) > 80
 
@@ -310,7 +310,7 @@ def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, see
         arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
         pipeline = StableDiffusionPipeline.from_pretrained(plain, scheduler=scheduler, device_loop=looped)
         pictures.append(draw(pipeline, **images, **arguments))
-        assert not looped or pipeline.loop.kept, "the loop ran on the host"
+        assert not looped or pipeline.loop.buffer_cache, "the loop ran on the host"
     assert psnr(*pictures) > 80
 
 
@@ -334,8 +334,8 @@ def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPat
     np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
     assert waits.count(True) == 1
     assert waits[-1]
-    (buffers,) = looped.loop.kept.values()
-    buffers.steps[1].every.pop()  # what runs between two UNet calls
+    (buffers,) = looped.loop.buffer_cache.values()
+    buffers.stages.pop()  # the scheduler's step after a U-Net call
     with pytest.raises(SdOrtError, match=r"took 0 steps of \d, for its buffers were copied"):
         draw(looped, output_type="pil", num_inference_steps=2)
 
@@ -343,11 +343,11 @@ def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPat
 def test_buffers_are_bounded(plain: Path) -> None:
     """The buffers of the least recently used job shape are released."""
     looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
-    looped.loop.KEPT = 1
+    looped.loop.MAX_CACHED = 1
     held = []
     for images in (1, 2, 1):
         draw(looped, num_inference_steps=1, num_images_per_prompt=images)
-        held.append(looped.loop.held_bytes)
+        held.append(looped.loop.buffer_bytes)
     assert 0 < held[0] == held[2] < held[1]
 
 

@@ -136,3 +136,83 @@ def test_made_up_inputs_respect_what_the_graph_does_with_them() -> None:
     lost = ir.Value(name="codes", shape=ir.Shape(["n"]), type=ir.TensorType(ir.DataType.INT64))
     with pytest.raises(InputError, match=r"codes \(INT64\): use --inputs"):
         random_inputs("any", [lost], {}, SIZES[0])
+
+
+MIXED = '<domain: "my", opset_import: ["" : 20]> Mix (x, w) => (y) { h = Cast <to = 10> (x)  m = MatMul (h, w)' + (
+    "  f = Cast <to = 1> (m)  y = Add (f, x) }"
+)
+BRANCHES = """<ir_version: 8, opset_import: ["" : 16]> g (float[2,4] x, bool c) => (float[2,4] y)
+<float[4,4] w = {1,2,3,4,5,6,7,8,1,2,3,4,5,6,7,8}, float[4,4] v = {1,0,3,4,5,6,7,8,1,2,3,4,5,0,7,8}> {
+    a = MatMul (x, w)
+    b = Sigmoid (a)
+    y = If (c) <then_branch = t () => (float[2,4] o) { o = MatMul (b, v) },
+                else_branch = e () => (float[2,4] p) { q = Relu (b)  p = MatMul (q, w) }>
+}"""
+
+
+def quantized_lstm() -> onnx.ModelProto:
+    """DynamicQuantizeLSTM, which ONNX Runtime has in float32 alone."""
+    random, width = np.random.default_rng(0), 4
+    weights = {
+        "w": random.integers(-99, 99, (1, width, 4 * width)).astype(np.int8),
+        "r": random.integers(-99, 99, (1, width, 4 * width)).astype(np.int8),
+        "s": np.full(1, 0.01, np.float32), "z": np.zeros(1, np.int8), "axis": np.array([1]),
+    }  # fmt: skip
+    inputs = ["a", "w", "r", *[""] * 5, "s", "z", "s", "z"]
+    nodes = [
+        helper.make_node("Mul", ["x", "s"], ["a"]),
+        helper.make_node("DynamicQuantizeLSTM", inputs, ["b", "h", "c"], domain="com.microsoft", hidden_size=width),
+        helper.make_node("Squeeze", ["b", "axis"], ["y"]),
+    ]
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("x", [5, 1, width]), ("y", [5, 1, width]))
+    ]
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "lstm", values[:1], values[1:], tensors)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def mixed_function() -> onnx.ModelProto:
+    """A function that multiplies in float16 and adds in float32."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in "xy"]
+    weight = numpy_helper.from_array(np.eye(4, k=1, dtype=np.float16), "w")
+    graph = helper.make_graph([helper.make_node("Mix", ["x", "w"], ["y"], domain="my")], "g", values[:1], values[1:],
+                              [weight])  # fmt: skip
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("my", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    model.functions.append(onnx.parser.parse_function(MIXED))
+    return model
+
+
+@pytest.mark.parametrize("options", [(), ("--float16-io",)])
+@pytest.mark.parametrize("name", ["branches", "lstm", "function"])
+def test_float16_of_graphs_that_are_partly_float32(
+    sd_ort: Cli, tmp_path: Path, name: str, options: tuple[str, ...]
+) -> None:
+    model = {"branches": lambda: onnx.parser.parse_model(BRANCHES), "lstm": quantized_lstm, "function": mixed_function}
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model[name](), source)
+    shape = (5, 1, 4) if name == "lstm" else (2, 4)
+    feeds = {"x": np.random.default_rng(1).normal(size=shape).astype(np.float32)}
+    np.savez(tmp_path / "in.npz", **feeds, **({"c": np.array(True)} if name == "branches" else {}))
+    code, text, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", *options)
+    assert code == 0, err
+    assert ("inputs and outputs stay float32" in text) == (not options)
+    dtypes = {value.type.tensor_type.elem_type for value in onnx.load(out).graph.output}
+    assert dtypes == {TensorProto.FLOAT16 if options else TensorProto.FLOAT}
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz", "--tolerance", 2e-3)
+    assert code == 0, err
+
+
+def test_float16_io_goes_with_float16_of_one_file(sd_ort: Cli, tmp_path: Path) -> None:
+    source = toy(tmp_path / "in.onnx")
+    for arguments in (
+        (source, "--target", "portable"),
+        (source, "--target", "cpu", "--float16"),
+        ("demo", "--float16"),
+    ):
+        code, _, err = sd_ort("optimize", arguments[0], tmp_path / "out.onnx", *arguments[1:], "--float16-io")
+        assert code == 2
+        assert "--float16-io goes with" in err.splitlines()[-1]

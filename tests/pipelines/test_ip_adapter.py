@@ -207,7 +207,7 @@ def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
         fused.set_ip_adapter_scale(scale)
         shown = {"ip_adapter_image": PICTURE, "progress": False}
         assert error(draw(fused, **shown), draw(plain, **shown)) < TOLERANCE
-    assert fused.loop.kept
+    assert fused.loop.buffer_cache
     for unmerged in (source, tmp_path / "out"):  # a merged model is told a prompt and nothing else
         with pytest.raises(InputError, match="has a UNet that takes image_embeds") as refusal:
             merge(unmerged, tmp_path / "merged")

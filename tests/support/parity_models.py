@@ -12,6 +12,7 @@ from sd_ort.checkpoints.presets import PRESETS, Preset
 LATENTS = 8  # a side of the images that the models were "trained" on
 PRESET_OF = {
     "sd": "sd15-tiny",
+    "factor2": "sd15-tiny",  # a VAE with two pixels per latent
     "inpaint9": "sd15-inpaint-tiny",
     "lcm": "sd15-tiny",
     "controlnet": "sd15-controlnet-tiny",
@@ -46,6 +47,9 @@ def preset(family: str) -> Preset:
     base = PRESETS[PRESET_OF[family]]
     models = {name: narrow(name, config) for name, config in base.models.items()}
     pipeline, scheduler = base.pipeline, base.scheduler
+    if family == "factor2":
+        blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+        models["vae"] |= {"block_out_channels": [8, 16], **blocks}
     if family == "lcm":
         pipeline, scheduler = "LatentConsistencyModelPipeline", base.scheduler | {"_class_name": "LCMScheduler"}
         models["unet"]["time_cond_proj_dim"] = 16
