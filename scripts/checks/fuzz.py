@@ -75,11 +75,11 @@ def change_json(rng: random.Random, value: Any) -> Any:
     for _ in range(rng.randint(1, 3)):
         places = list(_places(value))
         if not places:
-            return rng.choice(ODD_VALUES)
+            return copy.deepcopy(rng.choice(ODD_VALUES))
         home, key = rng.choice(places)
         action = rng.choice(["replace", "replace", "replace", "remove", "rename", "nest", "repeat"])
         if action == "replace":
-            home[key] = rng.choice(ODD_VALUES)
+            home[key] = copy.deepcopy(rng.choice(ODD_VALUES))  # later changes must not change the choices
         elif action == "remove":
             del home[key]
         elif action == "rename" and isinstance(home, dict):

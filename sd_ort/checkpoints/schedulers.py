@@ -24,7 +24,7 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
     if scheduler is not None and not isinstance(scheduler, str):
         return scheduler
     config = scheduler_config(folder)
-    cls = scheduler_class(config.get("_class_name", "") if scheduler is None else scheduler)
+    cls = scheduler_class(config.get("_class_name") or "" if scheduler is None else scheduler)
     if "clip_sample" in inspect.signature(cls).parameters:
         config = {**config, "clip_sample": False}
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sd_ort.checkpoints import diffusion_transformers
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS, Axis
+from sd_ort.core.errors import InputError
 
 Config = dict[str, Any]
 
@@ -71,6 +72,8 @@ def size(axis: Axis, sizes: Mapping[str, int]) -> int:
 
 def levels(unet: Mapping[str, Any]) -> int:
     """Return the number of resolutions of a UNet or VAE, which halves height and width `levels - 1` times."""
+    if not unet.get("block_out_channels"):
+        raise InputError("a config.json lacks 'block_out_channels': copy it from the original model.")
     return len(unet["block_out_channels"])
 
 
@@ -117,7 +120,7 @@ def _text_encoder(config: Mapping[str, Any], hidden_states: bool) -> Signature:
         ]
     else:
         outputs = [TensorSpec("hidden_states", hidden)]
-        if "CLIPTextModelWithProjection" in config.get("architectures", ()):
+        if "CLIPTextModelWithProjection" in (config.get("architectures") or ()):
             outputs.append(TensorSpec("text_embeds", ("batch", config["projection_dim"])))
     return Signature(inputs, tuple(outputs), limits={"sequence": config["max_position_embeddings"]})
 
@@ -218,7 +221,7 @@ def signature(
     Raises KeyError for an unknown component.
     """
     if component.startswith("text_encoder"):
-        is_t5 = "T5EncoderModel" in config.get("architectures", ())
+        is_t5 = "T5EncoderModel" in (config.get("architectures") or ())
         return _t5_encoder(config) if is_t5 else _text_encoder(config, penultimate)
     if component == "unet":
         return _unet(config, controlnet)

@@ -81,7 +81,7 @@ def loading_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _check_dtype(wanted: Any, folder: Path) -> None:
     """Raise InputError unless the folder was made in this type; None and "auto" are any."""
-    if wanted in (None, "auto"):
+    if wanted is None or str(wanted) == "auto":
         return
     name = str(wanted).removeprefix("torch.")
     options = read_manifest(folder).get("options", {})

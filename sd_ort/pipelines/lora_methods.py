@@ -152,9 +152,10 @@ class LoraMixin:
         Scales are multiplied by `lora_scale` and stay so. `safe_fusing` changes nothing: weights with NaN are refused
         when they are loaded.
         """
-        if isinstance(components, (str, float, int)) or (unknown := set(components) - set(COMPONENTS)):
-            wrong = components if isinstance(components, (str, float, int)) else sorted(unknown)[0]
-            raise InputError(f"fuse_lora: components {wrong!r} must be a list of {', '.join(COMPONENTS)}.")
+        is_list = isinstance(components, (list, tuple, set, frozenset))
+        listed: list[Any] = list(components) if is_list else [components]
+        if wrong := [each for each in listed if not isinstance(each, str) or each not in COMPONENTS or not is_list]:
+            raise InputError(f"fuse_lora: components {str(wrong[0])[:80]!r} must be a list of {', '.join(COMPONENTS)}.")
         state = self.lora_state
         if adapter_names is not None:
             self._check_names(adapter_names)
