@@ -219,7 +219,7 @@ def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
     """
     for module in (sampling, text, text_to_image):
         module.check_finite = lambda *_: None  # type: ignore[attr-defined]
-    components.supports_in_place_update = lambda *_: True  # its trial needs kernels that compute
+    components.supports_in_place_update = lambda *_: True  # its trial multiplies on the GPU
     pipeline = StableDiffusionPipeline.from_pretrained(
         folder, provider="rocm", library=Path(library), device_loop=False
     )
