@@ -137,8 +137,8 @@ def check(ours: list[Any], case: Case, plain_image: np.ndarray, bound: float = 6
             assert psnr(image, plain_image, min_std=0.02) < 50
         pipeline.unload_lora_weights()
         np.testing.assert_array_equal(draw(pipeline), first)
-        weights = {part: pipeline.loras._initializers(part) for part in pipeline.models.held}
-        for part, held in pipeline.models.held.items():
+        weights = {part: pipeline.loras._initializers(part) for part in pipeline.models.overrides.updatable}
+        for part, held in pipeline.models.overrides.updatable.items():
             for name, value in held.values.items():
                 np.testing.assert_array_equal(value.numpy(), pipeline.loras._values(weights[part][name]))
 
