@@ -183,7 +183,7 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
 
 
 def source_shape(recipe: WeightRecipe, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape that the first source tensor of a weight of `shape` has, or None if the recipe leaves it open."""
+    """Return the shape of the first source tensor of a weight of `shape`, or None if the recipe leaves it open."""
     if isinstance(recipe, str):
         return shape
     operation, argument, *operands = recipe

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
+    from sd_ort.pipelines.transformer_pipelines import FluxPipeline, StableDiffusion3Pipeline
 
-__all__ = ["StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline", "StableDiffusionPipeline"]
+__all__ = [
+    "FluxPipeline",
+    "StableDiffusion3Pipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipeline",
+    "StableDiffusionPipeline",
+]
 __version__ = "0.1.0"
 
 # Where each public name lives; imported when it is first asked for, since the modules take seconds.
@@ -17,6 +24,8 @@ MODULES = {
     "StableDiffusionPipeline": "sd_ort.pipelines.text_to_image",
     "StableDiffusionImg2ImgPipeline": "sd_ort.pipelines.image_to_image",
     "StableDiffusionInpaintPipeline": "sd_ort.pipelines.image_to_image",
+    "StableDiffusion3Pipeline": "sd_ort.pipelines.transformer_pipelines",
+    "FluxPipeline": "sd_ort.pipelines.transformer_pipelines",
 }
 # diffusers' other classes. from_pretrained of any class returns the one of the folder's family for the same task.
 FAMILIES = [f"StableDiffusion{family}{task}Pipeline"

@@ -26,6 +26,7 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.cache import cache_folder, cached_file, write_cached
 from sd_ort.core.errors import InputError, OutputError, SdOrtError
 from sd_ort.core.files import code_hash
+from sd_ort.core.ownership import sha256
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.runtime.provider_choice import (
     AUTO,
@@ -63,6 +64,8 @@ def open_model(
         ProviderError: the provider cannot be used.
         OutputError: the cache cannot be written.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        raise InputError(f"a model is a path, a hub id or `demo`, not {str(model)[:80]!r}.")
     path = Path(model)
     if not is_checkpoint(path):
         if not path.exists():
@@ -77,10 +80,11 @@ def open_model(
 
 def dtype_for(provider: str, dtype: Any = None) -> str:
     """Return the name of a dtype; of None, the provider's fastest. Raises InputError for another one."""
-    name = ("float32" if provider == "cpu" else "float16") if dtype in (None, "auto") else str(dtype)
+    automatic = dtype is None or str(dtype) == "auto"
+    name = ("float32" if provider == "cpu" else "float16") if automatic else str(dtype)
     name = name.removeprefix("torch.")
     if name not in DTYPES:
-        raise InputError(f"dtype {name} is unknown: use one of {', '.join(DTYPES)}.")
+        raise InputError(f"dtype {name[:80]} is unknown: use one of {', '.join(DTYPES)}.")
     return name
 
 
@@ -130,11 +134,11 @@ def file_hash(path: Path) -> str:
     """Return the name and SHA-256 of a file. The hash of a large one is cached by its place, size and time."""
     status = path.stat()
     if status.st_size < 1 << 20:
-        return f"{path.name} {pipeline_folder.sha256(path)}"
+        return f"{path.name} {sha256(path)}"
     identity = repr([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino])
     name = f"hashes/{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
     cached = cached_file(name)
-    digest = cached.read_text() if cached else pipeline_folder.sha256(path)
+    digest = cached.read_text() if cached else sha256(path)
     if not cached:
         write_cached(name, digest.encode())
     return f"{path.name} {digest}"

@@ -31,6 +31,7 @@ from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import read_ahead
 from sd_ort.core.interrupts import run_interruptible
+from sd_ort.core.ownership import sha256
 from sd_ort.core.paths import output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.staging import scratch_folder
@@ -103,6 +104,7 @@ def _optimize_folder(
 ) -> dict[str, Any]:
     output = output_path(output, source)
     names = pipeline_folder.components(source)
+    pipeline_folder.check_not_merged(source, names)
     if options.components:
         if missing := [name for name in options.components if name not in names]:
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
@@ -165,7 +167,7 @@ def _component_hashes(source: Path, names: Sequence[str]) -> dict[str, str]:
         else:
             others = [p for p in sorted((source / name).rglob("*")) if p.is_file() and p.name != pipeline_folder.MODEL]
             stats = [f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in others]
-            hashes[name] = "+".join([pipeline_folder.sha256(source / name / pipeline_folder.MODEL)[:16], *stats])
+            hashes[name] = "+".join([sha256(source / name / pipeline_folder.MODEL)[:16], *stats])
     return hashes
 
 

@@ -9,11 +9,14 @@ import onnx_ir as ir
 from fusion_passes.canonicalize.opset import why_not_fused
 from fusion_passes.canonicalize.shape_folding import merge_duplicates
 from fusion_passes.fuse import (
+    adaptive_layer_norm,
     bias_add,
     bias_split_gelu,
     group_norm,
+    joint_attention,
     multi_head_attention,
     quick_gelu,
+    rms_normalization,
     skip_group_norm,
     skip_layer_normalization,
 )
@@ -29,6 +32,9 @@ FUSIONS: tuple[Pass, ...] = (
     bias_add.PASS,
     skip_group_norm.PASS,
 )
+
+# Of diffusion transformers. The order matters: a norm of heads is one node before the attention is fused.
+TRANSFORMER_FUSIONS: tuple[Pass, ...] = (rms_normalization.PASS, joint_attention.PASS, adaptive_layer_norm.PASS)
 
 
 def fuse(model: ir.Model, fusions: Sequence[Pass] = FUSIONS) -> dict[str, PassOutcome]:

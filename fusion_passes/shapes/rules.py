@@ -116,7 +116,11 @@ def _slice(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     starts, ends, axes, steps = (input_ints(node, i, info) for i in range(1, 5))
     ends_dims = info.elements.get(node.inputs[2]) if node.inputs[2] else None
     if starts is None:
-        return None
+        if axes is None:
+            return None
+        for axis in (normalize_axis(axis, len(x)) for axis in axes):
+            x[axis] = symbol(f"{node.outputs[0].name}_{axis}")
+        return [tuple(x)]
     for i, start in enumerate(starts):
         axis = normalize_axis(axes[i], len(x)) if axes else i
         step = steps[i] if steps else 1

@@ -29,21 +29,26 @@ from draw_hip import GUIDANCE, PROMPT, STEPS
 from rocm_headers import rocm_headers
 from rocm_wheel import rocm_wheel
 from whole import (
-    DRAWING,
     ROOT,
+    SAME_SEED,
     Run,
     Simulation,
     Table,
     compare_images,
     compare_with_reference,
     copy_pixels,
-    draw_references,
     image_faults,
+    parse_options,
+    run_program,
 )
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime.library import library_path
 
+NOTE = """No AMD GPU was used. Each case ran under `scripts/amd/simulate`: HIP, hipBLAS and MIOpen are simulated in host
+memory, and kernels, those of the unchanged onnxruntime-rocm 1.22.2 wheel included, are the real machine code of the
+GPU, executed by tinygrad's emulator. Times are those of this emulation on a busy CPU, and say nothing about a GPU.
+Differences are from images of the CPU provider in float32, in steps of 1/255."""
 TITLE = "`--provider rocm` with onnxruntime-rocm's own kernels: simulated runtime, no GPU"
 COLUMNS = {
     "target": "simulated GPU",
@@ -193,20 +198,13 @@ class RocmRun:
 
     def program(self, name: str) -> bool:
         """A program of draw_hip.py: each of its images is compared."""
-        images = self.folder / name
-        shutil.rmtree(images, ignore_errors=True)
-        run = self.run(name, [sys.executable, DRAWING, name, self.model, images, "rocm"])
-        compared = {path.stem: compare_with_reference(self.work, path) for path in sorted(images.glob("*.png"))}
-        columns: dict[str, Any] = {"images": compared}
-        if compared:
-            columns |= {key: max(each[key] for each in compared.values()) for key in ("largest", "mean")}
-            columns["note"] = [f"{stem} {each['largest']}" for stem, each in compared.items()]
-        fault = "" if set(compared) == IMAGES[name] else "images are missing"
-        pair = {"sizes": ("square-0", "again-0"), "lora": ("before-0", "after-0")}[name]
-        if not fault:
-            largest = compare_images(*(images / f"{stem}.png" for stem in pair))["largest"]
-            columns["note"].append(f"{pair[1]} is {largest} of 255 from {pair[0]}")
-        return self.add(name, run, fault, **columns)
+        ran = run_program(self.run, self.work, name, self.model, self.folder / name, "rocm")
+        compared = ran.columns["images"]
+        ran.columns["note"] = [f"{stem} {each['largest']}" for stem, each in compared.items()]
+        if ran.pair is not None:
+            first, second = SAME_SEED[name]
+            ran.columns["note"].append(f"{second} is {ran.pair['largest']} of 255 from {first}")
+        return self.add(name, ran.run, "" if set(compared) == IMAGES[name] else "images are missing", **ran.columns)
 
     def benchmark(self) -> bool:
         """`sd-ort benchmark --tuning` of our engine, which keeps its tuning results."""
@@ -245,19 +243,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="+", default=["gfx1100", "gfx942"])
     parser.add_argument("--cases", nargs="+", help="some of the cases")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds of each case [%(default)s]")
-    parser.add_argument("--work", type=Path, default=ROOT / "out/run_rocm")
-    parser.add_argument("--out", type=Path, default=ROOT / "results/amd")
-    options = parser.parse_args()
-    work = options.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    draw_references(work)
+    options = parse_options(parser, "run_rocm")
+    work = options.work
     libraries = build(cache_folder() / "simulated_rocm", rocm_headers()[-1])
     environment = {
         "PYTHONPATH": os.pathsep.join(map(str, (rocm_wheel(), ROOT))),
         "ROCM_PATH": str(rocm_tree(work, libraries)),
     }
-    table = Table(options.out / "rocm", TITLE, COLUMNS)
+    table = Table(options.out / "rocm", TITLE, COLUMNS, NOTE)
     runs = [RocmRun(target, work, table, options.timeout, environment) for target in options.arch]
     for run in runs:
         run.list_cases()

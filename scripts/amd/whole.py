@@ -7,16 +7,18 @@ table.add({"target": "gfx1100", "case": "generate", **run.row(), **compare_image
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,8 @@ SIMULATE = ROOT / "scripts/amd/simulate"
 DRAWING = ROOT / "scripts/amd/draw_hip.py"
 # Image of draw_hip.py -> the CPU provider's image of the same size, seed and LoRA, if it has another name.
 SAME_IMAGES = {"again-0": "square-0", "before-0": "square-0", "second-0": "square-0"}
+# Program of draw_hip.py -> two of its images with the same seed, size and weights.
+SAME_SEED = {"sizes": ("square-0", "again-0"), "lora": ("before-0", "after-0"), "threads": ("square-0", "second-0")}
 # dtype -> largest mean difference from the CPU provider's image, in steps of 1/255, that rounding explains.
 MEAN_LIMIT = {"float16": 0.5, "bfloat16": 2.0}
 FAULT = re.compile(r"^simulated (?:HIP|hipBLASLt|hipBLAS|MIOpen).*", re.MULTILINE)
@@ -73,6 +77,15 @@ class Run:
             "faults": self.faults,
             "status": self.status,
         }
+
+
+@dataclass(frozen=True)
+class ProgramRun:
+    """A run of a program of draw_hip.py, columns of its row, and the differences of its `SAME_SEED` images if any."""
+
+    run: Run
+    columns: dict[str, Any]
+    pair: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,18 @@ def compare_images(expected: Path, image: Path) -> dict[str, Any]:
     return {"largest": int(difference.max()), "mean": round(float(difference.mean()), 3), "equal": not difference.any()}
 
 
+def parse_options(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """Add the options of all runs, parse, and draw the reference images. `name`: that of the folder of models."""
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds of each case [%(default)s]")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / name)
+    parser.add_argument("--out", type=Path, default=ROOT / "results/amd")
+    options = parser.parse_args()
+    options.work = options.work.absolute()
+    options.work.mkdir(parents=True, exist_ok=True)
+    draw_references(options.work)
+    return options
+
+
 def draw_references(work: Path) -> None:
     """Draw the images of the CPU provider in float32 into WORK/cpu, unless they are there: sizes and LoRAs."""
     model, images, unfinished = work / "demo-float32", work / "cpu", work / "cpu.partial"
@@ -161,13 +186,26 @@ def draw_references(work: Path) -> None:
 
 
 def compare_with_reference(work: Path, image: Path, stem: str | None = None) -> dict[str, Any]:
-    """Return the differences of an image from the CPU provider's, nothing if there is no image.
+    """Return the differences of an image from the CPU provider's image; empty if `image` does not exist.
 
-    `stem`: the name in draw_hip.py of what the image shows, that of its file by default.
+    `stem`: the name of the CPU provider's image, by default that of `image`.
     """
     stem = stem or image.stem
     reference = work / f"cpu/{SAME_IMAGES.get(stem, stem)}.png"
     return compare_images(reference, image) if image.is_file() else {}
+
+
+def run_program(run: Callable[..., Run], work: Path, name: str, model: Path, images: Path, provider: str) -> ProgramRun:
+    """Run a program of draw_hip.py by `run(name, command)` and compare each of its images."""
+    shutil.rmtree(images, ignore_errors=True)
+    done = run(name, [sys.executable, DRAWING, name, model, images, provider])
+    compared = {path.stem: compare_with_reference(work, path) for path in sorted(images.glob("*.png"))}
+    columns: dict[str, Any] = {"images": compared}
+    if compared:
+        columns |= {key: max(each[key] for each in compared.values()) for key in ("largest", "mean")}
+    first, second = (images / f"{stem}.png" for stem in SAME_SEED[name])
+    pair = compare_images(first, second) if first.is_file() and second.is_file() else None
+    return ProgramRun(done, columns, pair)
 
 
 def image_faults(columns: Mapping[str, Any], dtype: str) -> list[str]:
@@ -219,10 +257,11 @@ class Table:
             "versions": machine.versions(),
             "rows": self.rows,
         }
-        files.write_json(self.path.with_suffix(".json"), record | {"rows": self.rows})
+        files.write_json(self.path.with_suffix(".json"), record)
         lines = [
             f"# {self.title}",
             "",
+            *([self.note, ""] if self.note else []),
             "| " + " | ".join(self.columns.values()) + " |",
             "|" + "---|" * len(self.columns),
         ]

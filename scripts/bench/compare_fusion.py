@@ -161,7 +161,7 @@ def make_exports(exports: Path) -> None:
     """Export every tiny preset with every exporter and opset, but for those that are there."""
     from sd_ort.checkpoints.presets import PRESETS
 
-    for preset in (name for name in PRESETS if name.endswith("-tiny")):
+    for preset in (name for name, p in PRESETS.items() if name.endswith("-tiny") and "unet" in p.models):
         for exporter, opset in EXPORTERS:
             out = exports / f"{preset}-{exporter}-{opset}"
             command = ["export", "--preset", preset, "--random-weights", "--exporter", exporter, "--opset", str(opset)]

@@ -290,14 +290,14 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
         return median(seconds)
 
     whole = timed(lambda: pipeline(PROMPT, **arguments, generator=0, progress=False))
-    buffers = next(reversed(pipeline.loop.kept.values())) if pipeline.loop.kept else None
+    buffers = next(reversed(pipeline.loop.buffer_cache.values())) if pipeline.loop.buffer_cache else None
     found: dict[str, Any] = {"image_ms": 1e3 * whole}
     if buffers is None:
         return found
     found["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
-    found["held_MB"], found["kept"] = pipeline.loop.held_bytes / 1e6, pipeline.loop.KEPT
+    found["held_MB"], found["kept"] = pipeline.loop.buffer_bytes / 1e6, pipeline.loop.MAX_CACHED
 
-    found["unet_calls"] = len(buffers.steps[1].schedule.timesteps)  # PNDM makes 51 of 50 steps
+    found["unet_calls"] = len(buffers.schedule.arrays["timesteps"]) - 1  # PNDM makes 51 of 50 steps
 
     def unets() -> None:
         for _ in range(found["unet_calls"] - 1):
@@ -362,7 +362,7 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         "psnr_db": {"median": median(decibels), "min": min(decibels)},
         "captured": type(ours.unet).__name__ == "GpuGraphModel",
         "hoisted": "unet_prompt" in ours.models,
-        "queued": bool(ours.loop.kept) and not ours.loop.wait,
+        "queued": bool(ours.loop.buffer_cache) and not ours.loop.wait,
     }
     say(json.dumps(found))
     return found

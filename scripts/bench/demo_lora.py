@@ -124,7 +124,7 @@ def main(count: int, few: int, work: Path, out: Path) -> None:
     rows = []
     for used in SETS:
         started = time.monotonic()
-        for style in set(used) - set(ours.get_list_adapters()):
+        for style in set(used) - set(ours.lora_state.scales):
             ours.load_lora_weights(styles.lora_path(style), style)
         if used:
             ours.set_adapters(list(used))

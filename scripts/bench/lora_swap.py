@@ -108,7 +108,7 @@ def opened(pipeline: Any) -> list[Any]:
 
 def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:
     """What was changed -> the median of `rounds` changes, each ready for the next call."""
-    first, second = pipeline.get_list_adapters()
+    first, second = pipeline.get_list_adapters()["unet"]
 
     def ready(*arguments: Any) -> Callable[[], None]:
         def work() -> None:

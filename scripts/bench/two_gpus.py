@@ -38,7 +38,7 @@ from sd_ort.core import metrics
 from sd_ort.core.files import write_text
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.partition import partition_graph
-from sd_ort.pipelines.device.guidance_split import Side, SplitGuidanceStep
+from sd_ort.pipelines.device.guidance_split import GuidanceHalf, SplitGuidanceStep
 from sd_ort.pipelines.device.loop import DeviceLoop
 
 ALIKE_DB = 40.0  # PSNR of pictures that differ by rounding alone
@@ -197,7 +197,7 @@ def unets(loops: dict[str, DeviceLoop]) -> dict[str, float]:
 
 
 def newest(loop: DeviceLoop) -> Any:
-    return next(reversed(loop.kept.values()))
+    return next(reversed(loop.buffer_cache.values()))
 
 
 def on_device(loop: DeviceLoop, run: Callable[[], object], count: int) -> float:
@@ -226,12 +226,13 @@ class Nothing:
 
 
 def exchange(loop: Any) -> float:
-    """Seconds of a step in which nothing is predicted and none is made."""
+    """Return the seconds of a step without the U-Net and the scheduler: the exchange alone."""
     sides = []
     for part, events in zip((loop, loop.other), loop.events, strict=True):
-        real = newest(part).steps[1]
-        steps: Any = SimpleNamespace(every=[Nothing()], between=Nothing(), noise=real.noise, received=real.received)
-        sides.append(Side(steps, events))
+        schedule = newest(part).schedule
+        values = SimpleNamespace(step=Nothing(), noise=schedule.noise, received=schedule.received)
+        buffers: Any = SimpleNamespace(stages=[Nothing(), Nothing()], schedule=values)
+        sides.append(GuidanceHalf(buffers, events))
     step = SplitGuidanceStep(sides, None if loop.models.stream is not None else loop.pool)
     with loop.models.lock:
         return on_device(loop, lambda: step.run(False), 300)
@@ -239,8 +240,9 @@ def exchange(loop: Any) -> float:
 
 def copies(loop: Any) -> float:
     """Seconds of one prediction's way to the other device."""
-    here, there = (newest(part).steps[1] for part in (loop, loop.other))
-    size = Side(here, loop.events[0]).size
+    here, there = (GuidanceHalf(newest(part), part_events)
+                   for part, part_events in zip((loop, loop.other), loop.events, strict=True))  # fmt: skip
+    size = here.prediction_bytes
     stream, other = loop.models.stream, loop.other.models.stream
 
     def copy() -> None:

@@ -65,11 +65,11 @@ class Soak:
     def open(self, pipeline_class: Any = StableDiffusionPipeline) -> Any:
         return pipeline_class.from_pretrained(self.folder, self.provider)
 
-    def generate(self, pipeline: Any, request: Request, *inputs: Any, key: Any = None, **arguments: Any) -> None:
+    def generate(self, pipeline: Any, request: Request, key: Any = None, **arguments: Any) -> None:
         """Generate the images of a request and compare them with the first ones under `key`."""
         try:
             output = pipeline(
-                PROMPT, *inputs, num_inference_steps=self.steps, num_images_per_prompt=request.batch,
+                PROMPT, num_inference_steps=self.steps, num_images_per_prompt=request.batch,
                 generator=request.seed, progress=False, **arguments,
             )  # fmt: skip
         except Exception as error:  # a soak reports every failure and goes on
@@ -142,8 +142,8 @@ def other_tasks(soak: Soak, size: Request) -> None:
         return
     image_to_image, inpainting = map(soak.open, (StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline))
     for _ in range(2):
-        soak.generate(image_to_image, size, image, key="image to image", strength=0.8)
-        soak.generate(inpainting, size, image, mask, key="inpainting", strength=1.0)
+        soak.generate(image_to_image, size, key="image to image", image=image, strength=0.8)
+        soak.generate(inpainting, size, key="inpainting", image=image, mask_image=mask, strength=1.0)
 
 
 def lora_rounds(soak: Soak, pipeline: Any, files: list[Path], size: Request, rounds: int) -> dict[str, float]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sd_ort.checkpoints import signatures, unet_inputs
+from sd_ort.checkpoints import diffusion_transformers, signatures, unet_inputs
 from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature
 from sd_ort.checkpoints.tensor_readers import Read, TensorReader, is_finite, open_tensors
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import COMPONENTS, CONFIG_FOLDERS, copy_configs, sha256
+from sd_ort.core.ownership import sha256
+from sd_ort.core.pipeline_folder import COMPONENTS, CONFIG_FOLDERS, copy_configs
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +30,13 @@ CLASSES = {
     "AutoencoderKL": "diffusers",
     "AutoencoderTiny": "diffusers",
     "ControlNetModel": "diffusers",
+    **dict.fromkeys(diffusion_transformers.FAMILIES, "diffusers"),
     "CLIPTextModel": "transformers",
     "CLIPTextModelWithProjection": "transformers",
+    "T5EncoderModel": "transformers",
 }
 LIBRARIES = {**CLASSES, "CLIPVisionModelWithProjection": "transformers"}  # with the image encoder of an IP-Adapter
-MODELS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae")
+MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3", "unet", "transformer", "controlnet", "vae")
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,9 @@ class Checkpoint:
 
     name: the user's name of it. index: content of model_index.json. models: by name, in the order of `MODELS`.
     config_folder: the pipeline folder with scheduler and tokenizers. generated_files: relative path -> content of
-    config files that no folder has. byte_tokenizers: folder -> vocabulary size of tokenizers that no folder has (see
-    `write_byte_tokenizer`). paths: files and folders that it is read from. seed: of random weights; None if the weights
-    are trained. detection_note: a line on what was detected, for the user; may be empty.
+    config files that no folder has. byte_tokenizers: folder -> config of the text encoder, of tokenizers that no folder
+    has (see `random_weights`). paths: files and folders that it is read from. seed: of random weights; None if the
+    weights are trained. detection_note: a line on what was detected, for the user; may be empty.
     """
 
     name: str
@@ -66,7 +69,7 @@ class Checkpoint:
     models: Mapping[str, CheckpointModel]
     config_folder: Path | None = None
     generated_files: Mapping[str, str] = field(default_factory=dict)
-    byte_tokenizers: Mapping[str, int] = field(default_factory=dict)
+    byte_tokenizers: Mapping[str, Config] = field(default_factory=dict)
     paths: tuple[Path, ...] = ()
     seed: int | None = None
     detection_note: str = ""
@@ -133,10 +136,13 @@ class Checkpoint:
         for name, content in {**self.generated_files, "model_index.json": as_json(self.index)}.items():
             (out / name).parent.mkdir(exist_ok=True)
             (out / name).write_text(content)
-        for name, vocabulary_size in self.byte_tokenizers.items():
-            from sd_ort.checkpoints.random_weights import write_byte_tokenizer  # imports torch
+        for name, config in self.byte_tokenizers.items():
+            from sd_ort.checkpoints import random_weights  # imports torch
 
-            write_byte_tokenizer(out / name, vocabulary_size)
+            if class_name(config) == "T5EncoderModel":
+                random_weights.write_character_tokenizer(out / name)
+            else:
+                random_weights.write_byte_tokenizer(out / name, config["vocab_size"])
 
 
 def as_json(config: Config) -> str:
@@ -173,9 +179,18 @@ def is_sdxl(checkpoint: Checkpoint) -> bool:
     return unet_inputs.is_sdxl(checkpoint.models["unet"].config)
 
 
+def has_penultimate_states(checkpoint: Checkpoint) -> bool:
+    """Return whether the CLIP text encoders return the penultimate hidden state: those of SDXL and SD3."""
+    transformer = checkpoint.models.get("transformer")
+    if transformer is None:
+        return is_sdxl(checkpoint)
+    return diffusion_transformers.FAMILIES[class_name(transformer.config)].penultimate_clip_states
+
+
 def component_signature(checkpoint: Checkpoint, component: str, config: Config) -> Signature:
     """Return inputs and outputs of a component; `config` is the complete config of its model."""
     if component.startswith("text_encoder"):  # the index decides the class: a config may name the one it was cut from
         config = config | {"architectures": [checkpoint.index[component][1]]}
     controlnet = "controlnet" in checkpoint.configs
-    return signatures.signature(component, config, sdxl=is_sdxl(checkpoint), controlnet=controlnet)
+    penultimate = has_penultimate_states(checkpoint)
+    return signatures.signature(component, config, penultimate=penultimate, controlnet=controlnet)

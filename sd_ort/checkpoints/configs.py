@@ -16,7 +16,12 @@ from sd_ort.core.pipeline_folder import COMPONENTS, model_name, read_index
 
 
 class Config(dict[str, Any]):
-    """A config whose entries are also attributes, as in diffusers."""
+    """A config whose entries are also attributes, as in diffusers. A missing key is an InputError."""
+
+    path: Path | None = None
+
+    def __missing__(self, key: str) -> Any:
+        raise InputError(f"{self.path or 'the config'} lacks {key!r}: copy it from the original model.")
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -65,7 +70,7 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     Raises InputError if the config or the pipeline's index is missing or damaged.
     """
     path = folder / "scheduler" / "scheduler_config.json"
-    config = _checked(path, read_json(path, root=folder), SCHEDULER)
+    config: dict[str, Any] = _checked(path, read_json(path, root=folder), SCHEDULER)
     pipeline = str(read_index(folder).get("_class_name", ""))
     if CORRECTED_PIPELINES.search(pipeline):
         config = {**config, "steps_offset": 1}
@@ -74,10 +79,12 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _checked(path: Path, config: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _checked(path: Path, config: dict[str, Any], schema: dict[str, Any]) -> Config:
     if wrong := schema_mismatch(config, schema):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
-    return config
+    checked = Config(config)
+    checked.path = path
+    return checked
 
 
 def _count(limit: int) -> Any:
@@ -124,6 +131,11 @@ CONFIG = {
     **dict.fromkeys(("projection_class_embeddings_input_dim", "addition_time_embed_dim", "time_cond_proj_dim"), _WIDTH),
     **dict.fromkeys(("hidden_size", "projection_dim", "max_position_embeddings"), _WIDTH),
     **dict.fromkeys(("image_size", "patch_size", "num_channels"), _count(1 << 12)),
+    **dict.fromkeys(("d_model", "joint_attention_dim", "pooled_projection_dim", "caption_projection_dim"), _WIDTH),
+    **dict.fromkeys(("pos_embed_max_size", "num_layers", "num_single_layers"), _count(1 << 12)),
+    "axes_dims_rope": _counts(1 << 12, 3),
+    "dual_attention_layers": [int],
+    "guidance_embeds": bool,
     "vocab_size": _count(1 << 24),
     "scaling_factor": lambda value: _number(value) and value != 0,
     "shift_factor": _number,

@@ -35,12 +35,14 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
             raise InputError(f"{folder} holds ONNX models already: give it to `sd-ort optimize`.")
         config = read_config(folder / model / "config.json", f"{folder} lacks its {model}")
         models[model] = folder_model(folder / model, cls, config)
-    if "unet" not in models:
-        raise InputError(f"{folder} has no UNet: sd-ort exports Stable Diffusion 1.x, 2.x and XL pipelines.")
-    for part in ("scheduler", "tokenizer", "tokenizer_2"):
+    if "unet" not in models and "transformer" not in models:
+        raise InputError(
+            f"{folder} has neither a UNet nor a transformer: sd-ort exports Stable Diffusion 1.x to 3.x, XL and FLUX.1."
+        )
+    for part in ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3"):
         if (index.get(part) or [None])[0] and not (folder / part).is_dir():
             raise InputError(f"{folder} lacks its {part}, which drawing needs: get the whole folder.")
-    unet = models["unet"].config
+    unet = models["unet"].config if "unet" in models else {}
     if key := unet_inputs.unsupported_setting(unet):
         advice = ": save it without its IP-Adapter, and give that with --ip-adapter FILE"
         advice = advice if unet[key] == "ip_image_proj" else ""
@@ -53,6 +55,8 @@ def add_controlnet(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     config = read_config(folder / "config.json", f"{folder} is no ControlNet", folder)
     if config.get("_class_name") != "ControlNetModel":
         raise InputError(f"{folder} holds a {config.get('_class_name')}, not a ControlNetModel.")
+    if "unet" not in checkpoint.models:
+        raise InputError(f"{checkpoint.name} has a transformer: sd-ort takes a ControlNet for a UNet only.")
     for key in ("cross_attention_dim", "block_out_channels"):
         if config.get(key) != checkpoint.configs["unet"].get(key):
             raise InputError(f"the ControlNet in {folder} was made for another UNet: their {key} differ.")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from sd_ort import demo
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.diffusion_transformers import FAMILIES
 from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.pipeline_folder import read_index
 
@@ -21,6 +22,8 @@ class GenerationDefaults(NamedTuple):
 def generation_defaults(folder: Path, *, inpaint: bool = False) -> GenerationDefaults:
     """Return the defaults of diffusers' pipeline of the folder's class and family; models of the demo family, which a
     large scale overdraws, have their own. `inpaint`: of the pipeline for inpainting."""
+    if family := FAMILIES.get(str(component_config(folder, "transformer").get("_class_name"))):
+        return GenerationDefaults(family.steps, family.guidance)
     if component_config(folder, "text_encoder").get("vocab_size") == demo.VOCABULARY:
         return GenerationDefaults(demo.STEPS, demo.GUIDANCE)
     kind = str(read_index(folder).get("_class_name", ""))

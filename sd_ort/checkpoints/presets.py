@@ -1,7 +1,8 @@
 """Presets: the published configs of models (diffusers / transformers `config.json`), without weights.
 
 A `-tiny` preset has the same topology, so the same operators in the same places, with narrower layers and a byte-level
-vocabulary. `open_preset` makes a checkpoint with random weights of one. torch is imported only to load these.
+vocabulary; diffusion transformers and T5 encoders have fewer blocks too, one or two of each kind. `open_preset` makes a
+checkpoint with random weights of one. torch is imported only to load these.
 """
 
 from __future__ import annotations
@@ -201,11 +202,113 @@ _CONTROLNET = Preset(
     },
     _PNDM,
 )
+_CLIP_L_PROJECTION = _CLIP_L | {"architectures": ["CLIPTextModelWithProjection"]}
+_T5_XXL = {
+    "architectures": ["T5EncoderModel"],
+    "model_type": "t5",
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+
+
+def _vae16(scaling_factor: float, shift_factor: float) -> Config:
+    """Return the config of a VAE with 16 channels."""
+    factors = {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
+    return vae_config(latent_channels=16, sample_size=1024, use_quant_conv=False, use_post_quant_conv=False, **factors)
+
+
+def _flow_match(**changes: Any) -> Config:
+    return {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, **changes}
+
+
+_SD35_MEDIUM = Preset(
+    "StableDiffusion3Pipeline",
+    {
+        "text_encoder": _CLIP_L_PROJECTION,
+        "text_encoder_2": _CLIP_G,
+        "text_encoder_3": _T5_XXL,
+        "transformer": {
+            "_class_name": "SD3Transformer2DModel",
+            "sample_size": 128,
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_layers": 24,
+            "attention_head_dim": 64,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 4096,
+            "caption_projection_dim": 1536,
+            "pooled_projection_dim": 2048,
+            "pos_embed_max_size": 384,
+            "dual_attention_layers": list(range(13)),
+            "qk_norm": "rms_norm",
+        },
+        "vae": _vae16(1.5305, 0.0609),
+    },
+    _flow_match(shift=3.0),
+)
+
+
+def _flux(guidance: bool, scheduler: Config) -> Preset:
+    """Return a preset of FLUX.1. guidance: whether the guidance scale is an input (dev), or constant (schnell)."""
+    transformer = {
+        "_class_name": "FluxTransformer2DModel",
+        "patch_size": 1,
+        "in_channels": 64,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": guidance,
+        "axes_dims_rope": [16, 56, 56],
+    }
+    models = {"text_encoder": _CLIP_L, "text_encoder_2": _T5_XXL, "transformer": transformer}
+    return Preset("FluxPipeline", models | {"vae": _vae16(0.3611, 0.1159)}, scheduler)
+
+
+_FLUX_SHIFT = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256, "max_image_seq_len": 4096}
+_FLUX_SCHNELL = _flux(False, _flow_match(shift=1.0, use_dynamic_shifting=False, **_FLUX_SHIFT))
+_FLUX_DEV = _flux(True, _flow_match(shift=3.0, use_dynamic_shifting=True, **_FLUX_SHIFT))
+
 _TINY_HIDDEN = 64
+_TINY_T5 = {"vocab_size": 128, "d_model": 160, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+_TINY_TRANSFORMER = {"attention_head_dim": 32, "num_attention_heads": 3, "joint_attention_dim": _TINY_T5["d_model"]}
+# Of each transformer: its blocks, where the last of SD3 differs, and widths that follow from those above.
+_TINY_TRANSFORMERS = {
+    "SD3Transformer2DModel": {
+        "sample_size": 16,
+        "num_layers": 3,
+        "dual_attention_layers": [0],
+        "caption_projection_dim": 96,
+        "pooled_projection_dim": 2 * _TINY_HIDDEN,
+        "pos_embed_max_size": 24,
+    },
+    "FluxTransformer2DModel": {
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "pooled_projection_dim": _TINY_HIDDEN,
+        "axes_dims_rope": [8, 12, 12],
+    },
+}
 
 
 def _tiny_model(name: str, config: Config, context: int) -> Config:
-    """Return a config of the same topology with narrower layers. `context`: cross_attention_dim of the UNet."""
+    """Return a config of the same topology with narrower layers. `context`: cross_attention_dim of a UNet."""
+    if class_name(config) == "T5EncoderModel":
+        return config | _TINY_T5
+    if name == "transformer":
+        return config | _TINY_TRANSFORMER | _TINY_TRANSFORMERS[class_name(config)]
     if name.startswith("text_encoder"):
         narrow = {"hidden_size": _TINY_HIDDEN, "intermediate_size": 4 * _TINY_HIDDEN, "num_attention_heads": 4}
         return config | narrow | {"vocab_size": BYTE_VOCABULARY, "projection_dim": _TINY_HIDDEN}
@@ -235,6 +338,9 @@ _FULL = {
     "sdxl-refiner": _REFINER,
     "sd15-inpaint": _INPAINT,
     "sd15-controlnet": _CONTROLNET,
+    "sd35-medium": _SD35_MEDIUM,
+    "flux-schnell": _FLUX_SCHNELL,
+    "flux-dev": _FLUX_DEV,
 }
 PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, preset in _FULL.items()}
 
@@ -257,7 +363,7 @@ def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
         _index(preset),
         models,
         generated_files={"scheduler/scheduler_config.json": scheduler},
-        byte_tokenizers={tokenizer: config["vocab_size"] for tokenizer, config in encoders.items()},
+        byte_tokenizers=encoders,
         seed=seed,
     )
 
@@ -269,10 +375,13 @@ def _index(preset: Preset) -> Config:
         cls = class_name(config)
         index[model] = [CLASSES[cls], cls]
         if model.startswith("text_encoder"):
-            index[model.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
+            tokenizer = "T5TokenizerFast" if cls == "T5EncoderModel" else "CLIPTokenizer"
+            index[model.replace("text_encoder", "tokenizer")] = ["transformers", tokenizer]
     index["scheduler"] = ["diffusers", preset.scheduler["_class_name"]]
     absent = {"StableDiffusionXLImg2ImgPipeline": ["text_encoder", "tokenizer"]}
-    if "XL" not in preset.pipeline:
+    if "transformer" in preset.models:
+        absent[preset.pipeline] = ["image_encoder", "feature_extractor"]
+    elif "XL" not in preset.pipeline:
         absent[preset.pipeline] = ["safety_checker", "feature_extractor"]
         index["requires_safety_checker"] = False
     index |= {name: [None, None] for name in absent.get(preset.pipeline, [])}

@@ -1,4 +1,4 @@
-"""Stand-ins for presets: random weights of the right scale, and a byte-level tokenizer."""
+"""Stand-ins for presets: random weights of the right scale, and tokenizers without learned vocabulary."""
 
 from __future__ import annotations
 
@@ -40,3 +40,15 @@ def write_byte_tokenizer(folder: Path, vocabulary: int) -> None:
     CLIPTokenizer(vocab=ids, merges=[], model_max_length=77).save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps(ids, ensure_ascii=False))
     (folder / "merges.txt").write_text("#version: 0.2\n")
+
+
+def write_character_tokenizer(folder: Path) -> None:
+    """Write a T5 tokenizer whose tokens are the printable ASCII characters; other characters are unknown.
+
+    Ids 0-2 are padding, end of text and unknown, as in T5; 3 starts a word.
+    """
+    from transformers import T5Tokenizer
+
+    pieces = ["<pad>", "</s>", "<unk>", "\u2581", *map(chr, range(33, 127))]
+    tokenizer = T5Tokenizer(vocab=[(piece, 0.0 if i < 3 else -1.0) for i, piece in enumerate(pieces)], extra_ids=0)
+    tokenizer.save_pretrained(folder)

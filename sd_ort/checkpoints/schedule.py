@@ -38,6 +38,10 @@ class NonlinearSchedule:
     reason: str
 
 
+class NotFiniteScheduleError(InputError):
+    """A scheduler whose steps compute NaN or infinity."""
+
+
 class DiffusersTimetable:
     """A diffusers scheduler after set_timesteps, with the interface of `numpy_schedulers`."""
 
@@ -57,6 +61,8 @@ class DiffusersTimetable:
             scheduler.set_begin_index(start)
         try:
             return linear_schedule(scheduler, timesteps, eta=self.eta)
+        except NotFiniteScheduleError:
+            raise
         except InputError as error:
             sigma, factors = float(scheduler.init_noise_sigma), _factors(scheduler, timesteps)
             return NonlinearSchedule(scheduler, timesteps, self.eta, sigma, *factors, str(error))
@@ -101,6 +107,10 @@ def _probe(scheduler: Any, timesteps: torch.Tensor, eta: float) -> LinearSchedul
         initial, *factors,
     )  # fmt: skip
     expected = torch.from_numpy(schedule.weights[1:] @ samples.reshape(len(samples), -1).numpy()).reshape(sampled.shape)
+    if not expected.isfinite().all():
+        raise NotFiniteScheduleError(
+            f"{type(scheduler).__name__} computes NaN with this configuration, in diffusers too: use another scheduler."
+        )
     if not torch.allclose(sampled, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise InputError(
             f"{type(scheduler).__name__} draws random numbers or clips (clip_sample), so it cannot become "
@@ -148,7 +158,10 @@ def _run(
 
 
 def _factors(scheduler: Any, timesteps: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors (T + 1,) of image and noise in an image as noisy as each step expects it."""
+    """Return the factors (T + 1,) of image and noise in an image as noisy as each step expects it; NaN for a scheduler
+    that starts from no image."""
+    if not hasattr(scheduler, "add_noise"):
+        return np.full(len(timesteps) + 1, np.nan), np.full(len(timesteps) + 1, np.nan)
     probe, one, none = copy.deepcopy(scheduler), torch.ones(1, 1), torch.zeros(1, 1)
     first = getattr(probe, "begin_index", None) or 0
     factors = []

@@ -24,7 +24,7 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
     if scheduler is not None and not isinstance(scheduler, str):
         return scheduler
     config = scheduler_config(folder)
-    cls = scheduler_class(config.get("_class_name", "") if scheduler is None else scheduler)
+    cls = scheduler_class(config.get("_class_name") or "" if scheduler is None else scheduler)
     if "clip_sample" in inspect.signature(cls).parameters:
         config = {**config, "clip_sample": False}
     try:
@@ -51,7 +51,7 @@ def _try_a_step(scheduler: Any) -> None:
 
 def set_timesteps(scheduler: Any, steps: int, **given: Any) -> int:
     """Set the schedule and return its number of steps. `given`: `timesteps` or `sigmas` instead of `steps`, and LCM's
-    `original_inference_steps`; None for not given.
+    `original_inference_steps` and `strength`; None for not given.
 
     Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for, and for
     a schedule that it does not take.
@@ -72,6 +72,8 @@ def set_timesteps(scheduler: Any, steps: int, **given: Any) -> int:
         raise InputError(
             f"{name} cannot take {'this schedule' if schedule is not None else f'{count} steps'}: {first_line(error)}"
         ) from error
+    if "strength" in told:  # LCMScheduler counts the steps before it drops some, and its last step then adds noise
+        scheduler.num_inference_steps = len(scheduler.timesteps)
     return steps if schedule is None else len(scheduler.timesteps)
 
 

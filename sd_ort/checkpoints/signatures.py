@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sd_ort.checkpoints import diffusion_transformers
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS, Axis
+from sd_ort.core.errors import InputError
 
 Config = dict[str, Any]
 
@@ -70,6 +72,8 @@ def size(axis: Axis, sizes: Mapping[str, int]) -> int:
 
 def levels(unet: Mapping[str, Any]) -> int:
     """Return the number of resolutions of a UNet or VAE, which halves height and width `levels - 1` times."""
+    if not unet.get("block_out_channels"):
+        raise InputError("a config.json lacks 'block_out_channels': copy it from the original model.")
     return len(unet["block_out_channels"])
 
 
@@ -116,9 +120,14 @@ def _text_encoder(config: Mapping[str, Any], hidden_states: bool) -> Signature:
         ]
     else:
         outputs = [TensorSpec("hidden_states", hidden)]
-        if "CLIPTextModelWithProjection" in config.get("architectures", ()):
+        if "CLIPTextModelWithProjection" in (config.get("architectures") or ()):
             outputs.append(TensorSpec("text_embeds", ("batch", config["projection_dim"])))
     return Signature(inputs, tuple(outputs), limits={"sequence": config["max_position_embeddings"]})
+
+
+def _t5_encoder(config: Mapping[str, Any]) -> Signature:
+    inputs = (TensorSpec("input_ids", ("batch", "sequence"), "int64"),)
+    return Signature(inputs, (TensorSpec("last_hidden_state", ("batch", "sequence", config["d_model"])),))
 
 
 def _image_encoder(config: Mapping[str, Any]) -> Signature:
@@ -153,13 +162,32 @@ def _unet(config: Mapping[str, Any], controlnet: bool) -> Signature:
     return Signature(tuple(inputs), (output,), _multiples(config))
 
 
+def _transformer(config: Mapping[str, Any]) -> Signature:
+    family = diffusion_transformers.FAMILIES[config["_class_name"]]
+    inputs = tuple(TensorSpec(name, axes) for name, axes in family.inputs(config).items())
+    patch, patches = config["patch_size"], family.max_patches(config)
+    return Signature(
+        inputs,
+        (TensorSpec("out_hidden_states", family.output(config)),),
+        multiples=dict.fromkeys(("height", "width"), patch),
+        limits={} if patches is None else dict.fromkeys(("height", "width"), patches * patch),
+    )
+
+
 def _multiples(unet: Mapping[str, Any]) -> dict[str, int]:
     return dict.fromkeys(("height", "width"), latent_multiple(unet))
 
 
+def controlnet_scale(config: Mapping[str, Any]) -> int:
+    """Return the pixels of a ControlNet's image per latent."""
+    return int(2 ** (len(config.get("conditioning_embedding_out_channels") or [16, 32, 96, 256]) - 1))
+
+
 def _controlnet(config: Mapping[str, Any]) -> Signature:
     inputs = _denoiser_inputs(config)
-    image = TensorSpec("controlnet_cond", ("batch", config.get("conditioning_channels", 3), "height*8", "width*8"))
+    scale = controlnet_scale(config)
+    image_axes = ("batch", config.get("conditioning_channels", 3), f"height*{scale}", f"width*{scale}")
+    image = TensorSpec("controlnet_cond", image_axes)
     inputs += [image, TensorSpec("conditioning_scale", (1,))]
     outputs = [TensorSpec(f"down_block_res_sample_{i}", axes) for i, axes in enumerate(residual_axes(config))]
     outputs.append(TensorSpec("mid_block_res_sample", mid_axes(config)))
@@ -184,18 +212,21 @@ def _vae_decoder(config: Mapping[str, Any]) -> Signature:
     return Signature((latent,), (image,))
 
 
-def signature(component: str, config: Mapping[str, Any], *, sdxl: bool = False, controlnet: bool = False) -> Signature:
+def signature(
+    component: str, config: Mapping[str, Any], *, penultimate: bool = False, controlnet: bool = False
+) -> Signature:
     """Return inputs and outputs of a component, from the diffusers or transformers config of its model.
 
-    sdxl: text encoders return the penultimate hidden state. controlnet: the UNet has inputs for residuals. Raises
-    KeyError for an unknown component.
+    penultimate: CLIP text encoders return the penultimate hidden state. controlnet: the UNet has inputs for residuals.
+    Raises KeyError for an unknown component.
     """
-    if component in ("text_encoder", "text_encoder_2"):
-        return _text_encoder(config, sdxl)
+    if component.startswith("text_encoder"):
+        is_t5 = "T5EncoderModel" in (config.get("architectures") or ())
+        return _t5_encoder(config) if is_t5 else _text_encoder(config, penultimate)
     if component == "unet":
         return _unet(config, controlnet)
     others = {
-        "image_encoder": _image_encoder, "controlnet": _controlnet,
+        "image_encoder": _image_encoder, "controlnet": _controlnet, "transformer": _transformer,
         "vae_encoder": _vae_encoder, "vae_decoder": _vae_decoder,
     }  # fmt: skip
     return others[component](config)

@@ -50,7 +50,8 @@ def open_single_file(path: Path, config_folder: Path | None = None, unsafe_pickl
     """
     tables = conversion_tables.find_tables(conversion_tables.stored_shapes(path))
     tensors = {} if tables else meta_tensors(path, unsafe_pickle)
-    family = tables[0].family if tables else detect_family(path, tensors)
+    with parsing(path, "a checkpoint"):
+        family = tables[0].family if tables else detect_family(path, tensors)
     base = find_base_pipeline(path, family, config_folder)
     readers: dict[str, TensorReader] = conversion_tables.table_readers(path, tables, base.configs)
     tensors = tensors if readers or tensors else meta_tensors(path)

@@ -20,6 +20,7 @@ import onnx_ir as ir
 from fusion_passes import value_queries as c
 from sd_ort.checkpoints import signatures
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.diffusion_transformers import synthetic_values
 from sd_ort.checkpoints.presets import CLIP_VOCABULARY
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS_BY_NAME, Axis
 from sd_ort.core.errors import InputError
@@ -28,12 +29,13 @@ Arrays = dict[str, np.ndarray]
 
 # In latent pixels, multiples of 8 as the UNets need: not square, all different, batch 1 and 2.
 SIZES: tuple[dict[str, int], ...] = (
-    {"batch": 1, "sequence": 77, "images": 1, "height": 24, "width": 16},
-    {"batch": 2, "sequence": 13, "images": 3, "height": 16, "width": 32},
+    {"batch": 1, "sequence": 77, "images": 1, "height": 24, "width": 16, "image_sequence": 96},
+    {"batch": 2, "sequence": 13, "images": 3, "height": 16, "width": 32, "image_sequence": 128},
 )
 # Names of axes by Optimum and diffusers' old conversion script -> our names.
 ALIASES: Mapping[str, Axis] = {
-    "batch_size": "batch", "sequence_length": "sequence", "steps": 1, "height_latent": "height",
+    "batch_size": "batch", "sequence_length": "sequence", "packed_height_width": "image_sequence",
+    "steps": 1, "height_latent": "height",
     "width_latent": "width", "latent_height": "height", "latent_width": "width",
 }  # fmt: skip
 # (rank, axis) -> meaning of an axis with another name, in models of unknown families.
@@ -154,6 +156,8 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
     random = np.random.default_rng([seed, zlib.crc32(f"{component}/{name}".encode())])
     if name == "input_ids":
         return _token_ids(random, shape, _table_size(value) or int(config.get("vocab_size", CLIP_VOCABULARY)))
+    if (values := synthetic_values(config, name, random, shape)) is not None:
+        return values.astype(np.float32)
     if name in ("timestep", "timesteps"):
         return random.integers(1, 1000, shape).astype(np.int64 if value.dtype == ir.DataType.INT64 else np.float32)
     is_integer = value.dtype is not None and not value.dtype.is_floating_point()

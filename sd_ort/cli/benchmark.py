@@ -45,6 +45,20 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
             raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
 
 
+def _check_settings(folder: Path, component: str | None, *sides: int | None) -> None:
+    """Raise InputError for what the pipeline in `folder` cannot be measured with, before any work."""
+    from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent
+    from sd_ort.core.pipeline_folder import check_not_merged, components
+
+    names = components(folder)
+    check_not_merged(folder, names)
+    if component is not None and component not in names:
+        raise InputError(f"{folder} has no component {component}: it has {', '.join(names)}.")
+    multiple = pixels_per_latent(folder)
+    if any(side is not None and side % multiple for side in sides):
+        raise InputError(f"--height and --width must be multiples of {multiple} pixels for {folder}.")
+
+
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
@@ -143,11 +157,12 @@ def command(
     from sd_ort.checkpoints.generation_defaults import generation_defaults
     from sd_ort.cli.model_options import choose_provider
     from sd_ort.core.cache import cache_folder
-    from sd_ort.core.pipeline_folder import components
+    from sd_ort.pipelines.arguments import check_text
     from sd_ort.runtime.providers import check_provider
 
     for folder in folders:
-        components(folder)
+        _check_settings(folder, options["component"], options["height"], options["width"])
+    check_text([options["prompt"]])
     if options["provider"] == "auto":
         options["provider"] = choose_provider(folders[0], "auto")
     provider = options["provider"]

@@ -198,6 +198,8 @@ def command(
         say(f"--negative has no effect: guidance {guidance:g} disables guidance.")
     kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
     pipeline = open_pipeline(folder, kind, load_options)
+    if kind == "" and (height is None) != (width is None):  # which diffusers' arguments would ignore
+        height, width = height or pipeline.default_size, width or pipeline.default_size
     load_adapters(loras, embedding_files, pipeline)
     if ip_adapter_scale is not None:
         pipeline.set_ip_adapter_scale(ip_adapter_scale)
@@ -228,8 +230,14 @@ def open_pipeline(folder: Path, kind: str, load_options: dict[str, Any]) -> Any:
     """
     from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
     from sd_ort.core.errors import InputError
-    from sd_ort.core.pipeline_folder import MERGED, components
+    from sd_ort.core.pipeline_folder import MERGED, components, read_index
 
+    if (name := str(read_index(folder).get("_class_name"))) in ("StableDiffusion3Pipeline", "FluxPipeline"):
+        from sd_ort.pipelines.transformer_pipelines import PIPELINES
+
+        if kind:
+            raise InputError(f"{folder} holds a {name}, which generates images from text only.")
+        return PIPELINES[name].from_pretrained(folder, **load_options)
     by_kind = {"Img2Img": StableDiffusionImg2ImgPipeline, "Inpaint": StableDiffusionInpaintPipeline}
     pipeline: type[StableDiffusionPipeline] = by_kind.get(kind, StableDiffusionPipeline)
     if MERGED in components(folder):

@@ -24,11 +24,9 @@ def command(
     The steps are a loop inside the model, with guidance and the scheduler. `sd-ort generate --model OUT` runs it, and
     so does any program with one ONNX Runtime session and a tokenizer.
     """
-    from sd_ort.core.errors import InputError
-    from sd_ort.core.pipeline_folder import MERGED, components
+    from sd_ort.core.pipeline_folder import check_not_merged, components
 
-    if MERGED in components(source):
-        raise InputError(f"{source} is merged already: give the folder it was made from.")
+    check_not_merged(source, components(source))
     from sd_ort.optimize.merge import merge
 
     merge(

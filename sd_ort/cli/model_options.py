@@ -100,4 +100,6 @@ def load_adapters(loras: tuple[str, ...], embedding_files: tuple[str, ...], pipe
     if names:
         pipeline.set_adapters(names, scales)
     for path in embedding_files:
-        pipeline.load_textual_inversion(path)
+        from sd_ort.pipelines.textual_inversion import file_word
+
+        pipeline.load_textual_inversion(path, token=file_word(path))

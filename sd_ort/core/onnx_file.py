@@ -256,8 +256,34 @@ def _check_graph(graph: onnx.GraphProto, outer: Scopes, context: _Context) -> No
         if len(set(names)) < len(names):
             raise _Invalid("has two inputs, or two weights, of one name: export it again")
     scopes = _check_nodes(graph.node, {*inputs, *weights}, outer, context)
+    _check_divisions(graph)
     if undefined := [value.name for value in graph.output if not _is_defined(value.name, scopes)]:
         raise _Invalid(f"has an output {undefined[0]!r} that nothing makes: export it again")
+
+
+def _check_divisions(graph: onnx.GraphProto) -> None:
+    """Reject integer divisions by 0, and of the least integer by -1, which end the process: of constants alone."""
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.output and node.attribute and node.attribute[0].HasField("t"):
+            constants[node.output[0]] = node.attribute[0].t
+        if node.op_type in ("Div", "Mod") and len(node.input) == 2 and node.input[1] in constants:
+            divisor = _integers(constants[node.input[1]])
+            dividend = _integers(constants[node.input[0]]) if node.input[0] in constants else set()
+            if 0 in divisor or (-1 in divisor and dividend & {-(1 << 31), -(1 << 63)}):
+                raise _Invalid(f"has a {node.op_type} of integers without a result: do not trust it")
+
+
+def _integers(tensor: onnx.TensorProto) -> set[int]:
+    """Return the values of an integer tensor that is no external data; empty for others."""
+    from onnx import TensorProto, numpy_helper
+
+    if tensor.data_type not in (TensorProto.INT32, TensorProto.INT64) or tensor.data_location == TensorProto.EXTERNAL:
+        return set()
+    try:
+        return set(numpy_helper.to_array(tensor).reshape(-1)[:ARITY_LIMIT].tolist())
+    except ValueError:  # `_check_tensor` says why
+        return set()
 
 
 def _check_nodes(nodes: Iterable[onnx.NodeProto], defined: set[str], outer: Scopes, context: _Context) -> Scopes:

@@ -21,6 +21,11 @@ FileRecord = Mapping[str, Any]  # bytes and sha256
 Stamp = tuple[int, int, int]  # inode, size and time of a file
 
 
+def is_record(entry: Any) -> bool:
+    """Whether a JSON value is the record of a file."""
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+
+
 def sha256(path: Path) -> str:
     """Return the hex SHA-256 of a regular file."""
     digest = hashlib.sha256()

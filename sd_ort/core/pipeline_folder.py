@@ -25,7 +25,7 @@ from sd_ort.core.files import (
     write_bytes,
     write_json,
 )
-from sd_ort.core.ownership import FileRecord, FolderState, compare, record_file, sha256, shown
+from sd_ort.core.ownership import FileRecord, FolderState, compare, is_record, record_file, sha256, shown
 from sd_ort.core.paths import inside, output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.staging import recover, replace_folder, scratch_folder
@@ -37,12 +37,15 @@ DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
 # Components of a hoisted pipeline folder by graph. The step graph has the name of the UNet.
 HOISTED = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
-COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
-CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
+COMPONENTS = (
+    "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "unet", "transformer", "controlnet",
+    "vae_encoder", "vae_decoder",
+)  # fmt: skip
+CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3", "feature_extractor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
 CONFIG_FILES = (
     "scheduler_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json",
+    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "spiece.model",
 )  # fmt: skip
 _MANIFEST_LIKE = {
     "stage": str,
@@ -50,7 +53,7 @@ _MANIFEST_LIKE = {
     "versions": dict,
     "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
     "components": {str: {"kernel_fallbacks": [str], "float32_sites": [dict], "calibration": str}},
-    "files": {str: {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}},
+    "files": {str: {str: is_record}},
 }
 
 
@@ -87,6 +90,12 @@ def components(folder: Path) -> list[str]:
             "make one with `sd-ort export MODEL OUT`, or name one .onnx file."
         )
     return [c for c in COMPONENTS if c in found] + [c for c in found if c not in COMPONENTS]
+
+
+def check_not_merged(folder: Path, names: Iterable[str]) -> None:
+    """Raise InputError for a folder that `sd-ort merge` wrote; `names`: its components."""
+    if MERGED in names:
+        raise InputError(f"{folder} is a merged pipeline: give the folder it was made from.")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

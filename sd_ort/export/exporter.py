@@ -1,7 +1,7 @@
 """Exports a checkpoint to an ONNX pipeline folder, one component at a time, each compared with torch.
 
     open_checkpoint(...)                 a diffusers folder, a hub id, the demo model, or the configs of a preset
-    for each component:                  text_encoder, text_encoder_2, unet, controlnet, vae_encoder, vae_decoder
+    for each component:                  text_encoder(_2, _3), unet or transformer, controlnet, vae_encoder, vae_decoder
         load in float32 -> wrap -> run torch at CHECK_SIZES -> trace at TRACE_SIZES -> save -> free
         -> run ONNX Runtime at CHECK_SIZES -> compare
 
@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from fusion_passes.weight_recipes import dump
-from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, is_sdxl, select_components
+from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, has_penultimate_states, select_components
+from sd_ort.checkpoints.diffusion_transformers import synthetic_values
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, TensorSpec, size
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 # Sizes for tracing and for the comparison with torch. All differ, so that a size that the exporter made constant is an
 # error. Heights and widths are in latent pixels, multiples of 8 as UNets require. The comparison uses batch 1, since
 # exporters may treat 1 as a constant.
-TRACE_SIZES = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 24}
-CHECK_SIZES = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16}
+TRACE_SIZES = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 24, "image_sequence": 40}
+CHECK_SIZES = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16, "image_sequence": 28}
 
 TOLERANCE = 1e-8  # normalized mean squared error of ONNX Runtime against torch in float32; measured: about 1e-12
 
@@ -71,8 +72,11 @@ def example_input(tensor: TensorSpec, sizes: Mapping[str, int], config: Mapping[
     """Return random values for a graph input: token ids, timesteps in 0..1000, conditioning inputs or normal noise."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.name.encode()))
     shape = [size(axis, sizes) for axis in tensor.axes]
-    if spec := CONDITIONING_INPUTS_BY_NAME.get(tensor.name):
-        values = spec.synthesize(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]), shape, config)
+    random = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
+    values = synthetic_values(config, tensor.name, random, shape)
+    if values is None and (spec := CONDITIONING_INPUTS_BY_NAME.get(tensor.name)):
+        values = spec.synthesize(random, shape, config)
+    if values is not None:
         return torch.from_numpy(values.astype(tensor.dtype))
     if tensor.dtype == "int64":
         return torch.randint(config["vocab_size"], shape, generator=generator)
@@ -112,7 +116,7 @@ def export_component(source: Checkpoint, component: str, folder: Path, options: 
         config = save_config(model, folder)
         check_disk_space(model, folder, copies=2 if options.exporter == "torchscript" else 1)
         signature = component_signature(source, component, config)
-        module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
+        module = wrap(component, model, has_penultimate_states(source), "controlnet" in source.configs)
         inputs = {t.name: example_input(t, CHECK_SIZES, config, options.seed) for t in signature.inputs}
         outputs = _run_torch(module, list(inputs.values()), component)
         expected = [o.numpy() for o in (outputs if isinstance(outputs, tuple) else (outputs,))]

@@ -26,7 +26,7 @@ import onnx
 import onnx_ir as ir
 
 from fusion_passes import weight_recipes as recipes
-from sd_ort.checkpoints.checkpoint import Checkpoint, is_sdxl
+from sd_ort.checkpoints.checkpoint import Checkpoint, has_penultimate_states
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_reachable_file
@@ -45,10 +45,11 @@ NON_STRUCTURAL_KEYS = frozenset(
     "_class_name _diffusers_version _name_or_path sample_size scaling_factor shift_factor latents_mean latents_std "
     "force_upcast upcast_attention".split()
 )
-# Keys that determine the graph of a CLIP text encoder, whose config has many others.
+# Keys that determine the graph of a CLIP or T5 text encoder, whose config has many others.
 TEXT_ENCODER_KEYS = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings hidden_act "
-    "layer_norm_eps eos_token_id projection_dim".split()
+    "layer_norm_eps eos_token_id projection_dim d_model d_kv d_ff num_layers num_heads feed_forward_proj "
+    "relative_attention_num_buckets relative_attention_max_distance layer_norm_epsilon".split()
 )
 MAX_CONSTANT_ELEMENTS = 1 << 14  # of a tensor without a recipe that the template stores: zeros, frequencies
 
@@ -61,7 +62,7 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
 
     cls: name of the model's class.
     config: the model's config, which may omit defaults.
-    variant: of a text encoder, whether it is one of SDXL and returns another hidden state; of a UNet, whether it has
+    variant: of a text encoder, whether it returns the penultimate hidden state; of a UNet, whether it has
         inputs for the residuals of a ControlNet.
     """
     defaults = bundled_index()["defaults"].get(cls, {})
@@ -81,7 +82,7 @@ def component_key(source: Checkpoint, component: str, opset: int, exporter: str)
     model = MODEL_OF.get(component, component)
     variant = component == "unet" and "controlnet" in source.configs
     if component.startswith("text_encoder"):
-        variant = is_sdxl(source)
+        variant = has_penultimate_states(source)
     return template_key(component, source.index[model][1], source.configs[model], variant, opset, exporter)
 
 

@@ -26,7 +26,7 @@ OPSETS = {"dynamo": (18, 20, 21, 23), "torchscript": (17, 20)}
 
 # Upper bounds for torch.export, which the graphs do not enforce. From a batch of 64, diffusers' upsampling makes its
 # input contiguous, which has no effect in ONNX.
-AXIS_LIMITS = {"batch": 63, "sequence": 4096, "images": 63, "height": 4096, "width": 4096}
+AXIS_LIMITS = {"batch": 63, "sequence": 4096, "images": 63, "height": 4096, "width": 4096, "image_sequence": 1 << 18}
 
 # Node metadata that stays: the module that a node comes from. The rest is stack traces with paths of this machine.
 RETAINED_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
@@ -81,7 +81,8 @@ def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, 
     def dim(axis: str) -> Any:
         symbol, times, divisor = split_axis(axis)
         unit = signature.multiples.get(symbol, 1)
-        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=(AXIS_LIMITS | signature.limits)[symbol]))
+        limit = signature.limits[symbol] // unit if symbol in signature.limits else AXIS_LIMITS[symbol]
+        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=limit))
         count = unit * times // divisor
         return base if count == 1 else count * base
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from sd_ort.core import onnx_file
+from sd_ort.core.files import parsing
 
 
 def load(path: Path) -> ir.Model:
@@ -15,7 +16,9 @@ def load(path: Path) -> ir.Model:
     Locations of external data become absolute. Hard links and the symbolic links of the Hugging Face cache are
     accepted, because `onnx_file.read` checks their targets.
     """
-    model = ir.from_proto(onnx_file.read(path))
+    proto = onnx_file.read(path)
+    with parsing(path, "an ONNX model"):
+        model = ir.from_proto(proto)
     assert isinstance(model, ir.Model)
     return model
 

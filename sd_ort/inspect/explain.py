@@ -69,6 +69,7 @@ def explain(path: Path, components: list[str] | None = None, provider: str | Non
         return {"components": {pipeline_folder.model_name(model): _component(model, None, {}, provider)}}
     manifest = pipeline_folder.read_manifest(path) if path.is_dir() else {}
     names = [name for name in pipeline_folder.components(path) if not _is_hoisted_part(path, name)]
+    pipeline_folder.check_not_merged(path, names)
     missing = [name for name in components or () if name not in names]
     if missing:
         raise InputError(f"{path} has no component {', '.join(missing)}: it has {', '.join(names)}.")

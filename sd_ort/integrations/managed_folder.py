@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import read_json, schema_mismatch, write_json
-from sd_ort.core.ownership import FileRecord, compare, record_file
+from sd_ort.core.files import read_json, schema_mismatch, without_nulls, write_json
+from sd_ort.core.ownership import FileRecord, compare, is_record, record_file
 from sd_ort.core.staging import recover, replace_folder, scratch_folder
 
 MARKER = "sd_ort_installed.json"
-_MARKER_LIKE = {"files": {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}}
+_MARKER_LIKE = {"files": {str: is_record}}
 
 
 def install_folder(target: Path, files: Mapping[str, bytes], *, overwrite: bool = False) -> list[Path]:
@@ -65,7 +65,7 @@ def _record(target: Path) -> dict[str, FileRecord]:
     path = target / MARKER
     if not path.is_file():
         return {}
-    content = read_json(path, root=target)
+    content = without_nulls(read_json(path, root=target))
     if schema_mismatch(content, _MARKER_LIKE) or not content.get("files"):
         raise InputError(f"{path} is damaged, or of an earlier version: remove {target} yourself.")
     return dict(content["files"])

@@ -121,13 +121,13 @@ class TorchComponentSessions(LoraMixin):
         Raises:
             InputError: if a weight does not exist or has another shape.
         """
-        if deltas and self.loras is None:
-            # Imports onnx, for which an application's protobuf may be too old.
-            from sd_ort.weights.lora import LoraManager
+        if deltas or self.loras is not None:
+            manager = self._lora_manager()
+            self.on_weights_updated(manager.apply(self.models, {component: deltas}))
 
-            self.loras = LoraManager(self.folder)
-        if self.loras is not None:
-            self.on_weights_updated(self.loras.apply(self.models, {component: deltas}))
+    def original_weight(self, component: str, name: str) -> np.ndarray:
+        """Return a weight (float32, torch layout) as it is without deltas. Raises InputError if the graph lacks it."""
+        return self._lora_manager().source(component, name)
 
     def on_weights_updated(self, closed: bool) -> None:
         """Invalidate cached outputs after an update of weights. `closed`: sessions were closed for it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import sha256
+from sd_ort.core.ownership import sha256
 from sd_ort.graphs import hoist
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.runtime.provider_table import PROVIDERS

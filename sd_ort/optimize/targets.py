@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from fusion_passes import value_queries as c
-from fusion_passes.fuse import FUSIONS
+from fusion_passes.fuse import FUSIONS, TRANSFORMER_FUSIONS
 from fusion_passes.graph_pass import Pass
 from fusion_passes.lower import (
     bfloat16_activations,
@@ -134,12 +134,14 @@ _FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i i
 
 _NO_SDPA = inline_fused_ops("ScaledDotProductAttention")  # no provider has a kernel
 
-PORTABLE = Target("portable")
+# TRANSFORMER_FUSIONS write RMSNormalization of opset 23: of targets with such kernels, these two were tested.
+PORTABLE = Target("portable", fusions=(*FUSIONS, *TRANSFORMER_FUSIONS))
 
 # onnxruntime 1.31's SkipLayerNormalization and InstanceNormalization are slower than the kernels of the op library, and
 # than function bodies without it (results/cpu_unet_sd15.md); its attention is faster.
 CPU = Target(
     "cpu",
+    fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
     lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
     contrib_constraints={"QuickGelu": _any, "MultiHeadAttention": _any},
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each

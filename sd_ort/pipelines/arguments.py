@@ -3,13 +3,86 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from numbers import Integral, Real
+from typing import Any
 
 from sd_ort.core.errors import InputError
 
 SIDE_LIMIT = 16_384  # pixels of an image's side
 IMAGES_LIMIT = 4096  # images of one call
 SEEDS = range(-(1 << 63), 1 << 64)  # torch's
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, of NumPy too, and no boolean."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number, of NumPy too, and no boolean."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can be
+        return False
+
+
+def _all(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check_all(value: Any) -> bool:
+        is_sequence = isinstance(value, (list, tuple, range)) or getattr(value, "ndim", 0) == 1
+        return is_sequence and all(map(check, value.tolist() if hasattr(value, "tolist") else value))
+
+    return check_all
+
+
+def _is_array(value: Any) -> bool:
+    return getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# A part of an annotation of a data class -> whether a value is of it. Other annotations are not checked.
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "None": lambda value: value is None,
+    "int": is_integer,
+    "float": is_finite,
+    "str": _is_text,
+    "bool": lambda value: isinstance(value, (bool, int)),
+    "Prompt": lambda value: isinstance(value, (str, list, tuple)),
+    "Size": lambda value: _all(is_integer)(value) and len(value) == 2,
+    "torch.Tensor": _is_array,
+    "np.ndarray": _is_array,
+    "Sequence[int]": _all(is_integer),
+    "Sequence[float]": _all(is_finite),
+    "Sequence[str]": _all(_is_text),
+    "Mapping[str, float]": lambda value: isinstance(value, Mapping) and _all(is_finite)([*value.values()]),
+    "StepCallback": callable,
+}
+
+
+def check_types(arguments: Any) -> None:
+    """Raise InputError for a field of a data class whose value is not of its annotation; numbers are finite."""
+    for field in fields(arguments):
+        kinds, value = str(field.type).split(" | "), getattr(arguments, field.name, None)
+        if field.init and KINDS.keys() >= set(kinds) and not any(KINDS[kind](value) for kind in kinds):
+            raise InputError(f"{field.name} must be {field.type}, got {str(value)[:80]!r}.")
+
+
+THREADS_LIMIT = 1024
+
+
+def check_load_options(provider: Any, threads: Any, **flags: Any) -> None:
+    """Raise InputError for options of `from_pretrained` of another type, or more threads than a machine has."""
+    if not isinstance(provider, str):
+        raise InputError(f"provider must be a string such as 'cpu', got {str(provider)[:80]!r}.")
+    if threads is not None and not (is_integer(threads) and 1 <= threads <= THREADS_LIMIT):
+        raise InputError(f"threads must be an integer between 1 and {THREADS_LIMIT}, got {str(threads)[:80]!r}.")
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, type(None))):
+            raise InputError(f"{name} must be True, False or None, got {str(flag)[:80]!r}.")
 
 
 def check_text(texts: Sequence[object]) -> None:

@@ -81,7 +81,7 @@ def loading_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _check_dtype(wanted: Any, folder: Path) -> None:
     """Raise InputError unless the folder was made in this type; None and "auto" are any."""
-    if wanted in (None, "auto"):
+    if wanted is None or str(wanted) == "auto":
         return
     name = str(wanted).removeprefix("torch.")
     options = read_manifest(folder).get("options", {})
@@ -327,7 +327,7 @@ class DiffusersCompatMixin(PipelineState):
     @classmethod
     def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
         """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
-        if not Path(file).is_file():
+        if not isinstance(file, (str, Path)) or not Path(file).is_file():
             raise InputError(f"{file}: no such file.")
         kind: Any = cls
         return kind.from_pretrained(file, provider, **options)
@@ -352,5 +352,5 @@ class DiffusersCompatMixin(PipelineState):
         )
         made._check_unet()
         made.texts, made.ip_adapter_scales = pipeline.texts, pipeline.ip_adapter_scales
-        made.loras, made.strengths = pipeline.loras, pipeline.strengths
+        made.loras, made.lora_state = pipeline.loras, pipeline.lora_state
         return made

@@ -21,7 +21,7 @@ class StableDiffusionXLPipeline(StableDiffusionPipeline):
     """Text to image with SDXL."""
 
     DEFAULT_SIZE_UNLESS_BOTH = False
-    _callback_tensor_inputs = ("latents", "prompt_embeds", "add_text_embeds", "add_time_ids")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "add_text_embeds", "add_time_ids")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, height: int | None = None,
@@ -48,7 +48,7 @@ class StableDiffusionXLPipeline(StableDiffusionPipeline):
 class StableDiffusionXLImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
     """Image to image with SDXL and its refiner."""
 
-    _callback_tensor_inputs = ("latents", "prompt_embeds", "add_text_embeds", "add_time_ids")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "add_text_embeds", "add_time_ids")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
@@ -76,7 +76,7 @@ class StableDiffusionXLImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
 class StableDiffusionXLInpaintPipeline(StableDiffusionInpaintPipeline):
     """Inpainting with SDXL."""
 
-    _callback_tensor_inputs = (
+    _callback_tensor_inputs: tuple[str, ...] = (
         "latents", "prompt_embeds", "add_text_embeds", "add_time_ids", "mask", "masked_image_latents",
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ class StableDiffusionXLInpaintPipeline(StableDiffusionInpaintPipeline):
 class StableDiffusionControlNetPipeline(StableDiffusionPipeline):
     """Text to image with ControlNets for SD 1.x and 2.x. `image`: the control image."""
 
-    _callback_tensor_inputs = ("latents", "prompt_embeds", "negative_prompt_embeds", "image")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds", "image")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, height: int | None = None,
@@ -132,7 +132,7 @@ class StableDiffusionControlNetPipeline(StableDiffusionPipeline):
 class StableDiffusionControlNetImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
     """Image to image with ControlNets for SD 1.x and 2.x."""
 
-    _callback_tensor_inputs = ("latents", "prompt_embeds", "negative_prompt_embeds", "control_image")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds", "control_image")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, control_image: Picture | None = None,
@@ -157,7 +157,7 @@ class StableDiffusionControlNetInpaintPipeline(StableDiffusionInpaintPipeline):
     """Inpainting with ControlNets for SD 1.x and 2.x."""
 
     SIZE_OF_IMAGE = True
-    _callback_tensor_inputs = (
+    _callback_tensor_inputs: tuple[str, ...] = (
         "latents", "prompt_embeds", "negative_prompt_embeds", "control_image", "mask", "masked_image_latents",
     )  # fmt: skip
 
@@ -184,7 +184,7 @@ class StableDiffusionControlNetInpaintPipeline(StableDiffusionInpaintPipeline):
 class StableDiffusionXLControlNetPipeline(StableDiffusionXLPipeline):
     """Text to image with ControlNets for SDXL. `image`: the control image."""
 
-    _callback_tensor_inputs = (
+    _callback_tensor_inputs: tuple[str, ...] = (
         "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
         "negative_pooled_prompt_embeds", "negative_add_time_ids", "image",
     )  # fmt: skip
@@ -216,7 +216,7 @@ class StableDiffusionXLControlNetPipeline(StableDiffusionXLPipeline):
 class StableDiffusionXLControlNetImg2ImgPipeline(StableDiffusionXLImg2ImgPipeline):
     """Image to image with ControlNets for SDXL."""
 
-    _callback_tensor_inputs = (
+    _callback_tensor_inputs: tuple[str, ...] = (
         "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
         "negative_pooled_prompt_embeds", "add_neg_time_ids", "control_image",
     )  # fmt: skip
@@ -249,7 +249,7 @@ class StableDiffusionXLControlNetInpaintPipeline(StableDiffusionXLInpaintPipelin
     """Inpainting with ControlNets for SDXL."""
 
     SIZE_OF_IMAGE = True
-    _callback_tensor_inputs = (
+    _callback_tensor_inputs: tuple[str, ...] = (
         "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
         "negative_pooled_prompt_embeds", "add_neg_time_ids", "mask", "masked_image_latents", "control_image",
     )  # fmt: skip
@@ -284,7 +284,7 @@ class LatentConsistencyModelPipeline(StableDiffusionPipeline):
     DEFAULT_SIZE_UNLESS_BOTH = False
     CAN_INTERRUPT = False
     CHANGES_LAST_LATENTS = False
-    _callback_tensor_inputs = ("latents", "prompt_embeds", "w_embedding")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "w_embedding")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, height: int | None = None, width: int | None = None,
@@ -308,7 +308,7 @@ class LatentConsistencyModelImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
     CAN_INTERRUPT = False
     CHANGES_LAST_LATENTS = False
     STRENGTH_IN_SCHEDULER = True
-    _callback_tensor_inputs = ("latents", "prompt_embeds", "w_embedding")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "w_embedding")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, num_inference_steps: int = 4,
@@ -335,23 +335,3 @@ class AutoPipelineForImage2Image(StableDiffusionImg2ImgPipeline):
 
 class AutoPipelineForInpainting(StableDiffusionInpaintPipeline):
     """Inpainting with the class that the folder's model_index.json names."""
-
-
-def class_for(cls: type, index_class: str, is_xl: bool, controlnet: bool) -> type:
-    """Return the class of a folder for the task of `cls`, a class of this package; any other is returned as it is.
-
-    `index_class`: the folder's, in model_index.json, which decides about latent consistency models for the classes
-    AutoPipeline.
-    """
-    classes: dict[str, type] = {name: value for name, value in globals().items() if isinstance(value, type)}
-    if classes.get(cls.__name__) is not cls:
-        return cls
-    task = next((task for base, task in TASKS.items() if issubclass(cls, base)), "")
-    consistency = index_class if cls.__name__.startswith("AutoPipeline") else cls.__name__
-    if consistency.startswith("LatentConsistencyModel") and task != "Inpaint":
-        return classes[f"LatentConsistencyModel{task}Pipeline"]
-    family = ("XL" if is_xl else "") + ("ControlNet" if controlnet else "")
-    return classes[f"StableDiffusion{family}{task}Pipeline"]
-
-
-TASKS = {StableDiffusionInpaintPipeline: "Inpaint", StableDiffusionImg2ImgPipeline: "Img2Img"}

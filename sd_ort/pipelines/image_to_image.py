@@ -31,6 +31,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     """Image to image with SD 1.x, 2.x and SDXL folders, and SDXL's refiner."""
 
     REQUIRED_COMPONENTS = (*StableDiffusionPipeline.REQUIRED_COMPONENTS, "vae_encoder")
+    TASK = "Img2Img"
     NOISE_FOR_EACH_IMAGE = True  # whether the VAE encoder samples for each image of a list of generators
     REJECTED_ARGUMENTS: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
 
@@ -116,6 +117,8 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
 
     @staticmethod
     def _add_noise(latents: np.ndarray, noise: np.ndarray, schedule: Schedule) -> np.ndarray:
+        if np.isnan(schedule.image_factors[0]):
+            raise InputError("This scheduler adds no noise to an image: use euler, ddim or dpmsolver.")
         noisy: np.ndarray = schedule.image_factors[0] * latents + schedule.noise_factors[0] * noise
         return noisy
 
@@ -125,7 +128,10 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     channels (sd15-inpaint) see mask and masked picture."""
 
     NOISE_FOR_EACH_IMAGE = False
-    _callback_tensor_inputs = (*StableDiffusionPipeline._callback_tensor_inputs, "mask", "masked_image_latents")
+    _callback_tensor_inputs: tuple[str, ...] = (
+        "latents", "prompt_embeds", "negative_prompt_embeds", "mask", "masked_image_latents",
+    )  # fmt: skip
+    TASK = "Inpaint"
     SIZE_OF_IMAGE = False  # whether the image's size, and not the model's, stands for none
     REJECTED_ARGUMENTS = ()
 
@@ -215,8 +221,8 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         if (control := request.control_image) is not None:
             parts = [cropped(self.image_processor, each) / 2 + 0.5 for each in _listed(control)]
             request.control_image = parts if isinstance(control, list) else parts[0]
-        pixels, mask = cropped(self.image_processor, request.image), cropped(masks, request.mask_image)
-        return pixels.numpy(), mask.numpy(), region
+        image, mask = cropped(self.image_processor, request.image), cropped(masks, request.mask_image)
+        return image.numpy(), mask.numpy(), region
 
     def _put_back(self, output: PipelineOutput, request: Request, region: Any) -> PipelineOutput:
         """What was drawn of a region, laid over the picture. Raises InputError for another output than PIL images."""

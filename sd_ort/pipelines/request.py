@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
+from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text, check_types, is_integer
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,9 @@ def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mappi
     for name, value in given.items():  # None says "as it is" in diffusers, whatever the default is
         if value is None and known[name].default not in (None, MISSING):
             given[name] = known[name].default
-    return Request(**given)
+    made = Request(**given)
+    check_types(made)
+    return made
 
 
 def _listed(texts: Prompt | None) -> list[str]:
@@ -259,5 +261,7 @@ def _check_generators(given: Any, batch: int) -> None:
     if isinstance(given, Sequence) and len(given) != batch:
         raise InputError(f"{len(given)} generators for {batch} images: give one, or one per image.")
     for each in given if isinstance(given, Sequence) else [given]:
-        if isinstance(each, int):
+        if is_integer(each):
             check_seeds(each, 1)
+        elif each is not None and not hasattr(each, "get_state"):
+            raise InputError(f"generator must be a torch.Generator, an integer seed, or a list of these, got {each!r}.")

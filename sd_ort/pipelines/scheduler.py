@@ -33,7 +33,7 @@ class PipelineScheduler:
             self.name = type(scheduler).__name__
             return
         self._config = {**scheduler_config(folder), "clip_sample": False}  # as `make_scheduler`
-        name = self._config.get("_class_name", "") if scheduler is None else scheduler
+        name = self._config.get("_class_name") or "" if scheduler is None else scheduler
         self.name = class_name(name) or scheduler_class(name).__name__
         if self._config.get("num_train_timesteps", 1000) is None or self._numpy(min(10, self.trained)) is None:
             assert self.diffusers  # diffusers says whether it can drive this UNet

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import sd_ort
 from sd_ort.checkpoints.conditioning import text_encoders
 from sd_ort.checkpoints.configs import component_config
-from sd_ort.checkpoints.signatures import default_latents, latent_multiple
+from sd_ort.checkpoints.signatures import controlnet_scale, default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError
@@ -28,6 +29,7 @@ from sd_ort.core.pipeline_folder import check_component, read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
+from sd_ort.pipelines.arguments import check_load_options
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
@@ -76,7 +78,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     DEFAULT_SIZE_UNLESS_BOTH = True  # whether height or width alone is ignored
     CAN_INTERRUPT = True  # whether a callback that sets `_interrupt` ends the loop
     CHANGES_LAST_LATENTS = True  # whether the latents that a callback returns after the last step are decoded
-    _callback_tensor_inputs: Sequence[str] = ("latents", "prompt_embeds", "negative_prompt_embeds")
+    TASK = ""  # in the names of diffusers' classes
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
     STRENGTH_IN_SCHEDULER = False  # whether the scheduler, and not a part of its steps, follows `strength`
     REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
 
@@ -154,7 +157,11 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
-        dtype = options.get("torch_dtype") or options.get("dtype")
+        check_load_options(
+            provider, options.get("threads"), low_memory=low_memory, vae_tiling=vae_tiling, vae_slicing=vae_slicing,
+            safety_checker=safety_checker, device_loop=device_loop, graph=graph,
+        )  # fmt: skip
+        dtype = options.get("torch_dtype", options.get("dtype"))
         folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
         if choice.reason:
             announce(choice.line)
@@ -191,10 +198,20 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @classmethod
     def _class_for(cls, index: Mapping[str, Any], models: Components, is_xl: bool) -> type:
-        """Return the class of this one's task for a folder's family."""
-        from sd_ort.pipelines.families import class_for
+        """Return the public class of this one's task for a folder's family; a class of others is returned as it is.
 
-        return class_for(cls, str(index.get("_class_name", "")), is_xl, "controlnet" in models)
+        model_index.json decides about latent consistency models for the classes AutoPipeline.
+        """
+        if getattr(sd_ort, cls.__name__, None) is not cls:
+            return cls
+        is_auto = cls.__name__.startswith("AutoPipeline")
+        consistency = str(index.get("_class_name", "")) if is_auto else cls.__name__
+        if consistency.startswith("LatentConsistencyModel") and cls.TASK != "Inpaint":
+            name = f"LatentConsistencyModel{cls.TASK}Pipeline"
+        else:
+            name = f"StableDiffusion{'XL' * is_xl}{'ControlNet' * ('controlnet' in models)}{cls.TASK}Pipeline"
+        family: type = getattr(sd_ort, name)
+        return family
 
     @cached_property
     def image_processor(self) -> Any:
@@ -384,7 +401,15 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return count
 
     def _controls(self, request: Request, steps: int) -> list[ControlNetInput]:
-        return controlnet_inputs.controls(request, controlnet_inputs.names(self.models), steps)
+        names = controlnet_inputs.names(self.models)
+        for name in names if request.control_image is not None else ():
+            scale = controlnet_scale(component_config(self.models.others.get(name, self.folder), "controlnet"))
+            if scale != self.vae_scale_factor:
+                raise InputError(
+                    f"The {name} halves its image {scale.bit_length() - 1} times and the VAE "
+                    f"{self.vae_scale_factor.bit_length() - 1} times: use a ControlNet of this model's family."
+                )
+        return controlnet_inputs.controls(request, names, steps)
 
     def _latent_shape(self, request: Request) -> tuple[int, int, int, int]:
         (height, width), side = request.size, self.vae_scale_factor

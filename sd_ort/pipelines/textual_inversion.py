@@ -1,7 +1,8 @@
 """Textual inversion: words that a file teaches the text encoders (Gal et al., 2022).
 
-    formats   {"<word>": (n, C)} as diffusers saves it, {"emb_params": (n, C)} of the WebUIs, and for SDXL
-              {"clip_l": (n, C), "clip_g": (n, C')}; .safetensors, or a dict of tensors
+    formats   {"<word>": (n, C)} as diffusers saves it, {"emb_params": (n, C)} of the WebUIs, whose word is emb_params
+              too unless a token is given, as in diffusers, and for SDXL {"clip_l": (n, C), "clip_g": (n, C')};
+              .safetensors, or a dict of tensors, {"string_to_param": {"*": (n, C)}, "name": "<word>"} too
 
 A word of n vectors is n tokens: word, word_1, ..., word_n-1, and stands for all of them in a prompt. In the graph,
 token ids behind the vocabulary read the new rows (`graphs.text_encoder`); the table on disk stays as it is.
@@ -18,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
+from sd_ort.core.files import parsing
 from sd_ort.core.safetensors_file import read_float32
 from sd_ort.pipelines.state import PipelineState
 
-UNNAMED = ("emb_params", "clip_l", "clip_g")
+UNNAMED = ("clip_l", "clip_g")
 ENCODER_OF = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
 
 
@@ -56,6 +58,13 @@ def read(
     the one it is for, None to find it by name or width. Raises InputError for a file that is no embedding, or that does
     not fit.
     """
+    with parsing("the dict" if isinstance(source, Mapping) else source, "an embedding"):
+        return _read(source, token, widths, encoder)
+
+
+def _read(
+    source: Any, token: str | None, widths: Mapping[str, int], encoder: str | None
+) -> dict[str, tuple[str, np.ndarray]]:
     tensors, described = _tensors(source)
     found: dict[str, tuple[str, np.ndarray]] = {}
     for name, tensor in tensors.items():
@@ -83,7 +92,7 @@ def learn(tokenizer: Any, words: LearnedTokens | None, word: str, rows: np.ndarr
     """The words with one more, which the tokenizer then knows. Raises InputError for a word that is there already."""
     made = words or LearnedTokens(len(tokenizer))
     names = [word, *(f"{word}_{i}" for i in range(1, len(rows)))]
-    if not word.strip() or any(name in tokenizer.get_vocab() for name in names):
+    if not isinstance(word, str) or not word.strip() or any(name in tokenizer.get_vocab() for name in names):
         raise InputError(f"{word!r} is a word of this model already: give another token.")
     tokenizer.add_tokens(names)
     made.counts[word] = len(rows)
@@ -93,6 +102,8 @@ def learn(tokenizer: Any, words: LearnedTokens | None, word: str, rows: np.ndarr
 
 def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if isinstance(source, Mapping):
+        if "string_to_param" in source:  # the WebUIs' pickles, once read
+            source = {str(source.get("name", "*")): source["string_to_param"]["*"]}
         return {n: t.detach().float().cpu().numpy() if hasattr(t, "cpu") else t for n, t in source.items()}, "the dict"
     path = Path(source)
     if path.suffix != ".safetensors":
@@ -100,6 +111,11 @@ def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], st
             f"{path} is no .safetensors file: embeddings are read from those alone, pickles (.pt, .bin) can run code."
         )
     return dict(read_float32(path)[0]), str(path)
+
+
+def file_word(path: str | Path) -> str | None:
+    """Return the file's name as the word of a WebUI's embedding, which has none; None for one with a word."""
+    return Path(path).stem if list(_tensors(path)[0]) == ["emb_params"] else None
 
 
 class TextualInversionMixin(PipelineState):
@@ -118,8 +134,8 @@ class TextualInversionMixin(PipelineState):
         Raises InputError for what is no embedding, one of another model, or a word that is known already.
         """
         source = pretrained_model_name_or_path
-        sources = [source] if isinstance(source, (str, Path, Mapping)) else list(source)
-        tokens = [token] * len(sources) if token is None or isinstance(token, str) else list(token)
+        sources = list(source) if isinstance(source, (list, tuple)) else [source]
+        tokens = list(token) if isinstance(token, (list, tuple)) else [token] * len(sources)
         if len(tokens) != len(sources) or (isinstance(token, str) and len(sources) > 1):
             raise InputError(f"{len(sources)} embeddings need as many tokens.")
         for each, word in zip(sources, tokens, strict=True):

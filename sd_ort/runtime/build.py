@@ -25,6 +25,7 @@ from typing import Any
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import OutputError
 from sd_ort.core.interrupts import defer_interrupts
+from sd_ort.core.ownership import record_file
 from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import (
     CUDA_LIBRARY,
@@ -33,9 +34,12 @@ from sd_ort.runtime.library import (
     PROVIDER_LIBRARIES,
     SOURCES,
     BuildError,
+    is_whole,
     sources_hash,
+    trim_builds,
 )
 
+BUILDS_GB = 4  # of built libraries in the cache; least recently used ones go
 PROVIDER_API = 29  # the C API that custom_ops/provider is written against: graph capture, memory devices
 
 
@@ -73,9 +77,11 @@ def build(
         options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
-    if not (folder / "build.json").is_file():
+    if not ((folder / "build.json").is_file() and is_whole(folder)):
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged build
         say(f"building {library.name} ...")
         _compile(options, folder)
+        trim_builds(int(float(os.environ.get("SD_ORT_BUILDS_GB", BUILDS_GB)) * 1e9), keep=folder)
     with suppress(OSError):  # a cache that may be read alone
         os.utime(folder / "build.json", ns=(time.time_ns(),) * 2)  # `library_path` finds what was asked for last
     say(str(library))
@@ -161,6 +167,7 @@ def _compile(options: _Options, folder: Path) -> None:
             if (Path(work) / name).is_file():
                 shutil.move(Path(work) / name, done / name)
         record = {
+            "libraries": {path.name: record_file(path) for path in sorted(done.iterdir())},
             "sources": sources_hash(),
             "cpu": options.cpu,
             "hip": options.hip_archs,

@@ -18,57 +18,65 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
+class _Thread(threading.local):
+    """`depth`: of the calling thread's shared sections."""
+
+    depth = 0
+
+
 class CaptureLock:
     """Readers-writer lock, reentrant on both sides. Waiting captures go before new shared sections."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._shared: dict[int, int] = {}  # thread -> depth of its shared sections
+        self._thread = _Thread()
+        self._sharing = 0  # threads on the shared side
         self._capturing: int | None = None  # the thread on the exclusive side
         self.waiting = 0  # threads that wait for the exclusive side
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Make device calls that no other thread's capture survives."""
-        thread = threading.get_ident()
-        with self._changed:
-            if self._capturing != thread and thread not in self._shared:
+        enters = not self._thread.depth and self._capturing != threading.get_ident()
+        if enters:
+            with self._changed:
                 self._changed.wait_for(lambda: self._capturing is None and not self.waiting)
-            self._shared[thread] = self._shared.get(thread, 0) + 1
+                self._sharing += 1
+        self._thread.depth += 1
         try:
             yield
         finally:
-            with self._changed:
-                self._shared[thread] -= 1
-                if not self._shared[thread]:
-                    del self._shared[thread]
-                    self._changed.notify_all()
+            self._thread.depth -= 1
+            if enters:
+                self._share(-1)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Capture a run: other threads are in no section, and enter none until it ends."""
-        thread = threading.get_ident()
+        if self._capturing == threading.get_ident():
+            yield
+            return
+        own = int(self._thread.depth > 0)
         with self._changed:
-            if nested := self._capturing == thread:
-                depth = 0
-            else:
-                depth = self._shared.pop(thread, 0)
-                self.waiting += 1
-                self._changed.notify_all()
-                try:
-                    self._changed.wait_for(lambda: self._capturing is None and not self._shared)
-                    self._capturing = thread
-                finally:  # an interrupt may end the wait
-                    self.waiting -= 1
-                    if depth:
-                        self._shared[thread] = depth
+            self.waiting += 1
+            self._share(-own)
+            try:
+                self._changed.wait_for(lambda: self._capturing is None and not self._sharing)
+                self._capturing = threading.get_ident()
+            finally:  # an interrupt may end the wait
+                self.waiting -= 1
+                self._share(own)
         try:
             yield
         finally:
-            if not nested:
-                with self._changed:
-                    self._capturing = None
-                    self._changed.notify_all()
+            with self._changed:
+                self._capturing = None
+                self._changed.notify_all()
+
+    def _share(self, count: int) -> None:
+        with self._changed:
+            self._sharing += count
+            self._changed.notify_all()
 
 
 CAPTURE_LOCK = CaptureLock()

@@ -143,6 +143,15 @@ class Components(MutableMapping[str, Model]):
             return False
         return supports_in_place_update(self.provider, self.device, self.options["provider_options"])
 
+    @cached_property
+    def transposed_operations(self) -> frozenset[str]:
+        """Operations that read their weights in another layout than the graph's: these cannot be shared."""
+        options = self.options["provider_options"]
+        if self.device == "cpu" or is_plugin(self.provider):
+            return frozenset()
+        follows = supports_in_place_update(self.provider, self.device, options, "NhwcConv")
+        return frozenset() if follows else frozenset({"NhwcConv"})
+
     def require(self, *names: str) -> None:
         """Check that components are there and whole, before minutes go into the others. Raises InputError."""
         for name in names:

@@ -6,14 +6,17 @@ A wheel carries one with CPU kernels beside the sources it was made of; `sd-ort 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from sd_ort.core.cache import cache_folder, list_files
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
+from sd_ort.core.ownership import compare, is_record
 
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
 _SUFFIX = ".dll" if sys.platform == "win32" else ".so"
@@ -30,21 +33,74 @@ class BuildError(InputError):
     """The library cannot be built: something is missing, or a compiler refused."""
 
 
+@dataclass(frozen=True)
+class Build:
+    """A built library folder in the cache; `last_use`: seconds since 1970."""
+
+    folder: Path
+    bytes: int
+    last_use: float
+
+
+def builds() -> list[Build]:
+    """Return the builds in the cache, the least recently used first."""
+    found = []
+    for record in list_files(cache_folder() / "ops", "*/build.json"):
+        with suppress(OSError):
+            size = sum(path.stat().st_size for path in record.parent.iterdir())
+            found.append(Build(record.parent, size, record.stat().st_mtime))
+    return sorted(found, key=lambda build: build.last_use)
+
+
+def trim_builds(limit: int, keep: Path | None = None) -> list[Build]:
+    """Remove the least recently used builds until the others have at most `limit` bytes; return those that went.
+
+    `keep` stays. A process that has loaded a library keeps it.
+    """
+    every, gone = builds(), []
+    total = sum(build.bytes for build in every)
+    for build in every:
+        if total > limit and build.folder != keep:
+            (build.folder / "build.json").unlink()  # first: an interrupted removal leaves no build
+            shutil.rmtree(build.folder, ignore_errors=True)
+            total -= build.bytes
+            gone.append(build)
+    return gone
+
+
+def is_whole(folder: Path, name: str | None = None) -> bool:
+    """Whether a build's files match its record: the size of the library `name`, or the contents of all.
+
+    A process that loads a truncated library ends with SIGBUS. Records until 2026-11 list no libraries.
+    """
+    try:
+        record = read_json(folder / "build.json").get("libraries", {})
+        if name is not None:
+            return name not in record or (folder / name).stat().st_size == record[name]["bytes"]
+        return all(is_record(entry) for entry in record.values()) and len(compare(folder, record).owned) == len(record)
+    except (InputError, OSError, TypeError, KeyError, AttributeError):
+        return False
+
+
 def library_path(name: str = LIBRARY) -> Path | None:
     """The newest library of this name built from the present sources, else the one that the wheel brought, or None.
 
     One with GPU kernels beside it comes before one without, which may be newer: it has the same CPU kernels, and
     sessions look for the others there. Runs no compiler and no Python import of ORT.
     """
-    builds = []
+    found = []
     for record in list_files(cache_folder() / "ops", "*/build.json"):
         library = record.parent / name
         with suppress(InputError, OSError):  # a damaged record is a build that was not finished
-            if read_json(record).get("sources") == sources_hash() and library.is_file():
+            if (
+                read_json(record).get("sources") == sources_hash()
+                and library.is_file()
+                and is_whole(record.parent, name)
+            ):
                 has_gpu = any((record.parent / gpu).is_file() for gpu in (HIP_LIBRARY, CUDA_LIBRARY))
-                builds.append((has_gpu, record.stat().st_mtime_ns, library))
-    if builds:
-        return max(builds)[-1]
+                found.append((has_gpu, record.stat().st_mtime_ns, library))
+    if found:
+        return max(found)[-1]
     return SOURCES / name if (SOURCES / name).is_file() else None
 
 

@@ -78,7 +78,7 @@ def hip_runtime_clash(library: Path, provider: str) -> str | None:
     """
     wheel = wheel_library(provider_named(provider))
     half = library.parent / GPU_LIBRARIES.get(provider_named(provider).ep, "")
-    if wheel is None or not half.is_file():
+    if wheel is None or not wheel.is_file() or not half.is_file():
         return None
     versions = [_hip_runtime(wheel), _hip_runtime(half)]
     if None in versions or versions[0] == versions[1]:

@@ -99,12 +99,14 @@ def create_session(
     chosen = _chosen(entry, tuning, graph, provider_options or {})
     _warn_of_missing_units(model_path, provider)
 
+    changed, external = _embed_weights(model_path, changed, weights or {})
+
     def opened(ahead: PrefetchedWeights | None) -> ort.InferenceSession:
         data = None if changed is None else model_path.parent
         options = _session_options(provider, threads, profile, sizes, data, once=once)
         if ahead is not None:
             options.log_severity_level = FATAL_ONLY  # if it is refused, the session is opened without `ahead`
-        shared = _replace(options, provider, weights or {}, products)
+        shared = _replace(options, provider, external, products)
         kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
         model_bytes = changed
         if not (has_ops := op_library.register(options, library, provider)):
@@ -250,6 +252,32 @@ def _session_options(
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
     return options
+
+
+def _embed_weights(
+    model_path: Path, graph: bytes | None, weights: Mapping[str, np.ndarray]
+) -> tuple[bytes | None, Mapping[str, np.ndarray]]:
+    """Write `weights` into the initializers whose values are in the graph itself, which sessions replace by no option.
+
+    Returns the graph to open, None for the file's, and the weights that are in the data file.
+    """
+    if not weights:
+        return graph, weights
+    import onnx
+
+    model = onnx.ModelProto.FromString(model_path.read_bytes() if graph is None else graph)
+    embedded = {
+        tensor.name: tensor
+        for tensor in model.graph.initializer
+        if tensor.name in weights and tensor.data_location != tensor.EXTERNAL
+    }
+    for name, tensor in embedded.items():
+        value = np.ascontiguousarray(weights[name])
+        for field in ("float_data", "int32_data", "double_data"):
+            tensor.ClearField(field)
+        tensor.raw_data = value.tobytes()
+    external = {name: value for name, value in weights.items() if name not in embedded}
+    return (model.SerializeToString() if embedded else graph), external
 
 
 def _replace(

@@ -4,6 +4,7 @@ a captured graph, sees what was written. ONNX Runtime takes them in place of tho
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -68,22 +69,40 @@ def _shared(value: Any, device: str) -> Any:
     return unowned(value)
 
 
-# x (8, 8) times weights of ones: what it gives when they are zeros by then says where they are read.
-_PRODUCT = """<ir_version: 8, opset_import: ["" : 17]>
-product (float[8,8] x) => (float[8,8] y) <float[8,8] weight = {%s}> { y = MatMul (x, weight) }"""
+# Operation -> dtype, shapes of x and of the weight, and a graph whose output is x (1, 72) by the weight (8, 72).
+_TRIALS = {
+    "MatMul": ("float", (1, 72), (72, 8), "y = MatMul (x, weight)"),
+    "NhwcConv": (
+        "float16",
+        (1, 3, 3, 8),
+        (8, 3, 3, 8),
+        "y = com.microsoft.NhwcConv <kernel_shape = [3, 3]> (x, weight)",
+    ),
+}
 
 
-def supports_in_place_update(provider: str, device: str, options: Mapping[str, str]) -> bool:
-    """Whether a session on the provider follows its held weights: tried on one product."""
+def supports_in_place_update(provider: str, device: str, options: Mapping[str, str], operation: str = "MatMul") -> bool:
+    """Return whether sessions on the provider read an updatable weight of an operation unchanged and at every run.
+
+    The trial compares products of small integers, which are exact, before and after an update.
+    """
     import onnx
 
-    ones = np.ones((8, 8), np.float32)
-    graph = onnx.parser.parse_model(_PRODUCT % ", ".join(["1.0"] * 64)).SerializeToString()
+    dtype, x_shape, shape, node = _TRIALS[operation]
+    head = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>'
+    model = onnx.parser.parse_model(f"{head} trial ({dtype}{list(x_shape)} x) => ({dtype}[] y) {{ {node} }}")
+    integers = (np.arange(math.prod(each)).reshape(each) % 7 - 3 for each in (x_shape, shape))
+    x, weight = (array.astype(np.float16 if dtype == "float16" else np.float32) for array in integers)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
     try:
-        held = UpdatableWeights({"weight": ones}, device)
-        session = open_graph(graph, provider, options, held=held.shared)
-        held.write("weight", 0 * ones)
-        made: np.ndarray = session.run(None, {"x": ones})[0]
-    except (SdOrtError, RuntimeError):
+        updatable = UpdatableWeights({"weight": weight}, device)
+        session = open_graph(model.SerializeToString(), provider, options, held=updatable.shared)
+        for values in (weight, np.roll(weight, 1)):
+            updatable.write("weight", values)
+            columns = values if operation == "MatMul" else values.reshape(8, 72).T
+            output: np.ndarray = session.run(None, {"x": x})[0]
+            if not np.array_equal(output.reshape(1, 8), np.matmul(x.reshape(1, 72), columns)):
+                return False
+    except Exception:  # pybind's exceptions share no base class but Exception
         return False
-    return bool((made == 0).all())
+    return True

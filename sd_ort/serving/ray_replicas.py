@@ -24,7 +24,11 @@ from sd_ort.serving.replica import Actor, RemoteError, ReplicaConfig
 
 INSTALL = "Replicas need Ray and a web server: pip install 'sd-ort[ray]'."
 STORE_BYTES = 128 << 20  # shared memory that transfers images
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+# Without "clusters" Ray addresses this machine as 127.0.0.1, else it replaces that by the machine's public address.
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_enable_metrics_collection": "0",
+}  # fmt: skip
 
 
 def require(*modules: str) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError, SdOrtError, describe_error
-from sd_ort.core.pipeline_folder import MERGED, components
+from sd_ort.core.pipeline_folder import check_not_merged, components
 from sd_ort.runtime import visible_devices
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo
 
@@ -50,8 +50,7 @@ def replica_configs(
     `threads`: CPU threads per replica; None for its share of the cores. Raises InputError for a folder that replicas
     cannot load, or missing GPUs; nothing is loaded.
     """
-    if MERGED in components(config.folder):
-        raise InputError(f"{config.folder} is a merged pipeline, for one image at a time: pass its unmerged folder.")
+    check_not_merged(config.folder, components(config.folder))
     if gpus and replicas:
         raise InputError("--gpus N starts a replica on each of N GPUs, --replicas N starts N on one device: pass one.")
     environments = (
@@ -90,8 +89,8 @@ class PipelineReplica:
         settings = jobs[0].settings
         images = self.pipeline(
             [job.prompt for job in jobs],
-            height=settings.height,
-            width=settings.width,
+            height=settings.height or self.pipeline.default_size,
+            width=settings.width or self.pipeline.default_size,
             num_inference_steps=settings.steps,
             guidance_scale=settings.guidance,
             negative_prompt=[job.negative for job in jobs],

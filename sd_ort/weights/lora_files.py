@@ -191,6 +191,11 @@ class LoraAdapter:
 
 def read_adapter(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> LoraAdapter:
     """Parse a .safetensors file or a dict of tensors. Raises InputError if it is invalid or no LoRA."""
+    with parsing(lora_label(source), "a LoRA"):
+        return _parse(source, unet_config)
+
+
+def _parse(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> LoraAdapter:
     tensors, configs = _read_tensors(source)
     label = lora_label(source)
     if invalid := next((name for name, tensor in tensors.items() if not np.isfinite(tensor).all()), None):
@@ -241,13 +246,12 @@ def _read_tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], 
         raise InputError(f"{path} is not a .safetensors file: LoRAs are read from those alone, pickles can run code.")
     configs: dict[str, dict[str, Any]] = {}
     tensors, texts = read_float32(path)
-    with parsing(path, "a LoRA"):
-        for name, value in json.loads(texts.get("lora_adapter_metadata", "{}")).items():
-            component, _, key = name.partition(".")
-            configs.setdefault(component, {})[key] = value
+    for name, value in json.loads(texts.get("lora_adapter_metadata", "{}")).items():
+        component, _, key = name.partition(".")
+        configs.setdefault(component, {})[key] = value
     peft = path.with_name("adapter_config.json")
     if path.name == "adapter_model.safetensors" and peft.is_file():
-        configs["unet"] = read_json(peft)
+        configs["unet"] = read_json(peft, root=peft.parent)
     for component, config in configs.items():
         _set_config(LoraModule(), config, "", f"{path}: the metadata of {component}")
     return tensors, configs
@@ -262,6 +266,8 @@ def _set_config(module: LoraModule, config: Mapping[str, Any], name: str, label:
 
     def find(pattern_key: str, *default_keys: str) -> float | None:
         patterns = config.get(pattern_key) or {}
+        if any(len(re.findall(r"[*+{?]", pattern)) > 2 for pattern in patterns):
+            raise ValueError(f"{pattern_key} has a pattern that may take for ever")
         values = [value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)]
         values += [config[key] for key in default_keys if config.get(key) is not None]
         return float(values[0]) if values else None

@@ -13,7 +13,8 @@ import numpy as np
 
 from fusion_passes import weight_recipes
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import read_manifest
+from sd_ort.core.files import parsing
+from sd_ort.core.pipeline_folder import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,7 +26,8 @@ KEY = "weight_recipes"  # of a component in the manifest
 def read_recipes(folder: Path) -> dict[str, Mapping[str, weight_recipes.WeightRecipe]]:
     """Return the weight recipes in the manifest of a pipeline folder: by component, then by initializer."""
     entries = read_manifest(folder).get("components", {})
-    return {name: weight_recipes.load(entry[KEY]) for name, entry in entries.items() if KEY in entry}
+    with parsing(folder / MANIFEST, "weight recipes"):
+        return {name: weight_recipes.load(entry[KEY]) for name, entry in entries.items() if KEY in entry}
 
 
 def fill(model: ir.Model, read: Read) -> None:

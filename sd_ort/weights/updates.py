@@ -30,9 +30,9 @@ from fusion_passes import weight_recipes as recipes
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, folders_of, read_manifest
 from sd_ort.runtime.bound_run import BoundRun
+from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
-from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
 from sd_ort.weights import update_graph
@@ -46,8 +46,6 @@ BLOCK_ELEMENTS = 1 << 16  # elements of up @ down that are computed at once
 # ai.onnx operators whose kernels read a weight unchanged if prepacking is off. Weights that other operators read, such
 # as Cast, may be folded into other constants when a session is opened.
 UNCHANGED_OPS = frozenset({"MatMul", "Gemm", "Conv"})
-# ONNX Runtime's own GPU providers transpose the filters of these when a session is opened.
-TRANSPOSED_OPS = frozenset({"NhwcConv"})
 
 
 class WeightUpdater:
@@ -67,6 +65,7 @@ class WeightUpdater:
         self._loaded: dict[str, dict[str, Initializer]] = {}
         self._by_source: dict[str, dict[str, list[tuple[str, str]]]] = {}  # by component and checkpoint tensor
         self._modules: dict[str, dict[str, str]] = {}
+        self._sources: dict[str, dict[str, list[str]]] = {}  # by component folder and initializer
         self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
         self._checked: set[tuple[Any, ...]] = set()
         self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
@@ -136,7 +135,7 @@ class WeightUpdater:
         """
         self.check(deltas)
         replaced: dict[str, dict[str, np.ndarray]] = {}
-        with components.lock:
+        with components.lock, device_calls(components.device):
             reuse_buffers = components.release_replaced_weights()  # allocating memory takes longer than the sums
             closed = bool(reuse_buffers)
             for component in self.recipes:
@@ -144,8 +143,8 @@ class WeightUpdater:
                 for part in self.parts[component]:
                     names: Collection[str] = self._affected_initializers(component, part, added)
                     if names and components.in_place and part not in components.held:
-                        weights = self._initializers(part).items()
-                        shareable = {n: self._values(w) for n, w in weights if is_shareable(w, components.provider)}
+                        weights, transposed = self._initializers(part), components.transposed_operations
+                        shareable = {n: self._values(w) for n, w in weights.items() if is_shareable(w, transposed)}
                         components.hold(part, shareable)
                         closed = True
                     if part in components.held:
@@ -161,10 +160,9 @@ class WeightUpdater:
             return components.replace_weights(replaced, matmul_only) or closed
 
     def _release(self) -> None:
-        """Close data files, and free what updates have on the device."""
+        """Close data files and free factors on the device. The sessions of update graphs stay: they hold no weights."""
         self._data_files.clear()
         self._device_updates.clear()
-        self._sessions.clear()
 
     def updated_weights(
         self,
@@ -203,9 +201,10 @@ class WeightUpdater:
     def _affected_initializers(self, component: str, part: str, deltas: Mapping[str, Any]) -> list[str]:
         if not deltas:
             return []
-        table = self.recipes[component]
-        names = [name for name in self._initializers(part) if name in table]
-        return [name for name in names if any(source in deltas for source in recipes.sources(table[name]))]
+        if part not in self._sources:
+            table = self.recipes[component]
+            self._sources[part] = {n: recipes.sources(table[n]) for n in self._initializers(part) if n in table}
+        return [name for name, sources in self._sources[part].items() if not deltas.keys().isdisjoint(sources)]
 
     def _dense_delta(self, component: str, part: str, name: str, deltas: Deltas) -> np.ndarray:
         """Return the delta of an affected initializer. Raises InputError if its shape differs."""
@@ -388,9 +387,11 @@ def _is_matmul_only(weight: Initializer) -> bool:
     return bool(weight.consumers) and all(consumer.multiplies for consumer in weight.consumers)
 
 
-def is_shareable(weight: Initializer, provider: str) -> bool:
-    """Return whether sessions of `provider` can share a weight: a matrix or filters that its kernels read unchanged."""
-    transposed = frozenset() if provider == "cpu" or is_plugin(provider) else TRANSPOSED_OPS
+def is_shareable(weight: Initializer, transposed: Collection[str] = ()) -> bool:
+    """Return whether sessions can share a weight: a matrix or filters that kernels read unchanged.
+
+    `transposed`: names of operations that read other layouts (`Components.transposed_operations`).
+    """
     unchanged = all(
         (consumer.domain in (DOMAIN, CONTRIB) and consumer.op_type not in transposed)
         or (consumer.domain in ("", "ai.onnx") and consumer.op_type in UNCHANGED_OPS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_rocm import COLUMNS, RocmRun, build, rocm_tree
-from whole import Run, Table
+from whole import Run, Simulation, Table
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime.build import find_hip_compiler
@@ -63,3 +63,24 @@ def test_rows_of_an_earlier_run_stay(gfx1100: RocmRun, tmp_path: Path) -> None:
     later = RocmRun("gfx1100", tmp_path, Table(gfx1100.table.path, "title", COLUMNS), 60, {})
     later.list_cases()
     assert next(row for row in later.table.rows if row["case"] == "doctor")["verdict"] == "ran"
+
+
+def test_processes_of_a_command_that_runs_too_long_end(tmp_path: Path) -> None:
+    marker = {"MARKER_OF_A_LONG_COMMAND": str(tmp_path)}
+    simulation = Simulation("gfx1100", tmp_path, ("--kernels", "skip"), marker)
+    run = simulation.run("long", ["bash", "-c", "sleep 1000 & wait"], timeout=8)
+    assert run.status is None
+
+    def environment(process: Path) -> bytes:
+        try:
+            return (process / "environ").read_bytes()
+        except OSError:
+            return b""
+
+    assert not [path for path in Path("/proc").glob("[0-9]*") if str(tmp_path).encode() in environment(path)]
+
+
+def test_note_stands_above_the_table(tmp_path: Path) -> None:
+    Table(tmp_path / "rocm", "title", COLUMNS, "No AMD GPU was used.").add({"target": "gfx1100", "case": "doctor"})
+    title, _, note, *_ = (tmp_path / "rocm.md").read_text().splitlines()
+    assert (title, note) == ("# title", "No AMD GPU was used.")

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from sd_ort.runtime import provider_choice
+from sd_ort.runtime.provider_choice import Gpu
 
 Cli = Callable[..., tuple[int, str, str]]
 PROMPT = "a red circle on a blue background"
 
 
 def test_shell_and_python_draw_the_same_image(sd_ort: Cli, tmp_path: Path) -> None:
-    """With the defaults of the model, which the PNG file names; the checkpoint is optimized once for both."""
+    """With the command's defaults for the model, which the PNG file names and Python, as diffusers, has not; the
+    checkpoint is optimized once for both."""
     png, again = tmp_path / "a.png", tmp_path / "b.png"
     options = ("--model", "demo", "--seed", 7, "--height", 64, "--width", 64)
     code, _, error = sd_ort("generate", PROMPT, *options, "--out", png)
@@ -27,12 +31,27 @@ def test_shell_and_python_draw_the_same_image(sd_ort: Cli, tmp_path: Path) -> No
     pipeline = StableDiffusionPipeline.from_pretrained("demo")
     image = Image.open(png)
     assert (image.info["steps"], image.info["guidance"]) == ("25", "3.0")
-    np.testing.assert_array_equal(pipeline(PROMPT, generator=7, height=64, width=64).images[0], image)
+    settings = {"num_inference_steps": 25, "guidance_scale": 3.0, "generator": 7}
+    np.testing.assert_array_equal(pipeline(PROMPT, **settings, height=64, width=64).images[0], image)
 
     code, _, error = sd_ort("generate", PROMPT, *options, "--image", png, "--out", again)
     assert (code, "once" in error) == (0, False), error
-    over = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)(PROMPT, image=image.convert("RGB"), generator=7)
+    over = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)(PROMPT, image=image.convert("RGB"), **settings)
     np.testing.assert_array_equal(over.images[0], Image.open(again))
+
+
+def test_the_first_call_on_a_gpu_without_a_build_says_the_one_command(
+    sd_ort: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the shell and in Python, and draws on the CPU."""
+    monkeypatch.setattr(provider_choice, "installed_gpus", lambda: [Gpu("hip", "AMD gfx942", "gfx942")])
+    monkeypatch.setattr(provider_choice, "library_path", lambda *_: None)
+    expected = "AMD gfx942 is not used: no provider for it is installed; `sd-ort build-ops --hip gfx942` builds hip"
+    options = ("--model", "demo", "--steps", 1, "--height", 64, "--width", 64, "--out", tmp_path / "a.png")
+    code, _, error = sd_ort("generate", PROMPT, *options)
+    assert (code, expected in error) == (0, True), error
+    StableDiffusionPipeline.from_pretrained("demo")
+    assert expected in capsys.readouterr().err
 
 
 def test_old_options_are_read(sd_ort: Cli, tmp_path: Path) -> None:

@@ -29,9 +29,11 @@ def run(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
 
 
-def test_a_published_architecture_is_optimized_and_explained(tmp_path: Path) -> None:
+def test_a_published_architecture_is_optimized_explained_and_run(tmp_path: Path) -> None:
+    generate = ["generate", "a circle", "--steps", "1", "--height", "64", "--width", "64", "--seed", "0"]
     for arguments in (["optimize", "demo", "out", "--target", "cpu"], ["verify", "demo", "out"], ["explain", "out"],
-                      ["verify", "out", "out"], ["doctor"], ["cache"]):  # fmt: skip
+                      ["verify", "out", "out"], ["doctor"], ["cache"], [*generate, "--model", "out"],
+                      ["benchmark", "out", "--component", "vae_decoder", "--steps", "1"]):  # fmt: skip
         result = run(tmp_path, *arguments)
         assert result.returncode == 0, result.stderr
 

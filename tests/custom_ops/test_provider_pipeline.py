@@ -191,9 +191,9 @@ def test_a_whole_pipeline_by_the_plain_call(
         image = pipeline("a cat", **arguments).images[0]
         assert np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max() <= 1
     assert isinstance(pipeline.unet, GpuGraphModel)
-    (buffers,) = pipeline.loop.kept.values()
+    (buffers,) = pipeline.loop.buffer_cache.values()
     assert pipeline.models.stream is not None
-    assert buffers.steps[1].between.graph_id != NO_GRAPH_ID
+    assert buffers.schedule.step.graph_id != NO_GRAPH_ID
     assert [record for record in caplog.records if record.levelname == "WARNING" and record.name == "sd_ort"] == []
 
     again = StableDiffusionPipeline.from_pretrained(tmp_path / "ours", by_name)
@@ -247,5 +247,5 @@ def test_inputs_that_the_host_reads_are_read_at_each_step(
             np.asarray(each("a cat", generator=seed, **arguments).images[0]) for each in (pipeline, on_cpu)
         )
         assert np.abs(image.astype(int) - expected).max() <= 1
-    (buffers,) = pipeline.loop.kept.values()
+    (buffers,) = pipeline.loop.buffer_cache.values()
     assert buffers.unet.host_inputs == ["sample"]

@@ -15,7 +15,7 @@ import torch
 from small_presets import MINI
 
 from sd_ort.checkpoints import signatures
-from sd_ort.checkpoints.checkpoint import component_signature
+from sd_ort.checkpoints.checkpoint import component_signature, has_penultimate_states
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core import pipeline_folder
@@ -34,7 +34,7 @@ def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str
     module = wrap(
         component,
         source.load(signatures.MODEL_OF.get(component, component)),
-        sdxl="XL" in PRESETS[preset].pipeline,
+        penultimate=has_penultimate_states(source),
         controlnet="controlnet" in source.configs,
     )
     inputs = {t.name: exporter.example_input(t, sizes, config, seed=7) for t in signature.inputs}
@@ -177,7 +177,7 @@ def test_families(tmp_path, preset, backend, names):
 
 
 def test_full_size_configs_have_the_published_sizes():
-    """Parameter counts of the public models: SD 1.5 and its variants, SD 2.1, SDXL base."""
+    """Parameter counts of the public models: SD 1.5 and its variants, SD 2.1, SDXL base, SD 3.5 medium, FLUX.1."""
     import diffusers
     import transformers
 
@@ -191,6 +191,11 @@ def test_full_size_configs_have_the_published_sizes():
         ("sd21", "text_encoder"): 340_387_840,
         ("sdxl", "unet"): 2_567_463_684,
         ("sdxl", "text_encoder_2"): 694_659_840,
+        ("sd35-medium", "text_encoder_3"): 4_762_310_656,
+        ("sd35-medium", "transformer"): 2_243_171_520,
+        ("sd35-medium", "vae"): 83_819_683,
+        ("flux-schnell", "transformer"): 11_891_178_560,
+        ("flux-dev", "transformer"): 11_901_408_320,
     }
     for (preset, name), size in expected.items():
         config = PRESETS[preset].models[name]

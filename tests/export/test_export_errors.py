@@ -51,9 +51,9 @@ def test_broken_index(sd_ort, tmp_path):
 
 def test_pipeline_of_another_family(sd_ort, tmp_path):
     (tmp_path / "flux").mkdir()
-    index = {"_class_name": "FluxPipeline", "text_encoder": ["transformers", "T5EncoderModel"]}
+    index = {"_class_name": "PixArtAlphaPipeline", "text_encoder": ["transformers", "T5EncoderModel"]}
     (tmp_path / "flux" / "model_index.json").write_text(json.dumps(index))
-    assert "T5EncoderModel" in export_error(sd_ort, tmp_path, tmp_path / "flux", tmp_path / "out")
+    assert "lacks its text_encoder" in export_error(sd_ort, tmp_path, tmp_path / "flux", tmp_path / "out")
 
 
 def test_onnx_folder_as_model(sd_ort, small_export, tmp_path):

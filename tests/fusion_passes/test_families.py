@@ -284,7 +284,10 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     weight_recipes.init_recipes(model, weight_recipes.load(entry["weight_recipes"]))
     assert rebuilt([model], tensors(ir.load(source / component / pipeline_folder.MODEL))) > 50
     result = verify(source, out, library=False, sizes=SIZES)
-    assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
+    limits = {row["tolerance"] for row in result["rows"]}
+    assert (
+        all(2.9e-3 < limit < 4e-3 for limit in limits) if dtype == "float16" or "-half-" in name else limits == {1e-5}
+    )
     assert len({tuple(row["shape"]) for row in result["rows"] if row["output"] == result["rows"][0]["output"]}) == 2
     check(result)
 

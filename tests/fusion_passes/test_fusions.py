@@ -14,12 +14,14 @@ import pytest
 
 import fusion_passes
 from fusion_passes.canonicalize import CANONICAL, canonicalize
-from fusion_passes.fuse import FUSIONS, fuse
+from fusion_passes.fuse import FUSIONS as COMMON_FUSIONS
+from fusion_passes.fuse import TRANSFORMER_FUSIONS, fuse
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, run_all
 from fusion_passes.operators import function_bodies
 from sd_ort.inspect.rejection_reasons import near_misses
 from sd_ort.optimize.targets import TARGETS
 
+FUSIONS = (*COMMON_FUSIONS, *TRANSFORMER_FUSIONS)
 LOWERINGS = tuple(
     {
         each.name: each for target in TARGETS.values() for each in (*target.lowering_passes, *target.bfloat16_passes)

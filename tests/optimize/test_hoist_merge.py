@@ -174,7 +174,7 @@ def test_merging_of_unsupported_folders_is_an_error(plain: Path, tmp_path: Path,
     code, out, error = sd_ort("merge", plain, tmp_path / "merged", "--steps", 2)
     assert (code, "as one model" in out) == (0, True), error
     code, _, error = sd_ort("merge", tmp_path / "merged", tmp_path / "again")
-    assert (code, "merged already" in error) == (2, True)
+    assert (code, "is a merged pipeline" in error) == (2, True)
     picture = tmp_path / "a.png"
     size = ("--height", 64, "--width", 64, "--steps", 2)
     assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", picture)[0] == 0
@@ -234,7 +234,7 @@ def test_timestep_without_an_axis(work: Path) -> None:
         for device_loop in (False, True):
             pipeline = StableDiffusionPipeline.from_pretrained(folder, device_loop=device_loop)
             assert psnr(draw(pipeline), expected) > 80
-            assert bool(pipeline.loop.kept) == device_loop
+            assert bool(pipeline.loop.buffer_cache) == device_loop
     merge(work / "optimum-fused", work / "optimum-merged")
     assert psnr(draw(MergedPipeline.from_pretrained(work / "optimum-merged")), expected) > 80
 
@@ -310,7 +310,7 @@ def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, see
         arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
         pipeline = StableDiffusionPipeline.from_pretrained(plain, scheduler=scheduler, device_loop=looped)
         pictures.append(draw(pipeline, **images, **arguments))
-        assert not looped or pipeline.loop.kept, "the loop ran on the host"
+        assert not looped or pipeline.loop.buffer_cache, "the loop ran on the host"
     assert psnr(*pictures) > 80
 
 
@@ -334,8 +334,8 @@ def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPat
     np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
     assert waits.count(True) == 1
     assert waits[-1]
-    (buffers,) = looped.loop.kept.values()
-    buffers.steps[1].every.pop()  # what runs between two UNet calls
+    (buffers,) = looped.loop.buffer_cache.values()
+    buffers.stages.pop()  # the scheduler's step after a U-Net call
     with pytest.raises(SdOrtError, match=r"took 0 steps of \d, for its buffers were copied"):
         draw(looped, output_type="pil", num_inference_steps=2)
 
@@ -343,11 +343,11 @@ def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPat
 def test_buffers_are_bounded(plain: Path) -> None:
     """The buffers of the least recently used job shape are released."""
     looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
-    looped.loop.KEPT = 1
+    looped.loop.MAX_CACHED = 1
     held = []
     for images in (1, 2, 1):
         draw(looped, num_inference_steps=1, num_images_per_prompt=images)
-        held.append(looped.loop.held_bytes)
+        held.append(looped.loop.buffer_bytes)
     assert 0 < held[0] == held[2] < held[1]
 
 

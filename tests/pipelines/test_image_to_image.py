@@ -1,4 +1,4 @@
-"""Image to image, inpainting, ControlNet and SDXL draw what diffusers draws from the same seed."""
+"""Image to image, inpainting and ControlNet: on the device, several ControlNets, errors; tests/parity has the rest."""
 
 from __future__ import annotations
 
@@ -64,26 +64,6 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"strength": 0.5}, {"strength": 1.0}, {"strength": 0.75, "num_images_per_prompt": 2}],
-    ids=["half", "all", "batch"],
-)
-def test_image_to_image(small_export: Path, reference: Any, picture: Image.Image, arguments: dict[str, Any]) -> None:
-    expected = draw(
-        as_kind("StableDiffusionImg2ImgPipeline", reference), image=picture, generator=seeds(7)[0], **arguments
-    )
-    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export)
-    assert psnr(draw(ours, image=picture, generator=7, **arguments), expected) > MIN_PSNR
-
-
-def test_one_generator_per_image(small_export: Path, reference: Any, picture: Image.Image) -> None:
-    arguments = {"image": picture, "strength": 0.5, "num_images_per_prompt": 2}
-    expected = draw(as_kind("StableDiffusionImg2ImgPipeline", reference), generator=seeds(1, 2), **arguments)
-    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export)
-    assert psnr(draw(ours, generator=seeds(1, 2), **arguments), expected) > MIN_PSNR
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"strength": 0.0}, "strength 0.0"),
@@ -109,29 +89,9 @@ def test_two_images_for_three_prompts(small_export: Path, picture: Image.Image) 
 # --- Inpainting -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_inpainting_with_an_ordinary_unet(
-    small_export: Path, reference: Any, picture: Image.Image, mask: Image.Image, strength: float
-) -> None:
-    arguments = {"image": picture, "mask_image": mask, "height": 64, "width": 64, "strength": strength}
-    expected = draw(as_kind("StableDiffusionInpaintPipeline", reference), generator=seeds(3)[0], **arguments)
-    ours = StableDiffusionInpaintPipeline.from_pretrained(small_export)
-    assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
-
-
 @pytest.fixture(scope="module")
 def inpaint_export(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_with(small_export, tmp_path_factory.mktemp("inpaint") / "raw", "sd15-inpaint-small", ["unet"])
-
-
-@pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_inpainting_with_its_own_unet(
-    inpaint_export: Path, picture: Image.Image, mask: Image.Image, strength: float
-) -> None:
-    arguments = {"image": picture, "mask_image": mask, "height": 64, "width": 64, "strength": strength}
-    expected = draw(torch_pipeline("sd15-inpaint-small", random_weights=True), generator=seeds(3)[0], **arguments)
-    ours = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export)
-    assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
 
 
 def test_an_inpainting_unet_wants_a_mask(inpaint_export: Path) -> None:
@@ -169,13 +129,12 @@ def accelerated(controlled: Path, control_reference: Any) -> Any:
     ],
     ids=["scale", "guess", "part"],
 )
-def test_controlnet(
-    control_pipeline: StableDiffusionPipeline, accelerated: Any, control_reference: Any, picture: Image.Image,
+def test_controlnet_in_diffusers(
+    accelerated: Any, control_reference: Any, picture: Image.Image,
     arguments: dict[str, Any],
 ) -> None:  # fmt: skip
     arguments = {"height": 64, "width": 64, **arguments}
     expected = draw(control_reference, image=picture, generator=seeds(3)[0], **arguments)
-    assert psnr(draw(control_pipeline, control_image=picture, generator=3, **arguments), expected) > MIN_PSNR
     assert psnr(draw(accelerated, image=picture, generator=seeds(3)[0], **arguments), expected) > MIN_PSNR
 
 
@@ -216,24 +175,13 @@ def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count
             ours.loop.wait = wait
             for seed in (1, 3):  # the second is drawn over the buffers of the first
                 drawn[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
-        assert bool(ours.loop.kept) == looped
+        assert bool(ours.loop.buffer_cache) == looped
     assert psnr(drawn[True, False], drawn[False, False]) > 80
     np.testing.assert_array_equal(drawn[True, False], drawn[True, True])
     if count == 1:  # each side of a split guidance has the ControlNet, and shows it the picture
         ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled], split_guidance=(0, 1))
         split = draw(ours, control_image=shown, generator=3, progress=False, **arguments)
         np.testing.assert_array_equal(split, drawn[True, True])
-
-
-def test_inpainting_with_a_controlnet(
-    controlled: Path, control_reference: Any, picture: Image.Image, mask: Image.Image
-) -> None:
-    arguments = {"image": picture, "mask_image": mask, "control_image": picture, "height": 64, "width": 64}
-    theirs = as_kind("StableDiffusionControlNetInpaintPipeline", control_reference)
-    expected = draw(theirs, generator=seeds(3)[0], controlnet_conditioning_scale=0.6, **arguments)
-    ours = StableDiffusionInpaintPipeline.from_pretrained(controlled)
-    drawn = draw(ours, generator=3, controlnet_conditioning_scale=0.6, **arguments)
-    assert psnr(drawn, expected) > MIN_PSNR
 
 
 def test_control_image_without_a_controlnet(small_export: Path, picture: Image.Image) -> None:
@@ -254,7 +202,7 @@ def test_on_the_device(small_export: Path, picture: Image.Image, mask: Image.Ima
             pipeline = cls.from_pretrained(small_export, scheduler=scheduler, device_loop=looped)
             arguments = {**SETTINGS, "image": picture, "strength": 0.8, "progress": False, **more}
             pictures.append(pipeline(**arguments, generator=1).images)
-            assert bool(pipeline.loop.kept) == looped
+            assert bool(pipeline.loop.buffer_cache) == looped
         assert psnr(pictures[1], pictures[0]) > 80
 
 
@@ -264,7 +212,7 @@ def test_inpainting_unet_on_the_device(inpaint_export: Path, picture: Image.Imag
     for looped in (False, True):
         pipeline = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export, device_loop=looped)
         pictures.append(pipeline(**SETTINGS, image=picture, mask_image=mask, generator=1, progress=False).images)
-        assert bool(pipeline.loop.kept) == looped
+        assert bool(pipeline.loop.buffer_cache) == looped
     assert psnr(pictures[1], pictures[0]) > 80
 
 
@@ -276,9 +224,9 @@ def test_generate_from_a_picture(
     common = ("generate", PROMPT, "--model", small_export, "--steps", 2, "--seed", 1, "--image", tmp_path / "in.png")
     out = tmp_path / "out.png"
     code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
-    assert (code, np.asarray(Image.open(out)).shape) == (0, (64, 64, 3)), error
+    assert (code, np.asarray(Image.open(out)).shape) == (0, (128, 128, 3)), error  # the model's, as in diffusers
     code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
     assert (code, "pass it with --image" in error) == (2, True)
     (tmp_path / "text.png").write_text("no picture")
     code, _, error = sd_ort(*common[:-1], tmp_path / "text.png")
-    assert (code, "cannot be opened as an image" in error) == (2, True)
+    assert (code, "text.png cannot be read as a picture" in error) == (2, True)

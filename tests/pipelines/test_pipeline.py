@@ -267,8 +267,8 @@ def test_not_a_pipeline_folder(generate: Cli, tmp_path: Path) -> None:
 
 def test_other_kind_of_pipeline(generate: Cli, copy: Path) -> None:
     index = copy / "model_index.json"
-    index.write_text(index.read_text().replace("StableDiffusionPipeline", "FluxPipeline"))
-    expect_error(generate(copy), 2, "holds a FluxPipeline: give a Stable Diffusion folder")
+    index.write_text(index.read_text().replace("StableDiffusionPipeline", "PixArtAlphaPipeline"))
+    expect_error(generate(copy), 2, "holds a PixArtAlphaPipeline: give a Stable Diffusion folder")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.partition import MAX_IMBALANCE, partition_graph
-from sd_ort.pipelines.device.guidance_split import Events, Side, SplitGuidanceStep
+from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf, SplitGuidanceStep
 from sd_ort.pipelines.merged import MergedPipeline
 from sd_ort.runtime.partitioned import BoundPartitions, Copy
 from sd_ort.runtime.providers import warn_once
@@ -55,8 +55,8 @@ def test_same_bytes_on_two_devices(hoisted: Path) -> None:
     np.testing.assert_array_equal(draw(two, **several), draw(one, **several))
     first = draw(one)
     np.testing.assert_array_equal(draw(two), first)
-    assert two.loop.other.kept.keys() != two.loop.kept.keys(), "each side has its half"
-    assert len(two.loop.other.kept) == 2
+    assert two.loop.other.buffer_cache.keys() != two.loop.buffer_cache.keys(), "each side has its half"
+    assert len(two.loop.other.buffer_cache) == 2
 
     name, value = next(
         (name, value.const_value)
@@ -106,7 +106,7 @@ def test_what_is_not_split_is_said(small_export: Path, caplog: pytest.LogCapture
     two = StableDiffusionPipeline.from_pretrained(small_export, split_guidance=(0, 1))
     draw(two, guidance_scale=1.0, num_inference_steps=1)
     assert "nothing to split" in caplog.text
-    assert not two.loop.other.kept
+    assert not two.loop.other.buffer_cache
     draw(two, num_inference_steps=1, callback_on_step_end=lambda *_: {})
     assert "guidance is not split" in caplog.text
     with pytest.raises(InputError, match="unet is open on two devices"):
@@ -121,7 +121,7 @@ def test_decoding_beside_drawing(small_export: Path, monkeypatch: pytest.MonkeyP
     two = StableDiffusionPipeline.from_pretrained(small_export, decode_on=1)
     finish, threads = two._finish, set()
     monkeypatch.setattr(two, "_finish", lambda *given: threads.add(threading.current_thread().name) or finish(*given))
-    drawn = two.draw_each([*calls, {"prompt": "a", "height": 1}])
+    drawn = two.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
     for images in expected:
         np.testing.assert_array_equal(next(drawn).images, images)
     with pytest.raises(InputError, match="height"):
@@ -257,8 +257,9 @@ def test_order_on_two_streams(seed: int) -> None:
 
         unet = part(lambda side: noise[side].__setitem__(0, 10 * latents[side][0] + side))
         between = part(lambda side: latents[side].__setitem__(0, noise[side][0] + received[side][0]))
-        steps: Any = SimpleNamespace(every=[unet, between], between=between, noise=noise[side], received=received[side])
-        sides.append(Side(steps, Events(stream)))  # type: ignore[arg-type]
+        schedule = SimpleNamespace(step=between, noise=noise[side], received=received[side])
+        buffers: Any = SimpleNamespace(stages=[unet, between], schedule=schedule)
+        sides.append(GuidanceHalf(buffers, Events(stream)))  # type: ignore[arg-type]
 
     step, expected = SplitGuidanceStep(sides, None), 1
     for _ in range(6):

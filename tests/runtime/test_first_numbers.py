@@ -79,7 +79,7 @@ def test_torch_without_a_gpu_is_not_timed_on_large_models(checkout: Path, versio
     (checkout / "torch.py").write_text(f"class version:\n    hip = {version}\n")
     program(checkout / ".venv/bin/python", f'#!/bin/sh\nPYTHONPATH=. exec {sys.executable} "$@"\n')
     _, calls = run(checkout)
-    assert next(call for call in calls if "--component unet" in call).endswith(f"--component unet{arguments}")
+    assert next(call for call in calls if "--component unet" in call).endswith(f"--component unet --steps 5{arguments}")
     assert "--torch" not in next(call for call in calls if call.startswith("benchmark out/amd/demo"))
 
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sd_ort.core.cache import cache_folder
+from sd_ort.core.ownership import record_file
 from sd_ort.runtime.build import build
-from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY, LIBRARY, SOURCES, library_path, sources_hash
+from sd_ort.runtime.library import (
+    CUDA_LIBRARY,
+    HIP_LIBRARY,
+    LIBRARY,
+    SOURCES,
+    builds,
+    library_path,
+    sources_hash,
+    trim_builds,
+)
 
 
 def fill(folder: Path, *libraries: str, age: float, sources: str | None = None) -> Path:
@@ -47,3 +58,45 @@ def test_what_was_asked_for_last_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
     first, second = build(), build(provider=True)
     assert library_path() == second
     assert build() == first == library_path()
+
+
+def test_a_truncated_library_is_not_loaded_and_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that loads one ends with SIGBUS."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = []
+
+    def compile_(_: object, folder: Path) -> None:
+        made.append(folder)
+        fill(folder, age=0)
+        (folder / LIBRARY).write_bytes(bytes(1000))
+        record = {"sources": sources_hash(), "libraries": {LIBRARY: record_file(folder / LIBRARY)}}
+        (folder / "build.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr("sd_ort.runtime.build._compile", compile_)
+    monkeypatch.setattr("sd_ort.runtime.build.find_headers", lambda *_, **__: tmp_path)
+    library = build()
+    assert build() == library == library_path()
+    os.truncate(library, 999)
+    assert library_path() != library
+    assert build() == library == library_path()
+    library.write_bytes(bytes(999) + b"x")  # of the right size
+    assert build() == library
+    assert library.read_bytes() == bytes(1000)
+    assert len(made) == 3
+
+
+def test_the_least_recently_used_builds_go(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sd_ort: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = [fill(cache_folder() / "ops" / str(age), LIBRARY, age=age) for age in (3, 2, 1)]
+    (folders[1] / LIBRARY).write_bytes(bytes(10_000))
+    assert [build.folder for build in builds()] == folders
+    assert [build.folder for build in trim_builds(9000, keep=folders[0])] == [folders[1]]
+    assert [build.folder for build in builds()] == [folders[0], folders[2]]
+    assert "in 2 builds" in sd_ort("cache", "--list")[1]
+    assert "Removed 0 entries" in sd_ort("cache", "--clear")[1]
+    assert len(builds()) == 2
+    assert "Removed 2 builds" in sd_ort("cache", "--clear", "--builds")[1]
+    assert builds() == []
+    assert sd_ort("cache", "--builds")[0] == 2

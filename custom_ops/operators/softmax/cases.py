@@ -1,4 +1,4 @@
-"""Softmax of rows: the calls that test it, and a VAE's that times it."""
+"""Params, test cases and the benchmark shape (a VAE's attention) of Softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UpsampleConvWeight: the calls that test it, and the weights of SDXL and a VAE that time it."""
+"""Params, test cases and benchmark shapes (weights of SDXL and a VAE) of UpsampleConvWeight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WinogradFilters: the calls that test it, and the weights of SDXL that time it."""
+"""Params, test cases and benchmark shapes (weights of SDXL) of WinogradFilters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of a benchmark, and what a worker process does with one: load it, run batches, time them.
+"""Interface of a benchmark engine, and the worker process that loads one and times its batches.
 
 Two workloads: a pipeline that generates images from a prompt, or repeated calls of one component
 (`BenchmarkSettings.component`) on synthetic inputs, which needs neither a tokenizer nor trained weights.

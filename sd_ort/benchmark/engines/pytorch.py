@@ -93,7 +93,7 @@ def first_latents(pipeline: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
 
 def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
     """Open one component as the module that the exporter traces; its inputs are on the device before timing starts."""
-    from sd_ort.checkpoints.checkpoint import is_sdxl
+    from sd_ort.checkpoints.checkpoint import has_penultimate_states
     from sd_ort.checkpoints.modules import wrap
     from sd_ort.checkpoints.signatures import MODEL_OF
 
@@ -102,7 +102,9 @@ def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
     source = _source(engine.model, engine.random_weights, engine.weights_seed or 0)
     with torch.no_grad():
         model = source.load(MODEL_OF.get(settings.component, settings.component))
-    module = wrap(settings.component, model, is_sdxl(source), "controlnet" in source.configs).to(device, dtype)
+    module = wrap(settings.component, model, has_penultimate_states(source), "controlnet" in source.configs).to(
+        device, dtype
+    )
     module = _apply_variant(module, engine.variant, device)
     calls: dict[int, Any] = {}
     output: Any = None

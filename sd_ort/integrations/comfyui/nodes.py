@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import comfy.utils
@@ -40,6 +41,16 @@ def _progress_callback(steps: int) -> folders.ProgressCallback:
     return on_progress
 
 
+def _resolve(model: str, provider: str) -> tuple[Path, str | None]:
+    """Return the pipeline folder, which a checkpoint becomes the first time, and the provider.
+
+    None is the best provider for the folder's target.
+    """
+    auto = provider == "auto"
+    folder = folders.resolve_folder(model, default_provider() if auto else provider, _progress_callback(12))
+    return folder, None if auto else provider
+
+
 class LoadModel(io.ComfyNode):
     """Loads a pipeline folder, or a checkpoint that is converted once, as MODEL, CLIP and VAE."""
 
@@ -68,11 +79,9 @@ class LoadModel(io.ComfyNode):
         from sd_ort.integrations.comfyui.vae import open_vae
 
         with one_line_errors():
-            chosen = default_provider() if provider == "auto" else provider
-            folder = folders.resolve_folder(model, chosen, _progress_callback(12))
-            named = None if provider == "auto" else provider  # None: the best one for the folder's target
+            resolved = _resolve(model, provider)
             # Separate sessions, so that a LoRA of one does not reopen those of another.
-            opened = [open_(TorchComponentSessions(folder, named)) for open_ in (open_model, open_clip, open_vae)]
+            opened = [open_(TorchComponentSessions(*resolved)) for open_ in (open_model, open_clip, open_vae)]
             return io.NodeOutput(*opened)
 
 
@@ -97,10 +106,7 @@ class LoadControlNet(io.ComfyNode):
         from sd_ort.integrations.comfyui.controlnet import open_controlnet
 
         with one_line_errors():
-            chosen = default_provider() if provider == "auto" else provider
-            folder = folders.resolve_folder(model, chosen, _progress_callback(12))
-            named = None if provider == "auto" else provider
-            return io.NodeOutput(open_controlnet(TorchComponentSessions(folder, named)))
+            return io.NodeOutput(open_controlnet(TorchComponentSessions(*_resolve(model, provider))))
 
 
 class Convert(io.ComfyNode):

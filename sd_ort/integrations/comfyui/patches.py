@@ -1,7 +1,9 @@
 """LoRAs of ComfyUI's loaders: applies their weight deltas to the sessions.
 
 ComfyUI stores a patcher's LoRAs as patches by weight, and applies them when it loads the model. At that time the delta
-is computed by ComfyUI's own code on a weight of zeros, and `pipeline.lora` adds it to the weights of the fused graph.
+is computed by ComfyUI's own code, and `weights.lora` adds it to the weights of the fused graph. Patches that add the
+same to every weight run on zeros. Others, such as DoRA, OFT or a merge of models, run on the original weight, which is
+restored from the graph's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import numpy as np
 import torch
 from comfy.patcher_extension import CallbacksMP
 
-from sd_ort.core.errors import InputError
 from sd_ort.integrations.models import TorchComponentSessions
 
 # Adapters that add a delta independent of the weight, and the index of the tuple element that must be None for this.
@@ -36,7 +37,10 @@ def apply_patches_on_load(
         if applied[0] == version:
             return
         weights = patcher.model.state_dict()
-        deltas = {names[key]: _patch_delta(key, weights[key], patches) for key, patches in patcher.patches.items()}
+        deltas = {}
+        for key, patches in patcher.patches.items():
+            original = None if all(map(_is_additive, patches)) else models.original_weight(component, names[key])
+            deltas[names[key]] = _patch_delta(key, weights[key].shape, patches, original)
         models.set_weight_deltas(component, deltas)
         applied[0] = version
 
@@ -44,19 +48,17 @@ def apply_patches_on_load(
     patcher.add_callback(CallbacksMP.ON_PRE_RUN, apply)
 
 
-def _patch_delta(key: str, weight: torch.Tensor, patches: list[Any]) -> np.ndarray:
-    """Return the float32 delta of a weight's patches. Raises InputError for patches that are not additive."""
-    for _, value, strength_model, *_ in patches:
-        name = getattr(value, "name", None)
-        adds = name in ADDITIVE_ADAPTERS and value.weights[ADDITIVE_ADAPTERS[name]] is None
-        if (
-            not (adds or (isinstance(value, tuple) and (len(value) == 1 or value[0] == "diff")))
-            or strength_model != 1.0
-        ):
-            raise InputError(
-                f"a node changes {key} by more than adding to it ({name or 'merge'}, DoRA or a merge of models): "
-                "sd-ort supports LoRA, LoHa and LoKr."
-            )
-    zeros = torch.zeros(weight.shape, dtype=torch.float32)
-    delta: np.ndarray = comfy.lora.calculate_weight(patches, zeros, key).numpy()
-    return delta
+def _is_additive(patch: Any) -> bool:
+    """Return whether a patch adds a delta that does not depend on the weight."""
+    _, value, strength_model, *_ = patch
+    name = getattr(value, "name", None)
+    if name in ADDITIVE_ADAPTERS:
+        return bool(strength_model == 1.0 and value.weights[ADDITIVE_ADAPTERS[name]] is None)
+    return bool(strength_model == 1.0 and isinstance(value, tuple) and (len(value) == 1 or value[0] == "diff"))
+
+
+def _patch_delta(key: str, shape: torch.Size, patches: list[Any], original: np.ndarray | None) -> np.ndarray:
+    """Return the float32 delta of a weight's patches. `original`: the weight, None for additive patches."""
+    start = torch.zeros(shape) if original is None else torch.from_numpy(original).reshape(shape)
+    delta: torch.Tensor = comfy.lora.calculate_weight(patches, start.clone(), key) - start
+    return delta.numpy()

@@ -42,7 +42,7 @@ class WebUNet(torch.nn.Module):
         if requested == self.loras:
             return
         for path, _ in requested:
-            if path not in self.models.get_list_adapters():
+            if path not in self.models.lora_state.scales:
                 self.models.load_lora_weights(path, path)
         scales: dict[str, float] = {}
         for path, scale in requested:

@@ -1,4 +1,4 @@
-"""ControlNets in the loop on the device."""
+"""ControlNets of the device loop."""
 
 from __future__ import annotations
 
@@ -15,41 +15,57 @@ from sd_ort.runtime.ort_values import write_value
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
-    from sd_ort.pipelines.device.loop import Buffers, DeviceLoop
+    from sd_ort.pipelines.device.conditioning import DeviceConditioning
+    from sd_ort.pipelines.device.sessions import DeviceSessions
     from sd_ort.runtime.bound_run import BoundRun
 
 
 class ControlNets:
-    """The ControlNets of a drawing over its buffers: they read the UNet's sample and timestep, and what they add to the
-    UNet's skip connections is its input. `every` is what runs before the UNet at every step."""
+    """ControlNets over buffers: they read the U-Net's sample and timestep, and write inputs of the U-Net.
 
-    def __init__(self, buffers: Buffers, drawing: SamplingJob) -> None:
-        """Raises InputError for a ControlNet of another type than the UNet."""
-        loop, values = buffers.loop, buffers.values
+    `runs` run before the U-Net in every step.
+    """
+
+    def __init__(
+        self,
+        sessions: DeviceSessions,
+        job: SamplingJob,
+        conditioning: DeviceConditioning,
+        values: dict[str, Any],
+        timestep: np.ndarray | None,
+    ) -> None:
+        """Bind the ControlNets of `job`, and add the U-Net inputs that they write to `values`.
+
+        Args:
+            timestep: array of the shape and dtype of the U-Net's timestep.
+
+        Raises:
+            InputError: for a ControlNet of another dtype or timestep than the U-Net's.
+        """
         self.images: list[tuple[Any, np.dtype]] = []
-        self.dtypes: list[np.dtype] = []
+        self.scale_dtypes: list[np.dtype] = []
         self.nets: list[BoundRun] = []
-        for number, control in enumerate(drawing.controls):
-            net = loop.models[control.name]
-            time, shared = net.one("timestep"), buffers.timestep
-            assert shared is not None
-            if (net.dtype("sample"), time.dtype) != (loop.models["unet"].dtype("sample"), shared.dtype):
+        for number, control in enumerate(job.controls):
+            net = sessions.models[control.name]
+            own_timestep = net.one("timestep")
+            assert timestep is not None
+            unet_dtypes = sessions.models["unet"].dtype("sample"), timestep.dtype
+            if (net.dtype("sample"), own_timestep.dtype) != unet_dtypes:
                 raise InputError(f"{control.name} computes in another type than the UNet: optimize both in one.")
-            if time.ndim != shared.ndim:
+            if own_timestep.ndim != timestep.ndim:
                 raise InputError(f"{control.name} takes its timestep otherwise than the UNet: export both with sd-ort.")
-            shown = np.dtype(net.dtype("controlnet_cond"))
-            self.images.append((loop.value(control.image.astype(shown)), shown))
-            self.dtypes.append(np.dtype(net.dtype("conditioning_scale")))
-            scale = values[f"conditioning_scale_{number}"] = loop.value(np.zeros(1, self.dtypes[-1]))
-            read = [name for name in net.inputs if buffers.is_conditioning(name, drawing.conditioning)]
-            feed = {name: buffers.give(name, drawing.conditioning, net.dtype(name)) for name in read}
+            image_dtype = np.dtype(net.dtype("controlnet_cond"))
+            self.images.append((sessions.value(control.image.astype(image_dtype)), image_dtype))
+            self.scale_dtypes.append(np.dtype(net.dtype("conditioning_scale")))
+            scale = values[f"conditioning_scale_{number}"] = sessions.value(np.zeros(1, self.scale_dtypes[-1]))
+            feed = {name: conditioning.value(name, net.dtype(name)) for name in net.inputs if name in conditioning}
             feed |= {"sample": values["sample"], "timestep": values["timestep"]}
             feed |= {"controlnet_cond": self.images[-1][0], "conditioning_scale": scale}
-            self.nets.append(loop.bind(net, feed))
-        self.every = [*self.nets, *self._sum(loop, values)]
+            self.nets.append(sessions.bind(net, feed))
+        self.runs = [*self.nets, *self._sum(sessions, values)]
 
-    def _sum(self, loop: DeviceLoop, values: dict[str, Any]) -> list[BoundRun]:
-        """Hand the residuals on to the UNet; of several ControlNets the graph that adds them up."""
+    def _sum(self, sessions: DeviceSessions, values: dict[str, Any]) -> list[BoundRun]:
+        """Add the residuals to `values`; those of several ControlNets by a graph that sums them, which is returned."""
         if not self.nets:
             return []
         outputs = {name: [net.outputs[name] for net in self.nets] for name in self.nets[0].outputs}
@@ -58,12 +74,12 @@ class ControlNets:
             return []
         declared = {output.name: output.type for output in self.nets[0].session.get_outputs()}
         dtypes = tuple((identifier(name), np.dtype(DTYPES[declared[name]])) for name in outputs)
-        read = {f"{identifier(name)}_{i}": one for name, every in outputs.items() for i, one in enumerate(every)}
-        added = loop.graph(sampling_graphs.sum_residuals_graph, (len(self.nets), dtypes), read)
-        values |= {MIDDLE.get(name, name): added.outputs[identifier(name)] for name in outputs}
-        return [added]
+        terms = {f"{identifier(name)}_{i}": term for name, every in outputs.items() for i, term in enumerate(every)}
+        total = sessions.graph(sampling_graphs.sum_residuals_graph, (len(self.nets), dtypes), terms)
+        values |= {MIDDLE.get(name, name): total.outputs[identifier(name)] for name in outputs}
+        return [total]
 
-    def give(self, drawing: SamplingJob) -> None:
-        """Copy the pictures of this drawing to the device."""
-        for (value, dtype), control in zip(self.images, drawing.controls, strict=True):
+    def write(self, job: SamplingJob) -> None:
+        """Copy the control images of a job to the device."""
+        for (value, dtype), control in zip(self.images, job.controls, strict=True):
             write_value(value, np.asarray(control.image, dtype))

@@ -1,4 +1,4 @@
-"""Text encoders in the loop on the device: tokens go there, and what they become stays there."""
+"""Text encoders of the device loop: they read token ids on the device, and their outputs stay there."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sd_ort.runtime.ort_values import read_value, write_value
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
-    from sd_ort.pipelines.device.loop import DeviceLoop
+    from sd_ort.pipelines.device.sessions import DeviceSessions
     from sd_ort.pipelines.sampling_job import PromptTokens
     from sd_ort.runtime.bound_run import BoundRun
 
-EMBEDDINGS, POOLED = "encoder_hidden_states", "text_embeds"  # inputs of the UNet
+EMBEDDINGS, POOLED = "encoder_hidden_states", "text_embeds"  # inputs of the U-Net
 
 
 @dataclass
-class Made:
-    """What an encoder gives: the value, its dtype, and the encoder's name."""
+class EncoderOutput:
+    """An output of a text encoder on the device."""
 
     value: Any
     dtype: np.dtype
@@ -30,64 +30,67 @@ class Made:
 
 
 class DeviceTextEncoders:
-    """The text encoders of a kind of drawing over its buffers. `parts` run once a drawing, before all others."""
+    """The text encoders over buffers for token ids of one set of shapes. `runs` run once per image, before all others.
 
-    def __init__(self, loop: DeviceLoop, tokens: PromptTokens) -> None:
-        self.loop = loop
+    `name in encoders`: whether they compute this input of the U-Net.
+    """
+
+    def __init__(self, sessions: DeviceSessions, tokens: PromptTokens) -> None:
+        self.sessions = sessions
         self.arrays = self._arrays(tokens)
-        self.values = {name: loop.value(array) for name, array in self.arrays.items()}
-        self.parts: list[BoundRun] = []
-        self.sources: dict[str, list[Made]] = {EMBEDDINGS: [], POOLED: []}
+        self.inputs = {name: sessions.value(array) for name, array in self.arrays.items()}
+        self.runs: list[BoundRun] = []
+        self.outputs: dict[str, list[EncoderOutput]] = {EMBEDDINGS: [], POOLED: []}
         self.checks: list[tuple[Any, str]] = []
-        self.made: dict[tuple[str, np.dtype], Any] = {}
+        self.conditioning: dict[tuple[str, np.dtype], Any] = {}
         for encoder, embeddings in tokens.outputs.items():
-            bound = loop.bind(loop.models[encoder], {"input_ids": self.values[encoder]})
-            self.parts.append(bound)
-            types = {output.name: np.dtype(DTYPES[output.type]) for output in bound.session.get_outputs()}
-            self.sources[EMBEDDINGS].append(Made(bound.outputs[embeddings], types[embeddings], encoder))
-            if POOLED in types:
-                self.sources[POOLED] = [Made(bound.outputs[POOLED], types[POOLED], encoder)]
+            run = sessions.bind(sessions.models[encoder], {"input_ids": self.inputs[encoder]})
+            self.runs.append(run)
+            dtypes = {output.name: np.dtype(DTYPES[output.type]) for output in run.session.get_outputs()}
+            self.outputs[EMBEDDINGS].append(EncoderOutput(run.outputs[embeddings], dtypes[embeddings], encoder))
+            if POOLED in dtypes:
+                self.outputs[POOLED] = [EncoderOutput(run.outputs[POOLED], dtypes[POOLED], encoder)]
 
     def __contains__(self, name: str) -> bool:
-        return bool(self.sources.get(name))
+        return bool(self.outputs.get(name))
 
     def rows(self, name: str, dtype: Any) -> Any:
-        """The rows of an input of the UNet, on the device, in `dtype`."""
+        """Return the OrtValue of an input of the U-Net in `dtype`: a row of the encoders' outputs per U-Net row."""
         key = name, np.dtype(dtype)
-        if key not in self.made:
-            sources = self.sources[name]
-            read = {f"part_{i}": source.value for i, source in enumerate(sources)}
-            graph = (key[1], len(sources[0].value.shape()), tuple(source.dtype for source in sources))
-            bound = self.loop.graph(sampling_graphs.conditioning_graph, graph, {**read, **self.values})
-            self.parts.append(bound)
-            self.checks += [(bound.outputs[f"check_{i}"], source.encoder) for i, source in enumerate(sources)]
-            self.made[key] = bound.outputs["conditioning"]
-        return self.made[key]
+        if key not in self.conditioning:
+            outputs = self.outputs[name]
+            parts = {f"part_{i}": output.value for i, output in enumerate(outputs)}
+            graph_key = (key[1], len(outputs[0].value.shape()), tuple(output.dtype for output in outputs))
+            run = self.sessions.graph(sampling_graphs.conditioning_graph, graph_key, {**parts, **self.inputs})
+            self.runs.append(run)
+            self.checks += [(run.outputs[f"check_{i}"], output.encoder) for i, output in enumerate(outputs)]
+            self.conditioning[key] = run.outputs["conditioning"]
+        return self.conditioning[key]
 
     def _arrays(self, tokens: PromptTokens) -> dict[str, np.ndarray]:
-        """What the encoders and the graphs behind them read from the host."""
-        types = {encoder: self.loop.models[encoder].dtype("input_ids") for encoder in tokens.ids}
-        ids = {encoder: np.ascontiguousarray(ids, types[encoder]) for encoder, ids in tokens.ids.items()}
+        """Return the inputs of the encoders and of the graphs behind them."""
+        dtypes = {encoder: self.sessions.models[encoder].dtype("input_ids") for encoder in tokens.ids}
+        ids = {encoder: np.ascontiguousarray(ids, dtypes[encoder]) for encoder, ids in tokens.ids.items()}
         return {**ids, "row": tokens.row, "zeroed": tokens.zeroed}
 
-    def give(self, tokens: PromptTokens) -> None:
-        """Copy to the device what these texts have of their own."""
+    def write(self, tokens: PromptTokens) -> None:
+        """Copy the token ids that differ from the last ones to the device."""
         arrays = self._arrays(tokens)
         for name, array in arrays.items():
             if not np.array_equal(array, self.arrays[name]):
-                write_value(self.values[name], array)
+                write_value(self.inputs[name], array)
         self.arrays = arrays
 
-    def held(self) -> list[Any]:
-        """All values on the device."""
-        return [*self.values.values(), *(value for part in self.parts for value in part.outputs.values())]
+    def values(self) -> list[Any]:
+        """Return all OrtValues on the device."""
+        return [*self.inputs.values(), *(value for run in self.runs for value in run.outputs.values())]
 
     def release(self) -> None:
-        """Give the captured graphs back."""
-        for part in self.parts:
-            part.release()
+        """Free the GPU graphs."""
+        for run in self.runs:
+            run.release()
 
     def check(self) -> None:
-        """Raise SdOrtError when what an encoder gave was not finite, once all was waited for."""
+        """Raise SdOrtError if an encoder's output was not finite. Call it after a wait for the device."""
         for value, encoder in self.checks:
             check_finite(read_value(value), encoder)

@@ -86,6 +86,45 @@ size_t extent(int64_t rows, int64_t columns, int64_t leading, int64_t stride, in
   return (batch - 1) * stride + (columns - 1) * leading + rows;
 }
 
+// A matrix, or a batch of them, as callers describe it.
+template <class Type>
+struct Matrix {
+  const void* data;
+  Type type;
+  int64_t leading, stride;
+};
+
+template <class Operation, class Type, class Compute>
+Gemm strided_gemm(const char* function, Operation transpose_a, Operation transpose_b, int m, int n, int k,
+                  const void* alpha, Matrix<Type> a, Matrix<Type> b, const void* beta, Matrix<Type> c, Matrix<Type> d,
+                  int batch, Compute compute) {
+  const DType scalar = dtype_of(compute, function), d_dtype = dtype_of(d.type, function);
+  if (dtype_of(c.type, function) != d_dtype) fail("%s: C and D of two types are not simulated", function);
+  return {m,
+          n,
+          k,
+          is_transposed(transpose_a, function),
+          is_transposed(transpose_b, function),
+          simulated::load(alpha, scalar, 0),
+          simulated::load(beta, scalar, 0),
+          a.data,
+          dtype_of(a.type, function),
+          a.leading,
+          a.stride,
+          b.data,
+          dtype_of(b.type, function),
+          b.leading,
+          b.stride,
+          c.data,
+          c.leading,
+          c.stride,
+          const_cast<void*>(d.data),
+          d_dtype,
+          d.leading,
+          d.stride,
+          batch};
+}
+
 // False if a size or a leading dimension is invalid.
 bool run(const void* handle, const char* function, const Gemm& gemm) {
   using simulated::bytes_of;
@@ -162,31 +201,11 @@ SIMULATED_EXPORT hipblasStatus_t hipblasGemmStridedBatchedEx(
     hipDataType b_type, int ldb, hipblasStride b_stride, const void* beta, void* c, hipDataType c_type, int ldc,
     hipblasStride c_stride, int batch, hipblasComputeType_t compute, hipblasGemmAlgo_t) {
   constexpr const char* kName = "hipblasGemmStridedBatchedEx";
-  const DType scalar = dtype_of(compute, kName), c_dtype = dtype_of(c_type, kName);
+  using Operand = Matrix<hipDataType>;
+  const Operand result{c, c_type, ldc, c_stride};
   return run_hipblas(handle, kName,
-                     {m,
-                      n,
-                      k,
-                      is_transposed(transpose_a, kName),
-                      is_transposed(transpose_b, kName),
-                      simulated::load(alpha, scalar, 0),
-                      simulated::load(beta, scalar, 0),
-                      a,
-                      dtype_of(a_type, kName),
-                      lda,
-                      a_stride,
-                      b,
-                      dtype_of(b_type, kName),
-                      ldb,
-                      b_stride,
-                      c,
-                      ldc,
-                      c_stride,
-                      c,
-                      c_dtype,
-                      ldc,
-                      c_stride,
-                      batch});
+                     strided_gemm(kName, transpose_a, transpose_b, m, n, k, alpha, Operand{a, a_type, lda, a_stride},
+                                  Operand{b, b_type, ldb, b_stride}, beta, result, result, batch, compute));
 }
 
 SIMULATED_EXPORT rocblas_status rocblas_gemm_ex(rocblas_handle handle, rocblas_operation transpose_a,
@@ -209,32 +228,11 @@ SIMULATED_EXPORT rocblas_status rocblas_gemm_strided_batched_ex(
     rocblas_int ldd, rocblas_stride d_stride, rocblas_int batch, rocblas_datatype compute, rocblas_gemm_algo, int32_t,
     uint32_t) {
   constexpr const char* kName = "rocblas_gemm_strided_batched_ex";
-  const DType scalar = dtype_of(compute, kName), d_dtype = dtype_of(d_type, kName);
-  if (dtype_of(c_type, kName) != d_dtype) fail("%s: C and D of two types are not simulated", kName);
+  using Operand = Matrix<rocblas_datatype>;
   return run_rocblas(handle, kName,
-                     {m,
-                      n,
-                      k,
-                      is_transposed(transpose_a, kName),
-                      is_transposed(transpose_b, kName),
-                      simulated::load(alpha, scalar, 0),
-                      simulated::load(beta, scalar, 0),
-                      a,
-                      dtype_of(a_type, kName),
-                      lda,
-                      a_stride,
-                      b,
-                      dtype_of(b_type, kName),
-                      ldb,
-                      b_stride,
-                      c,
-                      ldc,
-                      c_stride,
-                      d,
-                      d_dtype,
-                      ldd,
-                      d_stride,
-                      batch});
+                     strided_gemm(kName, transpose_a, transpose_b, m, n, k, alpha, Operand{a, a_type, lda, a_stride},
+                                  Operand{b, b_type, ldb, b_stride}, beta, Operand{c, c_type, ldc, c_stride},
+                                  Operand{d, d_type, ldd, d_stride}, batch, compute));
 }
 
 SIMULATED_EXPORT hipblasStatus_t hipblasSgeam(hipblasHandle_t handle, hipblasOperation_t transpose_a,

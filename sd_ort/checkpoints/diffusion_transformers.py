@@ -1,0 +1,97 @@
+"""Diffusion transformers by the class of their diffusers model: the inputs and the output of the graph of each family.
+
+Signatures, presets, synthetic inputs and pipelines read this table. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Axis = int | str
+Config = Mapping[str, Any]
+Axes = Mapping[str, tuple[Axis, ...]]
+
+
+@dataclass(frozen=True)
+class TransformerFamily:
+    """A family of diffusion transformers.
+
+    Attributes:
+        inputs: Returns the axes of each input for a config. Inputs are float32 and have the names of diffusers'
+            `forward`, which are those of Optimum too.
+        output: Returns the axes of the output `out_hidden_states`.
+        max_timestep: Largest value of `timestep`.
+        penultimate_clip_states: Whether the CLIP encoders return the penultimate hidden state and `text_embeds`;
+            otherwise `last_hidden_state` and `pooler_output`.
+        steps, guidance: Default number of denoising steps and guidance scale of diffusers' pipeline.
+        max_patches: Returns the largest number of patches along height and width, None without a limit.
+    """
+
+    inputs: Callable[[Config], Axes]
+    output: Callable[[Config], tuple[Axis, ...]]
+    max_timestep: float
+    penultimate_clip_states: bool
+    steps: int
+    guidance: float
+    max_patches: Callable[[Config], int | None] = lambda config: None
+
+
+def _text_inputs(config: Config) -> dict[str, tuple[Axis, ...]]:
+    """Return the inputs that do not depend on the image: the prompt, its pooled embedding, and the timestep."""
+    return {
+        "encoder_hidden_states": ("batch", "sequence", config["joint_attention_dim"]),
+        "pooled_projections": ("batch", config["pooled_projection_dim"]),
+        "timestep": (1,),
+    }
+
+
+def _sd3_inputs(config: Config) -> Axes:
+    return {"hidden_states": ("batch", config["in_channels"], "height", "width"), **_text_inputs(config)}
+
+
+def _flux_inputs(config: Config) -> Axes:
+    """Return the inputs of FLUX.1: latents in patches of 2x2, and (0, y, x) of each patch; zeros for text tokens."""
+    inputs = {"hidden_states": ("batch", "image_sequence", config["in_channels"]), **_text_inputs(config)}
+    inputs |= {"img_ids": ("image_sequence", 3), "txt_ids": ("sequence", 3)}
+    return inputs | ({"guidance": ("batch",)} if config.get("guidance_embeds") else {})
+
+
+FAMILIES: Mapping[str, TransformerFamily] = {
+    "SD3Transformer2DModel": TransformerFamily(
+        inputs=_sd3_inputs,
+        output=lambda config: ("batch", config["out_channels"], "height", "width"),
+        max_timestep=1000,
+        penultimate_clip_states=True,
+        steps=28,
+        guidance=7.0,
+        max_patches=lambda config: config["pos_embed_max_size"],
+    ),
+    "FluxTransformer2DModel": TransformerFamily(
+        inputs=_flux_inputs,
+        output=lambda config: ("batch", "image_sequence", config.get("out_channels") or config["in_channels"]),
+        max_timestep=1,
+        penultimate_clip_states=False,
+        steps=28,
+        guidance=3.5,
+    ),
+}
+
+
+def synthetic_values(config: Config, name: str, random: np.random.Generator, shape: list[int]) -> np.ndarray | None:
+    """Return values of an input that are not normal noise, with the distribution of the pipeline; else None.
+
+    None also for the config of a model that is no diffusion transformer. Text ids are random as well, since those of
+    the pipelines are zeros, for which rotary embeddings have no effect.
+    """
+    family = FAMILIES.get(str(config.get("_class_name")))
+    if family is None:
+        return None
+    if name == "timestep":
+        return random.uniform(0, family.max_timestep, shape)
+    if name == "guidance":
+        return random.uniform(1, 5, shape)
+    return random.integers(0, 64, shape).astype(np.float64) if name in ("img_ids", "txt_ids") else None

@@ -1,0 +1,91 @@
+"""diffusers' FlowMatchEulerDiscreteScheduler in NumPy: the latents are (1 - sigma) image + sigma noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sd_ort.core.errors import InputError
+
+CLASS = "FlowMatchEulerDiscreteScheduler"
+# Options that select another schedule or step rule, and the values that are implemented.
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "invert_sigmas": (False,),
+    "shift_terminal": (None,),
+    "use_karras_sigmas": (False,),
+    "use_exponential_sigmas": (False,),
+    "use_beta_sigmas": (False,),
+    "use_flow_sigmas": (False,),
+    "stochastic_sampling": (False,),
+    "time_shift_type": ("exponential", "linear"),
+}
+
+
+@dataclass(frozen=True)
+class FlowMatchSchedule:
+    """A schedule of T steps: timesteps (T,) and sigmas (T + 1,), of which the last is 0; both float32."""
+
+    timesteps: np.ndarray
+    sigmas: np.ndarray
+
+    def step(self, i: int, prediction: np.ndarray, latents: np.ndarray) -> np.ndarray:
+        """Return the latents after step i."""
+        after: np.ndarray = latents + (self.sigmas[i + 1] - self.sigmas[i]) * prediction
+        return after
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise InputError for the config of another scheduler, or an option that is not implemented."""
+    name = config.get("_class_name")
+    if name != CLASS:
+        raise InputError(f"Scheduler {name} is not supported for diffusion transformers: use {CLASS}.")
+    for option, values in OPTIONS.items():
+        if (value := config.get(option, values[0])) not in values:
+            raise InputError(f"{CLASS} with {option} = {value} is not supported.")
+
+
+def linear_mu(config: Mapping[str, Any], image_tokens: int) -> float:
+    """Return the shift of dynamic shifting, linear in the number of image tokens."""
+    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    first, last = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (last - first) / (high - low)
+    return float(image_tokens * slope + (first - slope * low))
+
+
+def make_schedule(
+    config: Mapping[str, Any], steps: int, image_tokens: int, sigmas: Sequence[float] | None, mu: float | None = None
+) -> FlowMatchSchedule:
+    """Return the schedule of a config.
+
+    Args:
+        steps: Number of steps, if `sigmas` is None.
+        image_tokens: Determines the shift, if the config has dynamic shifting.
+        sigmas: Unshifted sigmas; None for equal distances between the largest and the smallest trained sigma.
+        mu: Shift instead of the one of `image_tokens`.
+    """
+    trained = int(config.get("num_train_timesteps", 1000))
+    shift = float(config.get("shift", 1.0))
+    dynamic = bool(config.get("use_dynamic_shifting"))
+    if mu is not None and not dynamic:
+        mu = None  # diffusers ignores it
+    if sigmas is None:
+        ends = np.array([trained, 1], np.float32) / np.float32(trained)
+        if not dynamic:
+            ends = np.float32(shift) * ends / (1 + np.float32(shift - 1) * ends)
+        values = np.linspace(float(ends[0]) * trained, float(ends[1]) * trained, steps) / trained
+    else:
+        values = np.asarray(sigmas, np.float64).astype(np.float32)
+        if values.ndim != 1 or not values.size or not ((values > 0) & (values <= 1)).all():
+            raise InputError("sigmas must be numbers above 0 and up to 1, one for each step.")
+    if dynamic:
+        mu = linear_mu(config, image_tokens) if mu is None else mu
+        factor = math.exp(mu) if config.get("time_shift_type", "exponential") == "exponential" else mu
+        values = factor / (factor + (1 / values - 1))
+    else:
+        values = shift * values / (1 + (shift - 1) * values)
+    values = values.astype(np.float32)
+    return FlowMatchSchedule(values * np.float32(trained), np.append(values, np.float32(0)))

@@ -1,0 +1,310 @@
+"""Diffusion transformers: exports equal to torch at three sizes, batches 1 to 3; fusions; images of diffusers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_export import check_against_torch
+
+from sd_ort import FluxPipeline, StableDiffusion3Pipeline
+from sd_ort.checkpoints import flow_match
+from sd_ort.checkpoints.diffusers_folder import open_folder
+from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
+from sd_ort.core.errors import InputError
+from sd_ort.core.metrics import psnr
+from sd_ort.export import exporter, templates
+from sd_ort.graphs.load import load
+from sd_ort.inspect.verify import verify
+from sd_ort.stages import optimize
+
+SIZES = (
+    {"batch": 1, "sequence": 19, "height": 24, "width": 16, "image_sequence": 28},
+    {"batch": 2, "sequence": 33, "height": 16, "width": 20, "image_sequence": 41},
+    {"batch": 3, "sequence": 7, "height": 10, "width": 48, "image_sequence": 15},
+)
+SD3, FLUX = "sd35-medium-mini", "flux-dev-mini"
+WHOLE = {SD3: 20, FLUX: 21}  # opset of the exports that images are generated with
+EXPORTS = {
+    (SD3, 20): ["text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae_decoder"],
+    (SD3, 23): ["transformer"],
+    (FLUX, 21): ["text_encoder", "text_encoder_2", "transformer", "vae_decoder"],
+    (FLUX, 23): ["transformer", "text_encoder_2"],
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, mini_presets):
+    """Return a function that exports the components of `EXPORTS` once and returns the folder."""
+
+    @cache
+    def export(preset: str, opset: int) -> Path:
+        out = tmp_path_factory.mktemp(preset) / "out"
+        options = {"opset": opset, "components": EXPORTS[preset, opset]}
+        exporter.export(None, out, preset=preset, random_weights=True, **options)
+        return out
+
+    return export
+
+
+@pytest.mark.parametrize(("preset", "opset"), EXPORTS)
+def test_equals_torch(exported, preset, opset):
+    folder = exported(preset, opset)
+    for component in EXPORTS[preset, opset]:
+        for sizes in SIZES:
+            assert check_against_torch(folder, component, preset, sizes) <= 1e-10, (component, sizes)
+
+
+def test_the_check_sees_positions_and_guidance(exported):
+    """Another order of the image ids, another guidance scale and another timestep each change the output."""
+    folder = exported(FLUX, 21)
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    signature = exporter.component_signature(open_preset("flux-dev-mini", 0), "transformer", config)
+    inputs = {t.name: exporter.example_input(t, SIZES[1], config, seed=7) for t in signature.inputs}
+    path = folder / "transformer" / "model.onnx"
+    (output,) = exporter.run_onnx(path, inputs)
+    for name in ("img_ids", "txt_ids", "guidance", "timestep"):
+        changed = inputs | {name: torch.flip(inputs[name], [0]) if "ids" in name else inputs[name] * 0.5}
+        (other,) = exporter.run_onnx(path, changed)
+        assert np.square(other - output).sum() > 1e-7 * np.square(output).sum(), name
+
+
+# Nodes of the fused transformers: SD 3 has joint attention in each block and a second one of the image in the first;
+# FLUX.1 has one double block and two single blocks.
+FUSED = {
+    SD3: {"MultiHeadAttention": 3, "RMSNormalization": 10, "LayerNormalization": 9, "Transpose": 1},
+    FLUX: {"MultiHeadAttention": 3, "RMSNormalization": 8, "LayerNormalization": 7, "Transpose": 0},
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", "portable"])
+@pytest.mark.parametrize(("preset", "opset"), EXPORTS)
+def test_fusions(exported, tmp_path, preset, opset, target):
+    """The same nodes from every opset, equal outputs; no attention is taken apart, no modulation stays."""
+    folder = exported(preset, opset)
+    tested = [name for name in EXPORTS[preset, opset] if name in ("transformer", "text_encoder_2", "text_encoder_3")]
+    optimize(folder, tmp_path / "out", target=target, components=tested)
+    graph = load(tmp_path / "out" / "transformer" / "model.onnx").graph
+    counts = Counter(node.op_type for node in graph)
+    expected = FUSED[preset] | dict.fromkeys(("ScaledDotProductAttention", "Softmax", "Attention", "ReduceMean"), 0)
+    assert {op: counts[op] for op in expected} == expected
+    norms = [node for node in graph if node.op_type == "LayerNormalization"]
+    assert all(not node.inputs[1].is_initializer() for node in norms), "scale and shift are computed"
+    result = verify(folder, tmp_path / "out", components=tested)
+    assert result["passed"], result["rows"]
+    assert {row["component"] for row in result["rows"]} == set(tested)
+
+
+def test_templates_tell_the_encoders_apart(mini_presets):
+    """CLIP-L of SD3 returns the penultimate hidden state, that of FLUX.1 the pooled output. Both have the same T5."""
+
+    def key(preset: str, component: str) -> str:
+        return templates.component_key(open_preset(preset, 0), component, 20, "dynamo")
+
+    assert key("sd35-medium-mini", "text_encoder") != key("flux-dev-mini", "text_encoder")
+    assert key("sd35-medium-mini", "text_encoder_3") != key("flux-dev-mini", "text_encoder")
+
+
+# --- Folders --------------------------------------------------------------------------------------------------------
+
+
+def write_folder(folder: Path, **changes) -> Path:
+    """Write the configs of `flux-schnell-mini` as a diffusers folder without weights; `changes` of its index."""
+    source = open_preset("flux-schnell-mini", 0)
+    source.write_configs(folder)
+    for name, config in source.configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "model_index.json").write_text(json.dumps({**source.index, **changes}))
+    return folder
+
+
+def test_diffusers_folder(mini_presets, tmp_path):
+    checkpoint = open_folder("flux", write_folder(tmp_path))
+    assert list(checkpoint.models) == ["text_encoder", "text_encoder_2", "transformer", "vae"]
+    assert exporter.select_components(checkpoint, None)[1:3] == ["text_encoder_2", "transformer"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"transformer": ["diffusers", "QwenImageTransformer2DModel"]}, "transformer of class QwenImageTransformer2D"),
+        ({"transformer": [None, None]}, "neither a UNet nor a transformer"),
+        ({"text_encoder_2": ["transformers", "Qwen3ForCausalLM"]}, "text_encoder_2 of class Qwen3ForCausalLM"),
+        ({"tokenizer_3": ["transformers", "T5TokenizerFast"]}, "lacks its tokenizer_3"),
+    ],
+)
+def test_unsupported_folders_are_rejected_by_name(mini_presets, tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        open_folder("flux", write_folder(tmp_path, **changes))
+
+
+# --- Images ---------------------------------------------------------------------------------------------------------
+
+PROMPTS = ["a red square", "Blue circles; on the left"]
+CLASSES = {SD3: StableDiffusion3Pipeline, FLUX: FluxPipeline}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, exported):
+    """Return a function that optimizes the export of a preset for target cpu once and returns the folder."""
+
+    @cache
+    def make(preset: str) -> Path:
+        out = tmp_path_factory.mktemp(preset) / "out"
+        optimize(exported(preset, WHOLE[preset]), out, target="cpu")
+        return out
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, mini_presets):
+    """Return a function that loads diffusers' pipeline with the weights of a preset once."""
+
+    @cache
+    def load(preset: str):
+        from diffusers import DiffusionPipeline
+
+        source = open_preset(preset, 0)
+        configs = tmp_path_factory.mktemp(f"{preset}-configs")
+        source.write_configs(configs)
+        models = {name: source.load(name) for name in source.configs}
+        pipeline = DiffusionPipeline.from_pretrained(configs, **models, image_encoder=None, feature_extractor=None)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    return load
+
+
+CALLS = {
+    "two prompts, two images each, guided": (SD3, {"num_images_per_prompt": 2, "negative_prompt": ["dark", "blur"]}),
+    "not guided, other texts": (SD3, {"guidance_scale": 1.0, "prompt_2": PROMPTS[::-1], "prompt_3": ["x", "y"]}),
+    "own sigmas": (SD3, {"sigmas": [0.9, 0.5, 0.1], "num_inference_steps": None}),
+    "distilled guidance": (FLUX, {"num_images_per_prompt": 2, "guidance_scale": 2.0}),
+    "true guidance": (FLUX, {"true_cfg_scale": 3.0, "negative_prompt": ["dark", "blur"], "prompt_2": PROMPTS[::-1]}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_image_of_diffusers(folder, reference, name):
+    preset, arguments = CALLS[name]
+    call = {
+        "prompt": PROMPTS, "height": 32, "width": 48, "num_inference_steps": 3, "max_sequence_length": 20,
+        "output_type": "np", **arguments,
+    }  # fmt: skip
+    if call["num_inference_steps"] is None:
+        del call["num_inference_steps"]
+    with torch.no_grad():
+        expected = reference(preset)(**call, generator=torch.Generator().manual_seed(5)).images
+    pipeline = CLASSES[preset].from_pretrained(folder(preset), "cpu")
+    actual = pipeline(**call, generator=5).images
+    assert actual.shape == expected.shape == (4 if "num_images_per_prompt" in arguments else 2, 32, 48, 3)
+    assert psnr(actual, expected, 0.01, peak=1.0) >= 60
+    other = pipeline(**call, generator=6).images
+    assert psnr(other, expected, 0.01, peak=1.0) < 40, "the comparison does not see the seed"
+
+
+@pytest.mark.parametrize("preset", ["sd35-medium", "flux-schnell", "flux-dev"])
+@pytest.mark.parametrize("steps", [1, 4, 28])
+def test_schedule(preset, steps):
+    """The timesteps and sigmas of diffusers' scheduler, with and without dynamic shifting."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    config = PRESETS[preset].scheduler
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+    sigmas = None if preset.startswith("sd3") else np.linspace(1.0, 1 / steps, steps)
+    mu = flow_match.linear_mu(config, 1000)
+    scheduler.set_timesteps(None if sigmas is not None else steps, sigmas=sigmas, mu=mu)
+    schedule = flow_match.make_schedule(config, steps, 1000, sigmas)
+    np.testing.assert_allclose(schedule.timesteps, scheduler.timesteps.numpy(), rtol=2e-7)
+    np.testing.assert_allclose(schedule.sigmas, scheduler.sigmas.numpy(), rtol=2e-7)
+
+
+@pytest.mark.parametrize(("option", "value"), [("use_karras_sigmas", True), ("shift_terminal", 0.02)])
+def test_unsupported_schedules_are_named(option, value):
+    with pytest.raises(InputError, match=option):
+        flow_match.check_config({"_class_name": flow_match.CLASS, option: value})
+
+
+def test_t5_tokens_are_those_of_transformers(tmp_path, mini_presets):
+    from transformers import AutoTokenizer
+
+    open_preset(FLUX, 0).write_configs(tmp_path)
+    texts = ["a red square", "", "Ünknown  and   spaces ", "long " * 12]
+    expected = AutoTokenizer.from_pretrained(tmp_path / "tokenizer_2")(
+        texts, padding="max_length", max_length=24, truncation=True, return_tensors="np"
+    ).input_ids
+    np.testing.assert_array_equal(T5Tokenizer(tmp_path / "tokenizer_2").token_ids(texts, 24), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"height": 33}, "multiples of 4"),
+        ({"height": 4096}, "too large"),
+        ({"num_inference_steps": 0}, "0 steps"),
+        ({"max_sequence_length": 600}, "max_sequence_length"),
+        ({"output_type": "jpeg"}, "output_type"),
+        ({"generator": [1, 2, 3]}, "3 generators"),
+        ({"latents": np.zeros((1, 16, 4, 4))}, "latents of shape"),
+        ({"skip_guidance_layers": [1]}, "skip_guidance_layers"),
+        ({"negative_prompt": ["a", "b", "c"]}, "3 prompts"),
+        ({"sigmas": [0.5, 0.0]}, "sigmas"),
+    ],
+)
+def test_arguments_are_rejected_by_name(folder, arguments, message):
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder(SD3), "cpu", low_memory=True)
+    with pytest.raises(InputError, match=message):
+        pipeline("a", **{"height": 32, "width": 32, "num_inference_steps": 1, "max_sequence_length": 4} | arguments)
+
+
+def test_folders_are_rejected_by_name(folder, tmp_path):
+    with pytest.raises(InputError, match="holds a StableDiffusion3Pipeline, not a FluxPipeline"):
+        FluxPipeline.from_pretrained(folder(SD3), "cpu")
+    with pytest.raises(InputError, match="split_guidance"):
+        StableDiffusion3Pipeline.from_pretrained(folder(SD3), "cpu", split_guidance=(0, 1))
+    shutil.copytree(folder(FLUX), tmp_path / "flux")
+    shutil.rmtree(tmp_path / "flux" / "text_encoder_2")
+    with pytest.raises(InputError, match="has no text_encoder_2"):
+        FluxPipeline.from_pretrained(tmp_path / "flux", "cpu")
+
+
+def test_sd3_without_t5(folder, reference, tmp_path):
+    """A folder without T5 reads zeros in place of its hidden states, as diffusers does."""
+    shutil.copytree(folder(SD3), tmp_path / "sd3")
+    shutil.rmtree(tmp_path / "sd3" / "text_encoder_3")
+    path = tmp_path / "sd3" / "model_index.json"
+    absent = {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | absent))
+    call = {"prompt": "a", "height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_length": 9}
+    pipeline = reference(SD3)
+    encoder = pipeline.text_encoder_3
+    pipeline.text_encoder_3 = None
+    with torch.no_grad():
+        expected = pipeline(**call, output_type="np", generator=torch.Generator().manual_seed(1)).images
+    pipeline.text_encoder_3 = encoder
+    actual = StableDiffusion3Pipeline.from_pretrained(tmp_path / "sd3", "cpu")(**call, output_type="np", generator=1)
+    assert psnr(actual.images, expected, 0.01, peak=1.0) >= 60
+
+
+def test_generate_command(folder, sd_ort, tmp_path):
+    """Images from the shell with the folder's defaults; what starts from an image is refused."""
+    from PIL import Image
+
+    out = tmp_path / "image.png"
+    options = ["--model", folder(FLUX), "--height", "32", "--width", "32", "--provider", "cpu", "--seed", "4"]
+    assert sd_ort("generate", "a red square", *options, "--steps", "2", "--out", out)[0] == 0
+    expected = FluxPipeline.from_pretrained(folder(FLUX), "cpu")(
+        "a red square", height=32, width=32, num_inference_steps=2, generator=4
+    ).images[0]
+    with Image.open(out) as image:
+        assert np.array_equal(np.asarray(image), np.asarray(expected))
+        assert image.info["guidance"] == "3.5"
