@@ -11,6 +11,7 @@ crashes. `--quarter` (0 to 3) runs every fourth case.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -34,6 +35,9 @@ from sd_ort.stages import optimize
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator")
 TARGETS = ("portable", "cpu", "cuda")
 RANDOM = frozenset(RANDOM_OPS) | {"Dropout"}
+UNRELEASED = {"ALLOW_RELEASED_ONNX_OPSET_ONLY": "0"}  # environment in which ONNX Runtime opens onnx's newest opset
+# Not valid before either: Range reads vectors of one element, which ONNX Runtime does not see behind an If.
+INVALID = ("test_affine_grid_2d_align_corners_expanded", "test_affine_grid_2d_expanded")
 RTOL, ATOL = 1e-4, 1e-5  # of float32; a fused graph adds in another order
 IR_VERSION = 11  # newest that ONNX Runtime reads
 EQUAL, WRONG, CRASH, REFUSED, NOTHING = "equal", "wrong", "crash", "refused", "not comparable"
@@ -78,7 +82,16 @@ def session(path: Path) -> ort.InferenceSession:
 def run_session(opened: ort.InferenceSession, feeds: Iterable[dict[str, Any]]) -> list[list[Any]]:
     """Return the outputs of each data set. A CPU-equivalent model takes float32 for float16."""
     wide = {value.name for value in opened.get_inputs() if value.type == "tensor(float)"}
-    return [opened.run(None, {n: a.astype(np.float32) if n in wide else a for n, a in feed.items()}) for feed in feeds]
+    return [opened.run(None, {n: feed_value(a, n in wide) for n, a in feed.items()}) for feed in feeds]
+
+
+def feed_value(value: Any, as_float32: bool) -> Any:
+    """Return an input of a test case as ONNX Runtime's Python API takes it: NumPy's scalars are arrays there."""
+    if isinstance(value, onnx.TensorProto):
+        value = onnx.numpy_helper.to_array(value)
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    return value.astype(np.float32) if as_float32 else value
 
 
 def is_random(graph: onnx.GraphProto) -> bool:
@@ -126,7 +139,8 @@ def results(case: Any, targets: Iterable[str], work: Path) -> Iterator[tuple[str
             with cpu_equivalent(out) as (path, _):
                 actual = run_session(session(path), feeds)
         except SdOrtError as error:
-            yield target, REFUSED, summary(error).replace(f"{target} is", "the result is")
+            invalid = "ONNX Runtime refuses" in str(error) and case.name not in INVALID
+            yield target, WRONG if invalid else REFUSED, summary(error).replace(f"{target} is", "the result is")
         except Exception as error:
             yield target, CRASH, summary(error)
         else:
@@ -137,10 +151,10 @@ def results(case: Any, targets: Iterable[str], work: Path) -> Iterator[tuple[str
 
 
 def summary(error: BaseException) -> str:
-    """Return the first line of an exception without names of nodes and files, to be counted."""
+    """Return the first line of an exception without names of nodes and files, of ONNX Runtime's only the kind."""
     text = str(error).split("\n")[0] if str(error) else type(error).__name__
-    text = re.sub(r"/\S+|'[^']*'|\"[^\"]*\"|\([^)]*\)|\d+", "…", text)
-    return " ".join(text.split())[:140]
+    text = re.sub(r"\[ONNXRuntimeError\] : \d+ : (\w+) : .*", r"ONNX Runtime: \1", text)
+    return " ".join(re.sub(r"/\S+|'[^']*'|\([^)]*\)|\d+", "…", text).split())
 
 
 def run(
@@ -158,7 +172,7 @@ def run(
             for case in chosen[slice(quarter, None, 4 if quarter is not None else 1)]:
                 for target, verdict, reason in results(case, targets, Path(folder)):
                     counts[target, verdict, reason] += 1
-                    if verdict in (WRONG, CRASH) or "ONNX Runtime refuses" in reason:
+                    if verdict in (WRONG, CRASH):
                         on_fault(f"{verdict}: {kind} {case.name} {target} {reason}")
     return counts
 
@@ -190,7 +204,7 @@ def report(counts: Counter[tuple[str, str, str]], seconds: float, found: list[st
                 reasons[reason] += count
         lines += ["", f"{verdict}{' (all targets)' if verdict == REFUSED else ''}:", ""]
         lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
-    return "\n".join([*lines, *(["", "Named:", "", *(f"- {line}" for line in found)] if found else [])]) + "\n"
+    return "\n".join([*lines, *(["", "Faults:", "", *(f"- {line}" for line in found)] if found else [])]) + "\n"
 
 
 def main() -> None:
@@ -200,6 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     print(f"{machine()}\n{versions()}, commit {commit()}")
+    os.environ.update(UNRELEASED)
     found: list[str] = []
 
     def say(line: str) -> None:
