@@ -36,10 +36,7 @@ stable_diffusion_xl/test_stable_diffusion_xl stable_diffusion_xl/test_stable_dif
 stable_diffusion_xl/test_stable_diffusion_xl_inpaint controlnet/test_controlnet controlnet/test_controlnet_img2img
 controlnet/test_controlnet_inpaint controlnet/test_controlnet_inpaint_sdxl controlnet/test_controlnet_sdxl
 controlnet/test_controlnet_sdxl_img2img latent_consistency_models/test_latent_consistency_models
-latent_consistency_models/test_latent_consistency_models_img2img ip_adapters/test_ip_adapter_stable_diffusion
-pag/test_pag_sd pag/test_pag_sd_img2img pag/test_pag_sd_inpaint pag/test_pag_sdxl pag/test_pag_sdxl_img2img
-pag/test_pag_sdxl_inpaint pag/test_pag_controlnet_sd pag/test_pag_controlnet_sd_inpaint pag/test_pag_controlnet_sdxl
-pag/test_pag_controlnet_sdxl_img2img""".split()
+latent_consistency_models/test_latent_consistency_models_img2img ip_adapters/test_ip_adapter_stable_diffusion""".split()
 LORA_TESTS = ["lora/test_lora_layers_sd.py", "lora/test_lora_layers_sdxl.py"]
 MIN_PSNR = 60.0  # dB
 REASONS: dict[str, str] = {}
@@ -219,7 +216,10 @@ def main() -> None:
         counts[kind] += 1
         rows.append((name, kind, reason))
     text = HEAD.format(**{name: version(name) for name in ("diffusers", "torch", "transformers")})
-    text += ", ".join(f"{count} {kind}" for kind, count in counts.items()) + ".\n\n| test | verdict | reason |\n|---|---|---|\n"
+    text += (
+        ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        + ".\n\n| test | verdict | reason |\n|---|---|---|\n"
+    )
     text += "".join(f"| {name} | {kind} | {reason[:160].replace('|', '/')} |\n" for name, kind, reason in rows)
     options.out.write_text(text)
     print(dict(counts))
