@@ -181,10 +181,10 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
 
         Without `add_noise`, the latents of `image`. `return_noise` and `return_image_latents` append these.
         """
-        if image is None and (not is_strength_max or not add_noise or return_image_latents):
-            raise InputError("prepare_latents needs an image here.")
-        image_latents = None
+        image_latents: Any = None
         if return_image_latents or not add_noise or (latents is None and not is_strength_max):
+            if image is None:
+                raise InputError("prepare_latents needs an image here.")
             image_latents = self._image_latents(image, batch_size, generator).to(device, dtype)
         shape = batch_size, num_channels_latents, height // self.vae_scale_factor, width // self.vae_scale_factor
         noise = self._prepare_noise(shape, dtype, device, generator, latents if add_noise else None)
