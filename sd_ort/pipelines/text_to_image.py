@@ -45,6 +45,7 @@ from sd_ort.pipelines.request import (
     Prompt,
     Request,
     StepCallback,
+    check_generators,
     check_size,
     request,
 )
@@ -424,6 +425,25 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if noise.shape != shape:
             raise InputError(f"latents of shape {noise.shape} were given where {shape} are needed.")
         return noise
+
+    def prepare_latents(
+        self, batch_size: int, num_channels_latents: int, height: int, width: int, dtype: torch.dtype, device: Any,
+        generator: Generator, latents: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Return noise, or `latents`, (B, C, h, w) in the scale of the first timestep that `scheduler` has."""
+        shape = batch_size, num_channels_latents, height // self.vae_scale_factor, width // self.vae_scale_factor
+        return self._prepare_noise(shape, dtype, device, generator, latents) * self.scheduler.init_noise_sigma
+
+    @staticmethod
+    def _prepare_noise(
+        shape: Sequence[int], dtype: torch.dtype, device: Any, generator: Generator, latents: Tensor | None
+    ) -> Tensor:
+        """Return `latents` or noise of `shape`. Raises InputError for a list of generators of another length."""
+        import torch
+
+        check_generators(generator, shape[0])
+        noise = torch.from_numpy(draw_noise(shape, sources(generator))) if latents is None else latents
+        return noise.to(device, dtype)
 
     # --- Images -----------------------------------------------------------------------------------------------------
 

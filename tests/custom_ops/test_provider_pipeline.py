@@ -20,12 +20,14 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import ProviderError
 from sd_ort.core.pipeline_folder import MODEL, read_manifest
+from sd_ort.inspect.node_assignment import assign_nodes
 from sd_ort.runtime import provider_table, providers, tuning
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import ModelOverride, SessionOptions, create_session
 from sd_ort.runtime.updatable_weights import UpdatableWeights, supports_in_place_update, update_callback
+from sd_ort.weights import update_graph
 
 
 def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
@@ -154,6 +156,20 @@ def test_memory_outlives_the_values_that_a_session_was_given(
 
 def test_it_reads_held_weights_in_place(provider: str) -> None:
     assert supports_in_place_update(provider, provider_named(provider).device, {})
+
+
+def test_it_computes_lora_deltas_itself(provider: str, tmp_path: Path) -> None:
+    """Nodes on the CPU would copy every factor and every delta over the bus at each change of a scale."""
+    filters = ["cast", "FLOAT16", ["subpixel_phases", None, ["transpose", [0, 2, 3, 1], "w"]]]
+    for recipe, shape in (
+        (filters, (5, 4, 3, 3)),
+        (["matrix", 5, ["transpose", [0, 2, 3, 1], "w"]], (5, 4, 1, 1)),
+        (["interleave", 2, *(["transpose", [1, 0], each] for each in "qkv")], (8, 4)),
+    ):
+        spec = update_graph.weight_update_spec(recipe, shape, np.dtype(np.float16))
+        assert spec is not None
+        (tmp_path / "model.onnx").write_bytes(update_graph.build_weight_update(spec))
+        assert assign_nodes([tmp_path / "model.onnx"], provider)["unassigned_nodes"] == []
 
 
 @pytest.fixture
