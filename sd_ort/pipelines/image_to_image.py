@@ -227,7 +227,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             assert start is not None
             if request.masked_image_latents is None:  # diffusers encodes the masked image here too
                 self.vae.skip_noise(len(pixels), latents.shape, request.generator)
-            more["kept"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors)
+            more["blend"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors)
         else:
             more["channels"] = np.concatenate([small, self._masked(pixels, mask, request)], 1)
         output = self._sample(latents, schedule, conditioning, request, **more)

@@ -100,6 +100,14 @@ def view(device: str, address: int, element: int, shape: Sequence[int], owner: o
     return made
 
 
+def memory_view(device: str, address: int, dtype: Any, shape: Sequence[int]) -> Any:
+    """Return an OrtValue over memory at an address of a device without a vendor, which must outlive it."""
+    binding = _any_session().io_binding()
+    where = place(device)
+    binding.bind_output("y", where["device_type"], where["device_id"], dtype, list(shape), address)
+    return binding.get_outputs()[0]
+
+
 def keep(session: Any, owner: object) -> Any:
     """The session; `owner` stays as long as any part of ONNX Runtime has it."""
     weakref.finalize(session._sess, _let_go, owner).atexit = False  # type: ignore[misc]  # a property
