@@ -274,14 +274,18 @@ class Components(MutableMapping[str, Model]):
         self.replace_weights({})
         return given_up
 
-    def hold(self, name: str, weights: Mapping[str, np.ndarray]) -> UpdatableWeights:
+    def hold(self, name: str, weights: Mapping[str, np.ndarray]) -> bool:
         """Keep these initializers of a component in memory of ours from now on, to be changed under its open session.
 
-        Its session is closed, to be opened over that memory.
+        Returns whether its session was closed, to be opened over that memory: not if they were prefetched there.
         """
-        self._close(name)
-        self.held[name] = UpdatableWeights(weights, self.device, update_callback(self.provider))
-        return self.held[name]
+        prefetched = getattr(getattr(self.opened.get(name), "session", None), "prefetched", None)
+        if prefetched is not None and not weights.keys() <= prefetched.values.keys():
+            prefetched = None
+        if prefetched is None:
+            self._close(name)
+        self.held[name] = UpdatableWeights(weights, self.device, update_callback(self.provider), prefetched)
+        return prefetched is None
 
     def _close(self, name: str) -> None:
         if name in self.opened and not self.low_memory:

@@ -118,6 +118,7 @@ def create_session(
         with _opening(provider, weights):
             session = runtime().InferenceSession(model_bytes or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # weights in memory that is not ONNX Runtime's
+        session.prefetched = ahead
         return keep(session, (session.shared, ahead, held))
 
     try:
