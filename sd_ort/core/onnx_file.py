@@ -28,6 +28,9 @@ FILE_LIMIT = (1 << 31) - 1  # bytes, protobuf's limit; larger weights are extern
 NODE_LIMIT = 100_000  # nodes after inlining all functions
 ARITY_LIMIT = 10_000  # inputs or outputs of one node
 TENSOR_LIMIT = 1 << 40  # bytes of one tensor
+WEIGHTS_ARE_INPUTS = 3  # newest IR version in which every weight had to be an input too
+CONSTANT_INPUTS = "sd_ort.constant_inputs"  # metadata: number of inputs with a default that became constants
+UNUSED_OPSET = 21  # declared for a graph of other domains' operators alone
 AXIS_LIMIT = 1 << 31  # declared size of an axis of an input or output
 
 
@@ -203,6 +206,8 @@ def _check_model(model: onnx.ModelProto) -> None:
     import onnx
 
     opsets = _opsets(model.opset_import)
+    if "" not in opsets and not any(node.domain in ("", "ai.onnx") for node in model.graph.node):
+        opsets[""] = model.opset_import.add(domain="", version=UNUSED_OPSET).version
     if "" not in opsets:
         raise _Invalid("names no ONNX opset: export it again")
     if not 1 <= opsets[""] <= onnx.defs.onnx_opset_version():
@@ -215,12 +220,24 @@ def _check_model(model: onnx.ModelProto) -> None:
         functions[key] = function
     if not model.graph.output:
         raise _Invalid("has no outputs: export it again")
+    _make_weights_constant(model)
     for value in (*model.graph.input, *model.graph.output):
         _check_value(value)
     _check_graph(model.graph, (), _Context(opsets, functions))
     for function in functions.values():
         _check_function(function, functions)
     _check_work(model, functions)
+
+
+def _make_weights_constant(model: onnx.ModelProto) -> None:
+    """Remove inputs that are initializers too: a weight that a caller may replace can be neither folded nor fused."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in weights]
+    if (count := len(model.graph.input) - len(inputs)) and model.ir_version > WEIGHTS_ARE_INPUTS:
+        model.metadata_props.add(key=CONSTANT_INPUTS, value=str(count))
+    if count:
+        del model.graph.input[:]
+        model.graph.input.extend(inputs)
 
 
 class _Context:
@@ -238,7 +255,7 @@ def _opsets(imports: Any) -> dict[str, int]:
 
 def _check_value(value: onnx.ValueInfoProto) -> None:
     if not value.type.HasField("tensor_type") or _bits(value.type.tensor_type.elem_type) is None:
-        raise _Invalid(f"has an input or output {value.name!r} that is no tensor of numbers: export it again")
+        raise _Invalid(f"has an input or output {value.name!r} that is no tensor of numbers, which sd-ort does not optimize")
     for size in value.type.tensor_type.shape.dim:
         if size.dim_value == -1:  # Paddle writes -1 for an unknown size, and ONNX Runtime reads it so
             size.ClearField("dim_value")

@@ -32,7 +32,7 @@ from fusion_passes.lower import (
     winograd_conv,
 )
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
-from fusion_passes.lower.standard_attention import standard_attention
+from fusion_passes.lower.standard_attention import FOUR_AXES, standard_attention
 from fusion_passes.operators import OPERATORS
 from sd_ort.runtime.ort_wheel import installed_wheels
 from sd_ort.runtime.provider_choice import choose_provider, installed_gpus, target_of
@@ -142,8 +142,8 @@ PORTABLE = Target("portable", fusions=(*FUSIONS, *TRANSFORMER_FUSIONS))
 CPU = Target(
     "cpu",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
-    lowering_passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
-    contrib_constraints={"QuickGelu": _any, "MultiHeadAttention": _any},
+    lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
+    contrib_constraints=dict.fromkeys(("QuickGelu", "MultiHeadAttention", "RotaryEmbedding"), _any),
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each
     bfloat16_passes=(
         _NO_SDPA,
