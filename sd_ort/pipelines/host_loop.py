@@ -269,6 +269,8 @@ class StepState:
             return torch.from_numpy(self.denoiser.controls[0].image)
         if name == "mask" and self.kept is not None:
             return torch.from_numpy(np.concatenate([self.kept.mask] * doubled))
+        if name == "masked_image_latents" and self.kept is not None and self.kept.masked_image is not None:
+            return torch.from_numpy(np.concatenate([self.kept.masked_image] * doubled))
         if name in ("mask", "masked_image_latents") and self.channels is not None:
             part = self.channels[:, :1] if name == "mask" else self.channels[:, 1:]
             return torch.from_numpy(np.concatenate([part] * doubled))

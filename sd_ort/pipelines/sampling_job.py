@@ -20,13 +20,15 @@ Arrays = Mapping[str, np.ndarray]
 @dataclass
 class InpaintBlend:
     """What an inpainting mask keeps: `picture` and `noise` (B, C, h, w), and of both the factors before each step and
-    after the last, (T + 1,); `mask` (B, 1, h, w) is 1 where to draw and 0 elsewhere, nothing between. All float32."""
+    after the last, (T + 1,); `mask` (B, 1, h, w) is 1 where to draw and 0 elsewhere, nothing between. `masked_image`
+    (B, C, h, w): the latents of the picture without what is under the mask, for callbacks. All float32."""
 
     picture: np.ndarray
     noise: np.ndarray
     mask: np.ndarray
     picture_factors: np.ndarray
     noise_factors: np.ndarray
+    masked_image: np.ndarray | None = None
 
     def after_step(self, latents: np.ndarray, index: int) -> np.ndarray:
         """`latents` after step `index`, the picture put back outside the mask."""
