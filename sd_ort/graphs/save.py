@@ -69,7 +69,9 @@ def _save_embedded(model: ir.Model, path: Path) -> None:
         tensor = value.const_value
         if tensor is not None and tensor.nbytes > MAX_EMBEDDED:
             tensors.append((value, tensor))
-            value.const_value = ir.ExternalTensor("", 0, 0, tensor.dtype, shape=tensor.shape, name=name, base_dir="")
+            value.const_value = ir.ExternalTensor(
+                "", 0, 0, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name, base_dir=""
+            )
     proto = ir.to_proto(model)
     for value, tensor in tensors:
         value.const_value = tensor

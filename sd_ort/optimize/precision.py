@@ -35,7 +35,7 @@ HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 BFLOAT16_OPSET = 22
 MIN_STORED_ELEMENTS = 1024
 ACTIVATIONS = frozenset(
-    "Elu Erf GRU Gelu HardSigmoid HardSwish LSTM LeakyRelu PRelu QuickGelu RNN Relu Sigmoid Softmax Softplus Tanh".split()
+    "Elu Erf GRU Gelu HardSigmoid HardSwish LSTM LeakyRelu PRelu RNN Relu Sigmoid Softmax Softplus Tanh".split()
 )
 # Inputs that are float32 in the standard, or no data of the model, whatever the dtype of the first input.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})

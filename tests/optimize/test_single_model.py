@@ -221,7 +221,8 @@ def test_float16_io_goes_with_float16_of_one_file(sd_ort: Cli, tmp_path: Path) -
 
 
 SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,512] x) => (float[1,8,505] y) {
-    s = Conv (x, dft)  t = Mul (s, s)  u = Conv (t, mel)  v = Add (u, tiny)  l = Log (v)  r = Sigmoid (l)  y = Conv (r, w)
+    s = Conv (x, dft)  t = Mul (s, s)  u = Conv (t, mel)  v = Add (u, tiny)
+    l = Log (v)  r = Sigmoid (l)  y = Conv (r, w)
 }"""
 
 
