@@ -143,7 +143,7 @@ CPU = Target(
     "cpu",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
     lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
-    contrib_constraints={"QuickGelu": _any, "MultiHeadAttention": _any},
+    contrib_constraints=dict.fromkeys(("QuickGelu", "MultiHeadAttention", "RotaryEmbedding"), _any),
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each
     bfloat16_passes=(
         _NO_SDPA,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from sd_ort.core.errors import InputError
 from sd_ort.runtime.components import Components
+from sd_ort.runtime.session import SessionOptions
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,17 @@ class DevicePlacement:
         if device_loop is False:
             raise InputError("split guidance runs in the loop on the devices: leave device_loop on.")
 
-    def options(self, provider: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, provider: str, options: SessionOptions) -> SessionOptions:
         """A session's options for the first device; on a CPU a side of guidance has half of the threads, where no
         number of them is given."""
         first = self.split_guidance or self.unet_on
         if first is None:
-            return dict(options)
-        made = {**options, "provider_options": {**(options.get("provider_options") or {}), "device_id": str(first[0])}}
+            return options
+        threads = options.threads
         if provider == "cpu" and self.split_guidance is not None:
-            made["threads"] = made.get("threads") or max(1, (os.cpu_count() or 2) // 2)
-        return made
+            threads = threads or max(1, (os.cpu_count() or 2) // 2)
+        settings = {**options.provider_options, "device_id": str(first[0])}
+        return replace(options, threads=threads, provider_options=settings)
 
     def place(self, models: Components) -> None:
         """Have the components on these devices. Raises ProviderError for a device that is not there, or a provider that
@@ -57,9 +58,9 @@ class DevicePlacement:
         if self.unet_on is not None:
             from sd_ort.graphs.partition import partition_graph  # onnx_ir, which a pipeline on one device does without
 
-            models.spread("unet", self.unet_on[1:], partition_graph)
+            models.partition_over("unet", self.unet_on[1:], partition_graph)
         if self.decode_on is not None:
-            models.place("vae_decoder", self.decode_on)
+            models.run_on_device("vae_decoder", self.decode_on)
 
 
 def _check_numbers(numbers: Sequence[int], wanted: str, apart: bool) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable, tile
+from sd_ort.pipelines.noise import sources
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import Generator, Picture, Prompt, Request, StepCallback
+from sd_ort.pipelines.request import Generator, Picture, Prompt, Request, StepCallback, check_generators
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff_timestep
 
@@ -70,12 +71,26 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
                 noisy = self._add_noise(noisy, self._noise(request), schedule)
         return self._sample(noisy, schedule, conditioning, request)
 
-    def encode_image(self, pixels: torch.Tensor, generator: Any) -> torch.Tensor:
-        """Images (B, 3, H, W) in -1..1 -> latents (B, C, h, w) as the scheduler takes them, drawn from the VAE's
-        distribution. `generator`: one, or one an image."""
+    def prepare_latents(  # type: ignore[override]
+        self, image: Tensor, timestep: Tensor, batch_size: int, num_images_per_prompt: int, dtype: torch.dtype,
+        device: Any, generator: Generator = None, *, add_noise: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Return latents (B, C, h, w) of `image`, pixels (N, 3, H, W) in -1..1 or latents, with the noise of `timestep`
+        unless `add_noise` is False."""
+        latents = self._image_latents(image, batch_size * num_images_per_prompt, generator).to(device, dtype)
+        if not add_noise:
+            return latents
+        noise = self._prepare_noise(latents.shape, dtype, device, generator, None)
+        noisy: Tensor = self.scheduler.add_noise(latents, noise, timestep)
+        return noisy
+
+    def _image_latents(self, image: Tensor, batch_size: int, generator: Generator) -> Tensor:
+        """Return the latents of pixels or latents, tiled to a batch."""
         import torch
 
-        return torch.from_numpy(self.vae.to_latents(pixels.numpy(), generator))
+        check_generators(generator, batch_size)
+        request = Request(prompt="", num_images_per_prompt=batch_size, image=image, generator=sources(generator))
+        return torch.from_numpy(self._start(as_array(image), request))
 
     def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
         """Latents of all images; a picture that is latents already stays as it is."""
@@ -155,6 +170,31 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         surroundings of the mask alone, with so many pixels around it, enlarged.
         """
         return self._generate(locals())
+
+    def prepare_latents(  # type: ignore[override]
+        self, batch_size: int, num_channels_latents: int, height: int, width: int, dtype: torch.dtype, device: Any,
+        generator: Generator, latents: Tensor | None = None, image: Tensor | None = None,
+        timestep: Tensor | None = None, *, is_strength_max: bool = True, add_noise: bool = True,
+        return_noise: bool = False, return_image_latents: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return latents (B, C, h, w): noise, `latents` or, below full strength, `image` with the noise of `timestep`.
+
+        Without `add_noise`, the latents of `image`. `return_noise` and `return_image_latents` append these.
+        """
+        image_latents: Any = None
+        if return_image_latents or not add_noise or (latents is None and not is_strength_max):
+            if image is None:
+                raise InputError("prepare_latents needs an image here.")
+            image_latents = self._image_latents(image, batch_size, generator).to(device, dtype)
+        shape = batch_size, num_channels_latents, height // self.vae_scale_factor, width // self.vae_scale_factor
+        noise = self._prepare_noise(shape, dtype, device, generator, latents if add_noise else None)
+        if not add_noise:
+            start = image_latents
+        elif latents is None and not is_strength_max:
+            start = self.scheduler.add_noise(image_latents, noise, timestep)
+        else:
+            start = noise * self.scheduler.init_noise_sigma
+        return (start, *[noise] * return_noise, *[image_latents] * return_image_latents)
 
     def _read_images(self, request: Request) -> None:
         super()._read_images(request)

@@ -64,7 +64,7 @@ class SamplingMixin(PipelineState):
         # A ControlNet on the device sees what the UNet sees: all rows, and no channels of a mask.
         alike = not controls or (channels is None and not request.guess_mode)
         if not self._runs_on_device(request, schedule) or not alike:
-            if self.models.partner is not None:
+            if self.models.guidance_peer is not None:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
             unet = host_loop.Denoiser(self.models, arrays | request.pictures, np.asarray(schedule.timesteps), controls)
@@ -75,7 +75,7 @@ class SamplingMixin(PipelineState):
         if "controlnet" in self.models and not controls:
             raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
         checked = self.safety_checker and "safety_checker" in self.models
-        apart = checked or self.vae.use_tiling or self.vae.use_slicing or "vae_decoder" in self.models.elsewhere
+        apart = checked or self.vae.use_tiling or self.vae.use_slicing or "vae_decoder" in self.models.placed
         whole = request.output_type == "pil" and not apart
         mean, factor = latent_scale(self.vae.config)
         made = self.loop.run(
@@ -102,8 +102,8 @@ class SamplingMixin(PipelineState):
     def _condition(self, request: Request) -> Conditioning | PromptTokens:
         """What the UNet is told about the prompts; tokens where text encoders run on the device too."""
         models = self.models
-        here = self.device_loop and request.callback_on_step_end is None and models.partner is None
-        if here and not models.low_memory and not {name for _, name in self.texts.encoders} & {*models.elsewhere}:
+        here = self.device_loop and request.callback_on_step_end is None and models.guidance_peer is None
+        if here and not models.low_memory and not {name for _, name in self.texts.encoders} & {*models.placed}:
             tokens = self.texts.tokens(request)
             if tokens is not None:
                 return tokens

@@ -75,8 +75,8 @@ class PromptEncoder:
     def fix_length(self) -> None:
         """Have the encoders opened for all their tokens: the mask is then made once, and no kernel runs on the CPU."""
         for tokenizer, name in self.encoders:
-            length = self._length(tokenizer, name)
-            self.models.sizes[name] = dict.fromkeys(("sequence", "sequence_length"), length)  # ours, Optimum's
+            sizes = dict.fromkeys(("sequence", "sequence_length"), self._length(tokenizer, name))  # ours, Optimum's
+            self.models.overrides.free_dimensions[name] = sizes
 
     def _length(self, tokenizer: ClipTokenizer, name: str) -> int:
         if name not in self.lengths:

@@ -45,6 +45,7 @@ from sd_ort.pipelines.request import (
     Prompt,
     Request,
     StepCallback,
+    check_generators,
     check_size,
     request,
 )
@@ -101,7 +102,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             scheduler if isinstance(scheduler, PipelineScheduler) else PipelineScheduler(folder, scheduler)
         )
         self.safety_checker = safety_checker
-        wanted = models.device != "cpu" or models.partner is not None
+        wanted = models.device != "cpu" or models.guidance_peer is not None
         self.device_loop = wanted if device_loop is None else device_loop
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
@@ -151,8 +152,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         ControlNet is used instead of this folder's own, or several. `split_guidance`: two devices, such as (0, 1), of
         which one predicts the negative and one the positive half of classifier-free guidance (`guidance_split`).
         `unet_on`: the devices of a UNet that is too large for one: each holds a range of its layers.
-        `decode_on`: the device of the VAE decoder, for `draw_each`. `options`: `runtime.session.create_session`'s
-        (threads, allow_fallback, tuning, library, profile).
+        `decode_on`: the device of the VAE decoder, for `draw_each`. `options`: of
+        `runtime.session.SessionOptions` (threads, allow_fallback, tuning, library, profile).
 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
@@ -171,7 +172,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         session_options = devices.options(provider, loading_options(options, folder))
         controlnet = [controlnet] if isinstance(controlnet, (str, Path)) else controlnet
         nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
-        models = Components(folder, provider, low_memory=low_memory, graph=graph, others=nets, **session_options)
+        models = Components(folder, provider, session_options, low_memory=low_memory, graph=graph, others=nets)
         index = read_index(folder)
         kind = str(index.get("_class_name", ""))
         if not cls.KINDS.search(kind):
@@ -192,8 +193,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         pipeline._check_unet()
         if not low_memory:  # opened now, so that the first image takes no longer than the second
             models.open([*needed, *(n for n in models if n == "image_encoder" or n.startswith("unet_"))])
-            if models.partner is not None:
-                models.partner.open([name for name in models if name == "unet" or name.startswith("unet_")])
+            if models.guidance_peer is not None:
+                models.guidance_peer.open([name for name in models if name == "unet" or name.startswith("unet_")])
         return pipeline
 
     @classmethod
@@ -318,7 +319,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def draw_each(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[PipelineOutput]:
         """What each call, the arguments of `__call__`, draws, in their order. With `decode_on`, the latents of the next
         call are drawn while those of the one before are decoded: two devices are busy at once."""
-        if "vae_decoder" not in self.models.elsewhere:
+        if "vae_decoder" not in self.models.placed:
             yield from (self(**{**call, "return_dict": True}) for call in calls)
             return
         with ThreadPoolExecutor(1, "decode") as decoder:
@@ -424,6 +425,25 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if noise.shape != shape:
             raise InputError(f"latents of shape {noise.shape} were given where {shape} are needed.")
         return noise
+
+    def prepare_latents(
+        self, batch_size: int, num_channels_latents: int, height: int, width: int, dtype: torch.dtype, device: Any,
+        generator: Generator, latents: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Return noise, or `latents`, (B, C, h, w) in the scale of the first timestep that `scheduler` has."""
+        shape = batch_size, num_channels_latents, height // self.vae_scale_factor, width // self.vae_scale_factor
+        return self._prepare_noise(shape, dtype, device, generator, latents) * self.scheduler.init_noise_sigma
+
+    @staticmethod
+    def _prepare_noise(
+        shape: Sequence[int], dtype: torch.dtype, device: Any, generator: Generator, latents: Tensor | None
+    ) -> Tensor:
+        """Return `latents` or noise of `shape`. Raises InputError for a list of generators of another length."""
+        import torch
+
+        check_generators(generator, shape[0])
+        noise = torch.from_numpy(draw_noise(shape, sources(generator))) if latents is None else latents
+        return noise.to(device, dtype)
 
     # --- Images -----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from sd_ort.runtime.gpu_graphs import GpuGraph
 from sd_ort.runtime.ort_values import device_value, empty_value, place, read_value, write_value
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.providers import provider_named, warn_once
-from sd_ort.runtime.session import DTYPES, Model, create_session
+from sd_ort.runtime.session import DEFAULT_OPTIONS, DTYPES, Model, SessionOptions, create_session
 from sd_ort.runtime.stream import Stream, open_stream
 
 if TYPE_CHECKING:
@@ -268,13 +268,13 @@ class GpuGraphModel(Model):
         return BoundRun(self.session, feed, self.device, stream=self.stream, graph_id=graph_id, outputs=outputs)
 
 
-def open_gpu_graph_model(model: Path, provider: str, **options: Any) -> GpuGraphModel:
-    """Open a component on a stream of its own and return it as a captured one; `options` of `create_session`."""
-    provider_options = dict(options.pop("provider_options", {}))
-    stream = open_stream(provider, int(provider_options.get("device_id", 0)))
+def open_gpu_graph_model(model: Path, provider: str, options: SessionOptions = DEFAULT_OPTIONS) -> GpuGraphModel:
+    """Open a component on a stream of its own and return it as a captured one."""
+    settings = dict(options.provider_options)
+    stream = open_stream(provider, int(settings.get("device_id", 0)))
     if stream is not None:
-        provider_options["user_compute_stream"] = str(stream.handle)
-    session = create_session(model, provider, graph=True, provider_options=provider_options, **options)
+        settings["user_compute_stream"] = str(stream.handle)
+    session = create_session(model, provider, replace(options, provider_options=settings, capture=True))
     capture_stream = stream if stream is not None and stream.has_graphs else None
     return GpuGraphModel(session, provider_named(provider).device, stream=capture_stream)
 

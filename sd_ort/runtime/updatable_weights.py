@@ -96,7 +96,7 @@ def supports_in_place_update(provider: str, device: str, options: Mapping[str, s
     model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
     try:
         updatable = UpdatableWeights({"weight": weight}, device)
-        session = open_graph(model.SerializeToString(), provider, options, held=updatable.shared)
+        session = open_graph(model.SerializeToString(), provider, options, updatable=updatable.shared)
         for values in (weight, np.roll(weight, 1)):
             updatable.write("weight", values)
             columns = values if operation == "MatMul" else values.reshape(8, 72).T

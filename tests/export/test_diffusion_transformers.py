@@ -80,7 +80,7 @@ def test_the_check_sees_positions_and_guidance(exported):
 # FLUX.1 has one double block and two single blocks.
 FUSED = {
     SD3: {"MultiHeadAttention": 3, "RMSNormalization": 10, "LayerNormalization": 9, "Transpose": 1},
-    FLUX: {"MultiHeadAttention": 3, "RMSNormalization": 8, "LayerNormalization": 7, "Transpose": 0},
+    FLUX: {"MultiHeadAttention": 3, "RotaryEmbedding": 6, "RMSNormalization": 8, "LayerNormalization": 7, "Neg": 0},
 }
 
 
