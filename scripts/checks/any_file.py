@@ -39,7 +39,7 @@ from sd_ort.graphs.cpu_emulation import cpu_equivalent
 from sd_ort.graphs.load import load
 from sd_ort.inspect.verify import FLOAT32_TOLERANCE, rounding_tolerance
 from sd_ort.runtime.machine import commit, machine, versions
-from sd_ort.runtime.session import create_session
+from sd_ort.runtime.session import SessionOptions, create_session
 from sd_ort.stages import optimize
 
 FILES = """
@@ -255,7 +255,7 @@ def measure(name: str, path: Path) -> dict[str, Any]:
             row.setdefault("optimize_mb", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
             limit = max(FLOAT32_TOLERANCE, 4 * noise) if dtype == "float32" else rounding_tolerance(load(out))
             with cpu_equivalent(out) as (runnable, _):
-                actual = create_session(runnable, "cpu", threads=1).run(None, arrays)
+                actual = create_session(runnable, "cpu", SessionOptions(threads=1)).run(None, arrays)
             error = worst(actual, expected)
             row["verdicts"][label] = (
                 "equal" if error <= limit else "above" if dtype == "float16" and error < 0.1 else "WRONG"
@@ -268,7 +268,7 @@ def measure(name: str, path: Path) -> dict[str, Any]:
         row[f"nodes {label}"] = len(onnx.load(out).graph.node) if out.exists() else None
     out = path.with_name("cpu-float32.onnx")
     if out.exists():
-        ours = create_session(out, "cpu", threads=1)
+        ours = create_session(out, "cpu", SessionOptions(threads=1))
         runs = max(1, round(MIN_SECONDS / max(timed(source, arrays, 3), 1e-6)))
         turns = [(timed(source, arrays, runs), timed(ours, arrays, runs)) for _ in range(TURNS)]
         row["before_ms"], row["after_ms"] = (1e3 * median(turn[i] for turn in turns) for i in (0, 1))
