@@ -22,8 +22,8 @@ class InpaintBlend:
     """Blend of the latents with the noised image outside an inpainting mask. All arrays are float32.
 
     `image` and `noise` (B, C, h, w), with the factors of both before each step and after the last, (T + 1,). `mask`
-    (B, 1, h, w) is 1 where an image is generated and 0 elsewhere, nothing between. `masked_image` (B, C, h, w): latents of the image without what is
-    under the mask, for callbacks.
+    (B, 1, h, w) is 1 where an image is generated and 0 elsewhere, nothing between. `masked_image`
+    (B, C, h, w): latents of the image without what is under the mask, for callbacks.
     """
 
     image: np.ndarray
