@@ -282,12 +282,19 @@ class Components(MutableMapping[str, Model]):
         self.replace_weights({})
         return weights
 
-    def make_updatable(self, name: str, weights: Mapping[str, np.ndarray]) -> UpdatableWeights:
-        """Close a component's session; open it from now on over these initializers in updatable memory."""
-        self._close(name)
-        updatable = UpdatableWeights(weights, self.device, update_callback(self.provider))
-        self.overrides.updatable[name] = updatable
-        return updatable
+    def make_updatable(self, name: str, weights: Mapping[str, np.ndarray]) -> bool:
+        """Have these initializers of a component in updatable memory from now on.
+
+        Returns whether its session was closed, to be opened over that memory: not if it prefetched them there.
+        """
+        prefetched = getattr(getattr(self.opened.get(name), "session", None), "prefetched", None)
+        if prefetched is not None and not weights.keys() <= prefetched.values.keys():
+            prefetched = None
+        if prefetched is None:
+            self._close(name)
+        callback = update_callback(self.provider)
+        self.overrides.updatable[name] = UpdatableWeights(weights, self.device, callback, prefetched)
+        return prefetched is None
 
     def _close(self, name: str) -> None:
         if name in self.opened and not self.low_memory:

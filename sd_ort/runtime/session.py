@@ -177,6 +177,7 @@ def _open(
         session = runtime().InferenceSession(graph or str(model_path), ort_options, **arguments)
     # weights in memory that is not ONNX Runtime's
     session.shared = {**shared, **(prefetched.values if prefetched else {})}
+    session.prefetched = prefetched
     return keep(session, (session.shared, prefetched, override.updatable))
 
 
