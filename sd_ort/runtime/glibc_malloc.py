@@ -49,8 +49,8 @@ def return_heap() -> AbstractContextManager[None]:
 
 @contextmanager
 def _while_opening(begin: Callable[[], None]) -> Iterator[None]:
-    """Of several contexts at once, nested or in threads, the first one's settings hold. After the last one, large blocks
-    are taken from the heap as in a process that ran for a while, and the heap's end is trimmed."""
+    """Of several contexts at once, nested or in threads, the settings of the first hold. After the last one, large
+    blocks are taken from the heap as in a process that ran for a while, and the heap's end is trimmed."""
     global _active
     with _LOCK:
         _active += 1
