@@ -273,6 +273,8 @@ class StepState:
             return torch.from_numpy(self.denoiser.controls[0].image)
         if name == "mask" and self.blend is not None:
             return torch.from_numpy(np.concatenate([self.blend.mask] * doubled))
+        if name == "masked_image_latents" and self.blend is not None and self.blend.masked_image is not None:
+            return torch.from_numpy(np.concatenate([self.blend.masked_image] * doubled))
         if name in ("mask", "masked_image_latents") and self.channels is not None:
             channels = self.channels[:, :1] if name == "mask" else self.channels[:, 1:]
             return torch.from_numpy(np.concatenate([channels] * doubled))

@@ -22,7 +22,8 @@ class InpaintBlend:
     """Blend of the latents with the noised image outside an inpainting mask. All arrays are float32.
 
     `image` and `noise` (B, C, h, w), with the factors of both before each step and after the last, (T + 1,). `mask`
-    (B, 1, h, w) is 1 where an image is generated and 0 elsewhere, nothing between.
+    (B, 1, h, w) is 1 where an image is generated and 0 elsewhere, nothing between. `masked_image`
+    (B, C, h, w): latents of the image without what is under the mask, for callbacks.
     """
 
     image: np.ndarray
@@ -30,6 +31,7 @@ class InpaintBlend:
     mask: np.ndarray
     image_factors: np.ndarray
     noise_factors: np.ndarray
+    masked_image: np.ndarray | None = None
 
     def after_step(self, latents: np.ndarray, index: int) -> np.ndarray:
         """Return the latents after step `index` with the noised image outside the mask."""

@@ -16,6 +16,7 @@ from fusion_passes.operators.definition import FusedOperator
 # Folders of custom_ops by fused operator. The other operators have bodies of one or two standard operators; the cases
 # of their fusions compare their outputs.
 KERNELS = {
+    "AdaptiveNorm": "adaptive_norm",
     "Bfloat16Attention": "bfloat16_attention",
     "Bfloat16Conv": "bfloat16_conv",
     "Bfloat16MatMul": "bfloat16_matmul",
@@ -25,6 +26,7 @@ KERNELS = {
     "LinearAdd": "linear_add",
     "LinearSplitGelu": "linear_split_gelu",
     "MultiHeadAttention": "multi_head_attention",
+    "RotaryEmbedding": "rotary_embedding",
     "SkipGroupNorm": "skip_group_norm",
     "SkipLayerNormalization": "skip_layer_norm",
     "SubpixelShuffle": "subpixel_shuffle",
