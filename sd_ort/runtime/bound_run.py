@@ -18,7 +18,7 @@ from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.gpu_graphs import GpuGraph
-from sd_ort.runtime.ort_values import device_value, empty_value, place, read_value, write_value
+from sd_ort.runtime.ort_values import device_arguments, device_value, empty_value, read_value, write_value
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.providers import provider_named, warn_once
 from sd_ort.runtime.session import DEFAULT_OPTIONS, DTYPES, Model, SessionOptions, create_session
@@ -115,7 +115,7 @@ class BoundRun:
         missing = [name for name in declared if name not in outputs]
         if missing:
             # What has no shape yet cannot be bound to a plugin's memory; on the CPU it gets its shape as well.
-            where = place("cpu" if ":" in device else device)
+            where = device_arguments("cpu" if ":" in device else device)
             for name in declared:
                 self.binding.bind_output(name, where["device_type"], where["device_id"])
             self._run(NO_GRAPH_ID, wait=True)

@@ -131,7 +131,7 @@ def create_session(
         reads_file = entry.vendor and not override.weights and graph is None and not options.skip_optimization
         settings = _provider_settings(entry, options)
         prefetched = begin(provider, settings, model_path, override.updatable) if reads_file else None
-        session = opened(None) if prefetched is None else prefetched.opened(opened)
+        session = opened(None) if prefetched is None else prefetched.open_session(opened)
     except SdOrtError:
         raise
     except Exception as error:  # pybind's exceptions share no base class but Exception
