@@ -94,9 +94,7 @@ def packed_heads(model: ir.Model) -> PassOutcome:
     return outcome
 
 
-def _graph(
-    body: str, split: str = "axis = 0, num_outputs = 3", outputs: str = "", heads: str = "0, 0, 3, 2, 4"
-) -> str:
+def _graph(body: str, split: str = "axis = 0, num_outputs = 3", outputs: str = "", heads: str = "0, 0, 3, 2, 4") -> str:
     return f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,S,24] x) => (float[B,2,S,4] y {outputs}) <int64[1] zero = {{0}}, int64[1] two = {{2}}> {{
             heads = Constant <value_ints = [{heads}]> ()  h = Reshape (x, heads)
@@ -111,7 +109,9 @@ _SECOND = """a, b, c = SPLIT (h)  q = Squeeze (a, two)  k = Squeeze (b, two)  v 
 _case = partial(PassCase, sizes={"B": 2, "S": 5}, ops={"Split": 1, "Squeeze": 0, "Reshape": 3})
 _rejected = partial(PassCase, sizes={"B": 2, "S": 5}, rewrites=0)
 CASES = [
-    _case("heads first", _graph(f"{_FIRST}  {_SQUEEZED}"), ops={"Split": 1, "Squeeze": 0, "Reshape": 3, "Transpose": 3}),
+    _case(
+        "heads first", _graph(f"{_FIRST}  {_SQUEEZED}"), ops={"Split": 1, "Squeeze": 0, "Reshape": 3, "Transpose": 3}
+    ),
     _case("tokens first", _graph(_SECOND, "axis = 2, num_outputs = 3")),
     _rejected(
         "another permutation",
