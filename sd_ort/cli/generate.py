@@ -172,7 +172,9 @@ def command(
     from sd_ort.core.errors import InputError
     from sd_ort.core.pictures import read_picture
     from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
+    from sd_ort.runtime.warm_up import warm_up
 
+    warm_up(load_options["provider"])
     check_text([prompt, negative or ""])
     check_files(loras, embedding_files)
     check_numbers(height, width, num_images, guidance=guidance, strength=strength)

@@ -280,6 +280,8 @@ def _ort_options(provider: str, options: SessionOptions = DEFAULT_OPTIONS) -> An
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
         ort_options.enable_mem_pattern = False
+    else:  # a pool for each session would spin beside the driver's threads
+        ort_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if options.threads:
         ort_options.intra_op_num_threads = options.threads
     if options.profile:

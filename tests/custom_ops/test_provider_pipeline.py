@@ -21,7 +21,7 @@ from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import ProviderError
 from sd_ort.core.pipeline_folder import MODEL, read_manifest
 from sd_ort.inspect.node_assignment import assign_nodes
-from sd_ort.runtime import provider_table, providers, tuning, weight_prefetch
+from sd_ort.runtime import provider_table, providers, tuning, warm_up, weight_prefetch
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
@@ -275,3 +275,19 @@ def test_inputs_that_the_host_reads_are_read_at_each_step(
         assert np.abs(image.astype(int) - expected).max() <= 1
     (buffers,) = pipeline.loop.buffer_cache.values()
     assert buffers.unet.host_inputs == ["sample"]
+
+
+def test_warm_up(by_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once per process, beside a session that registers the provider; every node of its graph runs there."""
+    runs = []
+    monkeypatch.setattr(ort.InferenceSession, "run", lambda *arguments: runs.append(arguments))
+    warm_up.warm_up.cache_clear()
+    thread = warm_up.warm_up(by_name)
+    providers.check_provider(by_name)
+    assert thread is not None
+    assert thread is warm_up.warm_up(by_name)
+    thread.join()
+    assert len(runs) == 1
+    assert [warm_up.warm_up(name) for name in ("cpu", "auto")] == [None, None]
+    onnx.save(onnx.parser.parse_model(warm_up.MODEL), tmp_path / "model.onnx")
+    assert assign_nodes([tmp_path / "model.onnx"], by_name)["unassigned_nodes"] == []
