@@ -174,11 +174,12 @@ def _shared_weights(model: ir.Model, data: Path) -> Arrays:
 
 def _run(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
     from sd_ort.runtime.ort_values import host_value
-    from sd_ort.runtime.session import Model, create_session
+    from sd_ort.runtime.session import Model, ModelOverride, SessionOptions, create_session
 
     shared = {name: host_value(array) for name, array in weights.items()}
+    options = SessionOptions(library=False, skip_optimization=True)
     try:
-        run = Model(create_session(path, "cpu", library=False, once=True, held=shared))
+        run = Model(create_session(path, "cpu", options, ModelOverride(updatable=shared)))
         for feed in feeds:
             yield run(**feed)
     except SdOrtError as error:

@@ -22,6 +22,7 @@ from fusion_passes.lower import (
     bfloat16_attention,
     bfloat16_layout,
     bfloat16_matmul_conv,
+    contrib_kernels,
     fold_bias,
     layer_norm,
     linear_add,
@@ -33,7 +34,7 @@ from fusion_passes.lower import (
     winograd_conv,
 )
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
-from fusion_passes.lower.standard_attention import standard_attention
+from fusion_passes.lower.standard_attention import FOUR_AXES, standard_attention
 from fusion_passes.operators import OPERATORS
 from sd_ort.runtime.ort_wheel import installed_wheels
 from sd_ort.runtime.provider_choice import choose_provider, installed_gpus, target_of
@@ -143,7 +144,7 @@ PORTABLE = Target("portable", fusions=(*FUSIONS, *TRANSFORMER_FUSIONS))
 CPU = Target(
     "cpu",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
-    lowering_passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
+    lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS, contrib_kernels.PASS),
     contrib_constraints=dict.fromkeys(("QuickGelu", "MultiHeadAttention", "RotaryEmbedding"), _any),
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each
     bfloat16_passes=(

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sd_ort.core.errors import InputError
+from sd_ort.pipelines.arguments import GUIDANCE, STEPS
 from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable, tile
+from sd_ort.pipelines.noise import sources
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import Generator, Picture, Prompt, Request, StepCallback
+from sd_ort.pipelines.request import Generator, Picture, Prompt, Request, StepCallback, check_generators
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff_timestep
 
@@ -37,8 +40,8 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, strength: float = 0.8,
-        num_inference_steps: int = 50, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 7.5, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
+        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
+        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
         eta: float = 0.0, generator: Generator = None, prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
         ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
@@ -70,12 +73,26 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
                 noisy = self._add_noise(noisy, self._noise(request), schedule)
         return self._sample(noisy, schedule, conditioning, request)
 
-    def encode_image(self, pixels: torch.Tensor, generator: Any) -> torch.Tensor:
-        """Images (B, 3, H, W) in -1..1 -> latents (B, C, h, w) as the scheduler takes them, drawn from the VAE's
-        distribution. `generator`: one, or one an image."""
+    def prepare_latents(  # type: ignore[override]
+        self, image: Tensor, timestep: Tensor, batch_size: int, num_images_per_prompt: int, dtype: torch.dtype,
+        device: Any, generator: Generator = None, *, add_noise: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Return latents (B, C, h, w) of `image`, pixels (N, 3, H, W) in -1..1 or latents, with the noise of `timestep`
+        unless `add_noise` is False."""
+        latents = self._image_latents(image, batch_size * num_images_per_prompt, generator).to(device, dtype)
+        if not add_noise:
+            return latents
+        noise = self._prepare_noise(latents.shape, dtype, device, generator, None)
+        noisy: Tensor = self.scheduler.add_noise(latents, noise, timestep)
+        return noisy
+
+    def _image_latents(self, image: Tensor, batch_size: int, generator: Generator) -> Tensor:
+        """Return the latents of pixels or latents, tiled to a batch."""
         import torch
 
-        return torch.from_numpy(self.vae.to_latents(pixels.numpy(), generator))
+        check_generators(generator, batch_size)
+        request = Request(prompt="", num_images_per_prompt=batch_size, image=image, generator=sources(generator))
+        return torch.from_numpy(self._start(as_array(image), request))
 
     def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
         """Latents of all images; a picture that is latents already stays as it is."""
@@ -138,8 +155,8 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
         masked_image_latents: Tensor | None = None, height: int | None = None, width: int | None = None,
-        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = 50,
-        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.5,
+        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = STEPS,
+        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None, guidance_scale: float = GUIDANCE,
         negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
         generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
@@ -155,6 +172,31 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         surroundings of the mask alone, with so many pixels around it, enlarged.
         """
         return self._generate(locals())
+
+    def prepare_latents(  # type: ignore[override]
+        self, batch_size: int, num_channels_latents: int, height: int, width: int, dtype: torch.dtype, device: Any,
+        generator: Generator, latents: Tensor | None = None, image: Tensor | None = None,
+        timestep: Tensor | None = None, *, is_strength_max: bool = True, add_noise: bool = True,
+        return_noise: bool = False, return_image_latents: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return latents (B, C, h, w): noise, `latents` or, below full strength, `image` with the noise of `timestep`.
+
+        Without `add_noise`, the latents of `image`. `return_noise` and `return_image_latents` append these.
+        """
+        image_latents: Any = None
+        if return_image_latents or not add_noise or (latents is None and not is_strength_max):
+            if image is None:
+                raise InputError("prepare_latents needs an image here.")
+            image_latents = self._image_latents(image, batch_size, generator).to(device, dtype)
+        shape = batch_size, num_channels_latents, height // self.vae_scale_factor, width // self.vae_scale_factor
+        noise = self._prepare_noise(shape, dtype, device, generator, latents if add_noise else None)
+        if not add_noise:
+            start = image_latents
+        elif latents is None and not is_strength_max:
+            start = self.scheduler.add_noise(image_latents, noise, timestep)
+        else:
+            start = noise * self.scheduler.init_noise_sigma
+        return (start, *[noise] * return_noise, *[image_latents] * return_image_latents)
 
     def _read_images(self, request: Request) -> None:
         super()._read_images(request)
@@ -185,9 +227,12 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         more: dict[str, Any] = {}
         if blends:
             assert start is not None
-            if request.masked_image_latents is None:  # diffusers encodes the masked image here too
+            masked = None
+            if "masked_image_latents" in request.callback_tensors:
+                masked = self._masked(pixels, mask, request)
+            elif request.masked_image_latents is None:  # diffusers encodes the masked image here too
                 self.vae.skip_noise(len(pixels), latents.shape, request.generator)
-            more["kept"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors)
+            more["blend"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors, masked)
         else:
             more["channels"] = np.concatenate([small, self._masked(pixels, mask, request)], 1)
         output = self._sample(latents, schedule, conditioning, request, **more)
@@ -198,6 +243,13 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         if channels not in (self.vae.latent_channels, 2 * self.vae.latent_channels + 1):
             raise InputError(f"{self.folder} has a UNet of {channels} channels, which no inpainting takes.")
 
+    @cached_property
+    def mask_processor(self) -> Any:
+        """diffusers' image processor for masks."""
+        from diffusers.image_processor import VaeImageProcessor
+
+        return VaeImageProcessor(self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+
     def _pictures(self, request: Request) -> tuple[np.ndarray, np.ndarray, Any]:
         """Pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the region of the picture that is drawn, if not
         all of it."""
@@ -207,11 +259,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             return pixels, preprocess(request.mask_image, height, width, mask=True), None
         if not hasattr(request.image, "crop") or not hasattr(request.mask_image, "crop"):
             raise InputError("padding_mask_crop takes one PIL image and one PIL mask.")
-        from diffusers.image_processor import VaeImageProcessor
-
-        masks = VaeImageProcessor(
-            self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True
-        )
+        masks = self.mask_processor
         region = masks.get_crop_region(request.mask_image, width, height, pad=request.padding_mask_crop)
 
         def cropped(processor: Any, image: Any) -> torch.Tensor:

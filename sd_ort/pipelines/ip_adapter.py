@@ -31,6 +31,25 @@ class IPAdapterMixin(PipelineState):
         """
         self.ip_adapter_scales = layer_scales(scale, self._adapter()["layers"])
 
+    def encode_image(
+        self, image: Any, device: Any, num_images_per_prompt: int, output_hidden_states: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the embeddings (N * num_images_per_prompt, ...) of images and of no image, for the IP-Adapter.
+
+        Raises InputError for `output_hidden_states` of another kind of adapter than the folder's.
+        """
+        import torch
+
+        if bool(output_hidden_states) != (len(self._shape) == 2):
+            raise InputError(f"This IP-Adapter reads {'hidden states' if len(self._shape) == 2 else 'embeddings'}.")
+        request = Request()
+        request.guidance = 1.0  # for both
+        negative, positive = (
+            torch.from_numpy(side[0].repeat(num_images_per_prompt, 0)).to(device)
+            for side in self._encoded(image, request)
+        )
+        return positive, negative
+
     def prepare_ip_adapter_image_embeds(
         self,
         ip_adapter_image: Any = None,

@@ -185,7 +185,7 @@ class Request:
                 raise InputError(f"{name} {value} is no part of the schedule between 0 and 1.")
         if self.denoising_start is not None and self.denoising_start >= (self.denoising_end or 1.0):
             raise InputError("denoising_start must lie before denoising_end.")
-        _check_generators(self.generator, self.batch)
+        check_generators(self.generator, self.batch)
 
     def check_text(self) -> None:
         """Check prompts and what stands for them; sets `count`. Raises InputError."""
@@ -256,7 +256,7 @@ def _same(value: Any, default: Any) -> bool:
     return isinstance(value, (str, int, float, bool, tuple)) and value == default
 
 
-def _check_generators(given: Any, batch: int) -> None:
+def check_generators(given: Any, batch: int) -> None:
     """Raise InputError for a seed that torch does not take, and for a list of another length."""
     if isinstance(given, Sequence) and len(given) != batch:
         raise InputError(f"{len(given)} generators for {batch} images: give one, or one per image.")

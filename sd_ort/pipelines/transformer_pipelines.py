@@ -100,8 +100,8 @@ class TransformerPipeline:
         index = read_index(folder)
         if index.get("_class_name") != cls.INDEX_CLASS:
             raise InputError(f"{folder} holds a {index.get('_class_name')}, not a {cls.__name__}.")
-        options = loading_options(options, folder)
-        models = Components(folder, choice.provider, low_memory=low_memory, graph=False, **options)
+        session_options = loading_options(options, folder)
+        models = Components(folder, choice.provider, session_options, low_memory=low_memory, graph=False)
         names = [*dict.fromkeys((*cls.ENCODERS, *(n for n in models if n.startswith("text_encoder"))))]
         needed = [*names, *cls.REQUIRED_COMPONENTS]
         models.require(*needed)

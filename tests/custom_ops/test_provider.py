@@ -26,7 +26,7 @@ from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import Model, create_session
+from sd_ort.runtime.session import Model, SessionOptions, create_session
 
 VENDOR = 0x1D05  # of the host vendor's memory
 SIZES = {"batch": 2, "height": 16, "width": 16, "sequence": 77, "height*8": 64, "width*8": 64}
@@ -372,15 +372,17 @@ def test_session_of_the_package(
     assert session.get_providers()[0] == "SdOrtSimulated"
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
     with pytest.raises(InputError, match="unknown option 'speed'"):
-        create_session(model, provider, provider_options={"speed": "1"})
+        create_session(model, provider, SessionOptions(provider_options={"speed": "1"}))
 
 
 def test_captured_by_the_package(provider: str, folder: Path) -> None:
     """`GpuGraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
     model = lowered(folder, COMPONENTS[0], "float16")
     (model.parent.parent / "model_index.json").write_text("{}")
-    plain = Model(create_session(model, provider, library=False))
-    session = create_session(model, provider, library=False, graph=True, provider_options={"tuning": "1"})
+    plain = Model(create_session(model, provider, SessionOptions(library=False)))
+    session = create_session(
+        model, provider, SessionOptions(library=False, capture=True, provider_options={"tuning": "1"})
+    )
     graph = GpuGraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})

@@ -13,7 +13,7 @@ import torch
 import sd_ort
 from scripts.fixtures import parity_pairs
 from scripts.fixtures.parity_models import Models
-from scripts.fixtures.parity_pairs import ARGUMENTS, FAILS_IN_DIFFUSERS, FAMILIES, REFUSED, Pair
+from scripts.fixtures.parity_pairs import ARGUMENTS, FAILS_IN_DIFFUSERS, FAMILIES, REFUSED, Pair, seeded, tensor
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -67,6 +67,28 @@ def test_callback_tensors(kind: str) -> None:
     assert set(getattr(sd_ort, kind)._callback_tensor_inputs) == theirs - names
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_callback_tensor_values(models: Models, kind: str) -> None:
+    """Every tensor of `_callback_tensor_inputs` has diffusers' values after the first step."""
+    family, seen = FAMILIES[kind][0], list[dict[str, Any]]()
+    given = {"prompt": "a", "num_inference_steps": 4, "output_type": "latent", "height": 64, "width": 64}
+    given |= parity_pairs.images_of(parity_pairs.parameters(kind))
+    given = {name: value for name, value in given.items() if name in parity_pairs.parameters(kind)}
+    names = getattr(sd_ort, kind)._callback_tensor_inputs
+    for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
+
+        def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            seen.append(dict(tensors))
+            return {}
+
+        call = {"callback_on_step_end": keep, "callback_on_step_end_tensor_inputs": list(names)}
+        pipeline(**given, **call, generator=seeded())
+    first, expected = seen[0], seen[len(seen) // 2]
+    assert sorted(first) == sorted(expected) == sorted(names)
+    for name in names:
+        torch.testing.assert_close(first[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("family", ["sd", "xl", "refiner"])
 def test_encode_prompt(models: Models, family: str) -> None:
     kind = FAMILIES_BY_KIND[family]
@@ -75,6 +97,46 @@ def test_encode_prompt(models: Models, family: str) -> None:
     pipelines = models.ours(family, kind), models.theirs(family, kind)
     for mine, other in zip(*(pipeline.encode_prompt(**given) for pipeline in pipelines), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["StableDiffusionPipeline", "StableDiffusionXLPipeline"])
+def test_prepare_latents(models: Models, kind: str) -> None:
+    family = FAMILIES[kind][0]
+    made = []
+    for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
+        pipeline.scheduler.set_timesteps(4)
+        made.append(pipeline.prepare_latents(2, 4, 64, 80, torch.float32, "cpu", [seeded(1), seeded(2)]))
+        made.append(pipeline.prepare_latents(1, 4, 64, 64, torch.float32, "cpu", None, tensor(1, 4, 8, 8)))
+    torch.testing.assert_close(made[:2], made[2:])
+
+
+@pytest.mark.parametrize("kind", ["StableDiffusionImg2ImgPipeline", "StableDiffusionXLImg2ImgPipeline"])
+@pytest.mark.parametrize("generators", [1, 2])
+def test_prepare_latents_of_an_image(models: Models, kind: str, generators: int) -> None:
+    family = FAMILIES[kind][0]
+    made = []
+    for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
+        pipeline.scheduler.set_timesteps(4)
+        timestep = pipeline.scheduler.timesteps[1:2].repeat(2)
+        generator: Any = [seeded(1), seeded(2)] if generators == 2 else seeded(1)
+        for image in (tensor(1, 3, 64, 64), tensor(1, 4, 8, 8)):
+            made.append(pipeline.prepare_latents(image, timestep, 1, 2, torch.float32, "cpu", generator))
+    torch.testing.assert_close(made[:2], made[2:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"])
+@pytest.mark.parametrize("is_strength_max", [True, False])
+def test_prepare_latents_of_a_masked_image(models: Models, kind: str, is_strength_max: bool) -> None:
+    family = FAMILIES[kind][0]
+    named: dict[str, Any] = {"image": tensor(1, 3, 64, 64), "is_strength_max": is_strength_max}
+    made = []
+    for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
+        pipeline.scheduler.set_timesteps(4)
+        named["timestep"] = pipeline.scheduler.timesteps[1:2].repeat(2)
+        given = (2, 4, 64, 64, torch.float32, "cpu")
+        made.append(pipeline.prepare_latents(*given, seeded(), **named, return_noise=True, return_image_latents=True))
+        made.append(pipeline.prepare_latents(*given, seeded(), tensor(2, 4, 8, 8), **named))
+    torch.testing.assert_close(made[:2], made[2:], rtol=1e-4, atol=1e-4)
 
 
 FAMILIES_BY_KIND = {

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from small_presets import mini
 
-from scripts.fixtures import ip_adapters
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.configs import read_config
@@ -30,6 +29,7 @@ from sd_ort.export.exporter import export
 from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.ip_adapter import layer_scales
 from sd_ort.stages import optimize
+from tests.support import ip_adapters
 
 TOLERANCE = 2e-5  # relative error of fp32 latents; what pictures change is above EFFECT
 EFFECT = 0.01
@@ -156,6 +156,10 @@ def test_draws_as_diffusers(folder: Any, reference: Any, name: str) -> None:
     embeds = ours.prepare_ip_adapter_image_embeds(OTHER)
     np.testing.assert_array_equal(draw(ours, ip_adapter_image_embeds=embeds), drawn[-1])
     torch.testing.assert_close(embeds, theirs.prepare_ip_adapter_image_embeds([OTHER], None, "cpu", 1, True))
+    hidden = embeds[0].ndim == 4
+    torch.testing.assert_close(ours.encode_image(OTHER, "cpu", 2, hidden), theirs.encode_image(OTHER, "cpu", 2, hidden))
+    with pytest.raises(InputError, match="This IP-Adapter reads"):
+        ours.encode_image(OTHER, "cpu", 1, not hidden)
     alone = {"guidance_scale": 1.0, "ip_adapter_image": PICTURE}
     assert error(draw(ours, **alone), draw(theirs, **alone)) < TOLERANCE
     assert len(draw(ours, **alone, num_images_per_prompt=2)) == 2

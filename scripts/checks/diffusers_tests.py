@@ -1,0 +1,257 @@
+"""Run diffusers' own pipeline tests on sd-ort's pipelines, and write a page of the result.
+
+    git clone https://github.com/huggingface/diffusers CHECKOUT   # at the tag of the installed version
+    python scripts/checks/diffusers_tests.py --diffusers CHECKOUT results/diffusers_tests.md
+
+Every test runs twice: on diffusers, and with diffusers' classes replaced by sd-ort's, which export the test's torch
+components. A test passes if its own asserts hold, and if each image that its pipelines return has 60 dB or more to the
+one that diffusers returned in the same place. A test that fails on diffusers too, since its expected values need a
+tokenizer of the hub, is judged by these images alone. The command fails if a test fails without an entry in REASONS.
+The tests import `parameterized`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TESTS = """stable_diffusion/test_stable_diffusion stable_diffusion/test_stable_diffusion_img2img
+stable_diffusion/test_stable_diffusion_inpaint stable_diffusion_2/test_stable_diffusion
+stable_diffusion_2/test_stable_diffusion_inpaint stable_diffusion_2/test_stable_diffusion_v_pred
+stable_diffusion_xl/test_stable_diffusion_xl stable_diffusion_xl/test_stable_diffusion_xl_img2img
+stable_diffusion_xl/test_stable_diffusion_xl_inpaint controlnet/test_controlnet controlnet/test_controlnet_img2img
+controlnet/test_controlnet_inpaint controlnet/test_controlnet_inpaint_sdxl controlnet/test_controlnet_sdxl
+controlnet/test_controlnet_sdxl_img2img latent_consistency_models/test_latent_consistency_models
+latent_consistency_models/test_latent_consistency_models_img2img ip_adapters/test_ip_adapter_stable_diffusion""".split()
+LORA_TESTS = ["lora/test_lora_layers_sd.py", "lora/test_lora_layers_sdxl.py"]
+MIN_PSNR = 60.0  # dB
+# Why a test does not apply, by a regular expression for its name and message.
+REASONS = {
+    "dtype|layerwise_casting|variants": "a folder has one precision, which `sd-ort optimize` chooses",
+    "ip_adapter": "sets torch attention processors; IP-Adapters are part of the graph, see tests/pipelines",
+    "test_pipeline_signature": "requires diffusers' IPAdapterMixin as a base class",
+    "device_map": "a pipeline has one provider",
+    "optional_components|isolation|test_components_function": "makes a pipeline of some components; a folder has all",
+    "test_save_load_local": "reads the log of diffusers' loader",
+    "enable_freeu": "FreeU changes the graph, which is fixed at export",
+    "multi_vae|tiny_autoencoder": "replaces the VAE by a torch module after loading",
+    "denoised": "`denoised` is an intermediate result of LCMScheduler, which a linear schedule has not",
+    "test_latents_input": "replaces `image_processor`; images are always resized and normalized",
+    "strength_zero": "raises InputError, not ValueError",
+    r"Model.__call__\(\)": "calls the text encoder as a torch module; encode_prompt does the same",
+    "long_prompt": "reads diffusers' log; sd-ort warns in its own",
+    "TestStableDiffusionInpaintPipeline::.* dB": "encodes a constant image, one channel a group: its variance is 0 "
+    "and rounding errors decide; with a mask of both colors 129 dB",
+}
+
+
+@dataclass
+class Result:
+    """`outcome`: passed, failed or skipped. `message`: the last line of the failure, or why it was skipped."""
+
+    outcome: str = ""
+    message: str = ""
+    images: list[np.ndarray] = field(default_factory=list)
+
+
+# --- One run of all tests, in a process of its own --------------------------------------------------------------------
+
+
+class Recorder:
+    """pytest plugin that keeps the result of each test and the images that pipelines returned in it."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Result] = {}
+        self.current = Result()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.current = self.results[nodeid.removeprefix("tests/")] = Result()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.current.outcome = report.outcome
+        if report.skipped:
+            self.current.message = str(report.longrepr[2]).removeprefix("Skipped: ")
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.current.message = " ".join(str(crash.message if crash else report.longrepr).split())
+
+    def recorded(self, call: Any) -> Any:
+        """Return a pipeline's `__call__` that keeps what it returns."""
+
+        @functools.wraps(call)
+        def recording_call(pipeline: Any, *arguments: Any, **named: Any) -> Any:
+            output = call(pipeline, *arguments, **named)
+            images = output[0]
+            self.current.images.append(np.asarray(images if hasattr(images, "shape") else [*map(np.asarray, images)]))
+            return output
+
+        return recording_call
+
+
+def run(on_sd_ort: bool, checkout: Path, tests: list[str], keyword: str, cache: Path) -> dict[str, Result]:
+    """Run the tests on one of the two, and return their results by node id."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(checkout))
+    import diffusers
+    import pytest
+    import torch
+
+    from scripts.fixtures.parity_pairs import FAMILIES
+    from sd_ort.runtime.session import Model
+
+    torch.set_num_threads(1)
+    use_stand_in_tokenizer(cache / "tokenizer")
+    Model.set_default_attn_processor = lambda _: None  # type: ignore[attr-defined]  # which tests call first
+    recorder = Recorder()
+    for kind in FAMILIES:
+        theirs = getattr(diffusers, kind)
+        theirs.__call__ = recorder.recorded(theirs.__call__)
+        if on_sd_ort:
+            setattr(diffusers, kind, stand_in(theirs, recorder, cache))
+    os.chdir(checkout)
+    files = [str(checkout / "tests" / test) for test in tests]
+    pytest.main(["-q", "--tb=short", "-p", "no:cacheprovider", "-k", keyword, *files], plugins=[recorder])
+    return recorder.results
+
+
+def use_stand_in_tokenizer(folder: Path) -> None:
+    """Replace the hub's tokenizer of 1,000 tokens, for tests without a network, by one whose tokens are bytes."""
+    from transformers import CLIPTokenizer
+
+    from sd_ort.checkpoints.random_weights import write_byte_tokenizer
+
+    folder.mkdir(exist_ok=True)
+    write_byte_tokenizer(folder, 1000)
+    load = CLIPTokenizer.from_pretrained
+
+    def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
+        return load(folder if name == "hf-internal-testing/tiny-random-clip" else name, *arguments, **options)
+
+    CLIPTokenizer.from_pretrained = from_pretrained
+
+
+def stand_in(theirs: Any, recorder: Recorder, cache: Path) -> type:
+    """Return sd-ort's class of diffusers' name, which can be made of torch components too, as diffusers' can."""
+    import sd_ort
+
+    ours = getattr(sd_ort, theirs.__name__)
+
+    def initialize(pipeline: Any, *arguments: Any, **options: Any) -> None:
+        if arguments:
+            ours.__init__(pipeline, *arguments, **options)
+            return
+        source = theirs(**options)
+        folder = exported(source, cache)
+        opened = ours.from_pretrained(folder, "cpu", source.scheduler, threads=1, safety_checker=False)
+        vars(pipeline).update(vars(opened))
+
+    initialize = functools.wraps(theirs.__init__)(initialize)
+    call = recorder.recorded(ours.__call__)
+    return type(ours.__name__, (ours,), {"__init__": initialize, "__call__": call, "__module__": ours.__module__})
+
+
+def exported(source: Any, cache: Path) -> Path:
+    """Return the export of a diffusers pipeline, one for all pipelines of the same class and weights."""
+    from sd_ort.export.exporter import export
+
+    with tempfile.TemporaryDirectory() as folder:
+        source.save_pretrained(folder)
+        digest = hashlib.sha256()
+        for file in sorted(Path(folder).rglob("*")):
+            if file.is_file() and "scheduler" not in str(file):
+                digest.update(file.name.encode() + file.read_bytes())
+        out = cache / digest.hexdigest()[:20]
+        if not out.is_dir():
+            export(folder, out, exporter="torchscript")
+    return out
+
+
+# --- Both runs, compared ----------------------------------------------------------------------------------------------
+
+
+def verdict(ours: Result, theirs: Result) -> tuple[str, str]:
+    """Return the verdict of one test, and its reason."""
+    if theirs.outcome == "skipped":
+        return "skipped by diffusers", theirs.message
+    if theirs.outcome == "failed" and not theirs.images:
+        return "fails in diffusers", theirs.message
+    least = min((similarity(*pair) for pair in zip(ours.images, theirs.images, strict=False)), default=np.inf)
+    equal = least >= MIN_PSNR and len(ours.images) == len(theirs.images)
+    if equal and ours.outcome == theirs.outcome:
+        return "passes" if ours.outcome == "passed" else "equal images", ""
+    return "fails", ours.message or f"{len(ours.images)} of {len(theirs.images)} images, {least:.1f} dB"
+
+
+def similarity(image: np.ndarray, other: np.ndarray) -> float:
+    """Return the PSNR of two images or latents, in dB, with a peak of 1 or the largest magnitude."""
+    if image.shape != other.shape:
+        return 0.0
+    difference = np.sqrt(np.mean((image.astype(np.float64) - other) ** 2))
+    peak = max(1.0, float(np.abs(other).max(initial=0)))
+    return float(20 * np.log10(peak / difference)) if difference else np.inf
+
+
+def main() -> None:
+    """Run the tests twice and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--diffusers", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the exports")
+    parser.add_argument("--tests", nargs="+", default=[*(f"pipelines/{test}.py" for test in TESTS), *LORA_TESTS])
+    parser.add_argument("-k", dest="keyword", default="", help="as pytest's")
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cache = (options.cache or Path(folder)).resolve()
+        cache.mkdir(exist_ok=True)
+        results = []
+        for on_sd_ort in (False, True):
+            with multiprocessing.get_context("spawn").Pool(1) as process:
+                arguments = (on_sd_ort, options.diffusers.resolve(), options.tests, options.keyword, cache)
+                results.append(process.apply(run, arguments))
+    theirs, ours = results
+    counts: Counter[str] = Counter()
+    rows = []
+    for name, result in theirs.items():
+        kind, reason = verdict(ours[name], result)
+        known = next((text for pattern, text in REASONS.items() if re.search(pattern, f"{name} {reason}")), None)
+        if kind == "fails" and known:
+            kind, reason = "does not apply", known
+        counts[kind] += 1
+        rows.append((name, kind, reason))
+    text = HEAD.format(**{name: version(name) for name in ("diffusers", "torch", "transformers")})
+    text += (
+        ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        + ".\n\n| test | verdict | reason |\n|---|---|---|\n"
+    )
+    text += "".join(f"| {name} | {kind} | {reason[:160].replace('|', '/')} |\n" for name, kind, reason in rows)
+    options.out.write_text(text)
+    print(dict(counts))
+    if counts["fails"]:
+        sys.exit(f"{counts['fails']} tests fail: see {options.out}.")
+
+
+HEAD = """# diffusers' own tests
+
+By `scripts/checks/diffusers_tests.py` on a CPU, with diffusers {diffusers}, torch {torch} and transformers
+{transformers}: what each verdict means is said there.
+
+"""
+
+if __name__ == "__main__":
+    main()
