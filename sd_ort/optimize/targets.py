@@ -22,6 +22,7 @@ from fusion_passes.lower import (
     bfloat16_attention,
     bfloat16_layout,
     bfloat16_matmul_conv,
+    contrib_kernels,
     fold_bias,
     layer_norm,
     linear_add,
@@ -143,7 +144,7 @@ PORTABLE = Target("portable", fusions=(*FUSIONS, *TRANSFORMER_FUSIONS))
 CPU = Target(
     "cpu",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
-    lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
+    lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS, contrib_kernels.PASS),
     contrib_constraints=dict.fromkeys(("QuickGelu", "MultiHeadAttention", "RotaryEmbedding"), _any),
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each
     bfloat16_passes=(

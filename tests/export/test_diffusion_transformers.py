@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from test_export import check_against_torch
@@ -100,6 +101,24 @@ def test_fusions(exported, tmp_path, preset, opset, target):
     result = verify(folder, tmp_path / "out", components=tested)
     assert result["passed"], result["rows"]
     assert {row["component"] for row in result["rows"]} == set(tested)
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("gpu", "float16"), ("gpu", "bfloat16"), ("cuda", "float16")])
+@pytest.mark.parametrize("preset", [SD3, FLUX])
+def test_gpu_targets(exported, tmp_path, preset, target, dtype):
+    """Norms with their gated residuals are one node each, nothing computes in float64, the outputs are equal."""
+    folder, out = exported(preset, WHOLE[preset]), tmp_path / "out"
+    manifest = optimize(folder, out, target=target, dtype=dtype, components=["transformer"])
+    assert "exceed" in manifest["components"]["transformer"].get("calibration", "exceed"), "it was calibrated"
+    graph = load(out / "transformer" / "model.onnx").graph
+    counts = Counter(node.op_type for node in graph)
+    norms = FUSED[preset]["RMSNormalization"] + FUSED[preset]["LayerNormalization"]
+    expected = {op: FUSED[preset].get(op, 0) for op in ("MultiHeadAttention", "RotaryEmbedding")}
+    expected |= {"AdaptiveNorm": norms} | dict.fromkeys(("RMSNormalization", "LayerNormalization", "Einsum"), 0)
+    assert {op: counts[op] for op in expected} == expected
+    assert not [value for node in graph for value in node.outputs if value.dtype == ir.DataType.DOUBLE]
+    result = verify(folder, out, components=["transformer"])
+    assert result["passed"], result["rows"]
 
 
 def test_templates_tell_the_encoders_apart(mini_presets):

@@ -79,7 +79,7 @@ CASES = [
     _case((2, 9, 160), "skip", rms=True, image=False, total=True),
     _case((2, 9, 20), "shift", rms=True),
     *(_case((2, 16, 64), "shift gate skip", distribution=each) for each in ("large", "tiny", "offset", "constant")),
-    *(_case((2, 16, 64), rms=True, image=False, distribution=each) for each in ("large", "tiny", "offset")),
+    *(_case((2, 16, 64), "shift", rms=True, image=False, distribution=each) for each in ("large", "tiny", "offset")),
     _case((1, 4608, 24, 128), rms=True, image=False, benchmark=True),
     _case((2, 4429, 24, 64), rms=True, image=False, benchmark=True),
     _case((1, 4608, 3072), "shift", benchmark=True),
