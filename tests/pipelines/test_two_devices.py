@@ -96,7 +96,7 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
         drawn.append(draw(pipeline))
     pipeline.device_loop = False
     drawn.append(draw(pipeline))
-    assert len(pipeline.models["unet"].links) == 3
+    assert len(pipeline.models["unet"].partitions) == 3
     for spread in drawn[1:]:
         np.testing.assert_allclose(spread, drawn[0], atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Params, test cases and benchmark shapes of AdaptiveNorm."""
+"""Params, NumPy reference, test cases and benchmark shapes of AdaptiveNorm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "AdaptiveNorm"
 INPUTS = ("X", "scale", "shift", "gate", "skip")
@@ -50,6 +52,16 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Both outputs have the shape of X."""
     return dict.fromkeys(case.outputs or OUTPUTS, case.inputs["X"])
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (B, ..., C), scale, shift?, gate? (C) or (B, 1, ..., C), skip? as X -> Y and sum, as X."""
+    arrays = {name: array.astype(np.float64) for name, array in inputs.items()}
+    total = arrays["X"] * arrays.get("gate", 1.0) + arrays.get("skip", 0.0)
+    centered = total if attributes.get("rms", 0) else total - total.mean(axis=-1, keepdims=True)
+    variance = np.square(centered).mean(axis=-1, keepdims=True)
+    normal = centered / np.sqrt(variance + attributes.get("epsilon", 1e-5))
+    return {"Y": normal * arrays["scale"] + arrays.get("shift", 0.0), "sum": total}
 
 
 def _case(
