@@ -244,6 +244,22 @@ def test_float16_computes_spectra_in_float32(sd_ort: Cli, tmp_path: Path) -> Non
     assert code == 0, err
 
 
+def test_float16_keeps_a_large_variance(sd_ort: Cli, tmp_path: Path) -> None:
+    """A variance of 1e7 was clamped to 65504, which made the output twelve times larger."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4] x) => (float[1,2,4] y) <float[2] one = {1, 1},
+        float[2] mean = {0, 3}, float[2] variance = {1e7, 4e7}> {
+        s = Mul (x, t)  n = BatchNormalization (s, one, mean, mean, variance)  y = Mul (n, t)  }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(100), "t"))
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    np.savez(tmp_path / "in.npz", x=np.arange(8, dtype=np.float32).reshape(1, 2, 4))
+    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
+    assert code == 0, err
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
 @pytest.mark.parametrize(("ir_version", "is_told"), [(3, False), (8, True)])
 @pytest.mark.parametrize("options", [("portable",), ("portable", "--float16"), ("cpu", "--float16")])
 def test_weights_that_are_inputs_become_constants(
