@@ -4,6 +4,7 @@ Angles of rotary embeddings in float64 become float32. The other nodes are detec
 from a list of names:
     sinusoids        inputs of Sin and Cos: 1000 timesteps (or 1024 pixels) do not fit a mantissa of 11 bits
     spectra          inputs of Log that no activation computes: their smallest sums are lost
+    large weights    BatchNormalization with a variance above the largest float16, which would be clamped
     measured sites   nodes whose outputs came near the dtype's largest number on calibration inputs (`float32_nodes`)
     no such kernel   operators that the standard does not define for the dtype, such as Range
     kernel inputs    (operator, input) pairs of the target's kernels, such as GroupNorm's gamma and beta
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import CONTRIB
+from fusion_passes import CONTRIB, value_queries
 from fusion_passes import weight_recipes as recipes
 from fusion_passes.canonicalize.opset import OPSET
 from fusion_passes.cleanup import subgraphs
@@ -72,6 +74,7 @@ def convert(
         _with_ancestors(graph, "Sin", "Cos")  # small tensors of one angle for each timestep
         | _before_logarithms(graph)
         | {node for node in graph if not _is_defined(node, half, graph)}
+        | {node for node in graph if node.op_type == "BatchNormalization" and _exceeds(node, half)}
         | set(float32_nodes)
         | {node for outer in graph if (nodes := inner_nodes(outer)) for node in (outer, *nodes)}
     )
@@ -178,6 +181,13 @@ def _angles_in_float32(graph: ir.Graph) -> None:
 def inner_nodes(node: ir.Node) -> list[ir.Node]:
     """Return the nodes of all subgraphs of a node."""
     return [each for graph in subgraphs(node) for inner in graph for each in (inner, *inner_nodes(inner))]
+
+
+def _exceeds(node: ir.Node, half: ir.DataType) -> bool:
+    """Return whether a constant of a node is larger than `half` represents: Paddle's text detector has a variance of
+    1e8."""
+    constants = [values for v in node.inputs if (values := value_queries.constant(v)) is not None]
+    return any(np.abs(values).max(initial=0) > float(ml_dtypes.finfo(half.numpy()).max) for values in constants)
 
 
 def _before_logarithms(graph: ir.Graph) -> set[ir.Node]:

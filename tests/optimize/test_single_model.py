@@ -244,6 +244,22 @@ def test_float16_computes_spectra_in_float32(sd_ort: Cli, tmp_path: Path) -> Non
     assert code == 0, err
 
 
+def test_float16_keeps_a_large_variance(sd_ort: Cli, tmp_path: Path) -> None:
+    """A variance of 1e7 was clamped to 65504, which made the output twelve times larger."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4] x) => (float[1,2,4] y) <float[2] one = {1, 1},
+        float[2] mean = {0, 3}, float[2] variance = {1e7, 4e7}> {
+        s = Mul (x, t)  n = BatchNormalization (s, one, mean, mean, variance)  y = Mul (n, t)  }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(100), "t"))
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    np.savez(tmp_path / "in.npz", x=np.arange(8, dtype=np.float32).reshape(1, 2, 4))
+    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
+    assert code == 0, err
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
 @pytest.mark.parametrize(("ir_version", "is_told"), [(3, False), (8, True)])
 @pytest.mark.parametrize("options", [("portable",), ("portable", "--float16"), ("cpu", "--float16")])
 def test_weights_that_are_inputs_become_constants(
@@ -305,3 +321,51 @@ def test_memory_of_optimize(tmp_path: Path, dtype: str) -> None:
     assert len(stored) == count
     assert all((numpy_helper.to_array(t) == i + 1).all() for i, t in enumerate(stored))
     assert not out.with_name("out.onnx.data").exists()
+
+
+def test_benchmark_times_files_in_turn(sd_ort: Cli, tmp_path: Path) -> None:
+    source, other = toy(tmp_path / "in.onnx"), toy(tmp_path / "other.onnx", 1.5)
+    np.savez(tmp_path / "in.npz", x=np.full((2, 4), 0.5, np.float32))
+    arguments = ("--provider", "cpu", "--inputs", tmp_path / "in.npz", "--runs", 2)
+    code, text, err = sd_ort("benchmark", source, other, *arguments)
+    assert code == 0, err
+    rows = [line.split() for line in text.splitlines() if line.endswith(".onnx")]
+    assert [row[-1] for row in rows] == [str(source), str(other)]
+    assert float(rows[0][1]) == 1.0
+    assert [float(row[2]) for row in rows] == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("in.onnx", "--steps", "3"), "--steps goes with pipeline folders"),
+        (("in.onnx", "folder"), "is no .onnx file"),
+        (("folder", "--inputs", "in.npz"), "--inputs goes with .onnx files"),
+        (("in.onnx", "wide.onnx", "--provider", "cpu"), "has other inputs than"),
+    ],
+)
+def test_benchmark_refuses(
+    sd_ort: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    toy(tmp_path / "in.onnx")
+    model = onnx.load(tmp_path / "in.onnx")
+    model.graph.input[0].name = "wide"
+    for node in model.graph.node:
+        node.input[:] = ["wide" if name == "x" else name for name in node.input]
+    onnx.save(model, tmp_path / "wide.onnx")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = sd_ort("benchmark", *arguments)
+    assert code == 2
+    assert words in err.splitlines()[-1]
+
+
+def test_optimize_says_why_an_attention_is_not_fused(sd_ort: Cli, tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[2,3,5,4] q, float[1,3,5,4] k, float[2,3,5,4] v) => (float[2,3,5,4] y) {
+            t = Transpose <perm = [0, 1, 3, 2]> (k)  s = MatMul (q, t)  p = Softmax (s)  y = MatMul (p, v) }"""
+    source = tmp_path / "in.onnx"
+    onnx.save(onnx.parser.parse_model(text), source)
+    code, _, err = sd_ort("optimize", source, tmp_path / "out.onnx", "--target", "portable")
+    assert code == 0, err
+    assert "only 0 of 1 attentions (1 times " in err
