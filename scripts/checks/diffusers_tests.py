@@ -107,7 +107,6 @@ def run(on_sd_ort: bool, checkout: Path, tests: list[str], keyword: str, cache: 
     """Run the tests on one of the two, and return their results by node id."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
-    sys.path.insert(0, str(checkout))
     import diffusers
     import pytest
     import torch
