@@ -208,7 +208,9 @@ def feeds(name: str, session: ort.InferenceSession) -> dict[str, np.ndarray]:
         else:
             dtype = value.type[7:-1]
             number = NUMBERS.get(value.name)
-            arrays[value.name] = (random.integers(1, 5, sizes) if number is None else np.full(sizes, number)).astype(dtype)
+            arrays[value.name] = (random.integers(1, 5, sizes) if number is None else np.full(sizes, number)).astype(
+                dtype
+            )
     return arrays
 
 

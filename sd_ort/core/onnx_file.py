@@ -255,7 +255,9 @@ def _opsets(imports: Any) -> dict[str, int]:
 
 def _check_value(value: onnx.ValueInfoProto) -> None:
     if not value.type.HasField("tensor_type") or _bits(value.type.tensor_type.elem_type) is None:
-        raise _Invalid(f"has an input or output {value.name!r} that is no tensor of numbers, which sd-ort does not optimize")
+        raise _Invalid(
+            f"has an input or output {value.name!r} that is no tensor of numbers, which sd-ort does not optimize"
+        )
     for size in value.type.tensor_type.shape.dim:
         if size.dim_value == -1:  # Paddle writes -1 for an unknown size, and ONNX Runtime reads it so
             size.ClearField("dim_value")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,10 @@ def tree_names(folder: Path) -> set[str]:
     return names
 
 
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 @dataclass
 class FolderState:
     """Entries of a folder compared with its record, by relative path. owned: files that match, with their stamps."""
@@ -59,6 +63,17 @@ class FolderState:
     owned: dict[str, Stamp] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+
+    def adopt(self, folder: Path, is_ours: Callable[[str], bool], before: FolderState | None) -> None:
+        """Count foreign files as owned by their names, for a folder without records; as changed if not as `before`."""
+        for name in [name for name in self.foreign if is_ours(name)]:
+            status = (folder / name).lstat()
+            if stat.S_ISREG(status.st_mode):
+                self.foreign.remove(name)
+                if before is None or before.owned.get(name) == _stamp(status):
+                    self.owned[name] = _stamp(status)
+                else:
+                    self.changed.append(name)
 
     def check_replaceable(self, folder: Path, overwrite: bool) -> None:
         """Raise OutputError if replacing the recorded files of `folder` would lose changes."""
@@ -77,7 +92,7 @@ def compare(folder: Path, record: Mapping[str, FileRecord], before: FolderState 
             state.foreign.append(name)
             continue
         status = (folder / name).lstat()
-        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        stamp = _stamp(status)
         same = stat.S_ISREG(status.st_mode) and status.st_size == record[name]["bytes"]
         seen = before is not None and before.owned.get(name) == stamp
         if same and (seen or sha256(folder / name) == record[name]["sha256"]):
