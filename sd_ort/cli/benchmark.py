@@ -120,6 +120,7 @@ def _check_settings(folder: Path, component: str | None, *sides: int | None) -> 
     show_default=True,
     help="Folder for the JSON, CSV, images and the HTML report.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace files in --out that sd-ort did not write.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -135,6 +136,7 @@ def command(
     remarks: tuple[str, ...],
     work: Path | None,
     out: Path,
+    overwrite: bool,
     **options: Any,
 ) -> None:
     """Measure pipeline folders DIR... side by side, and torch eager beside them.
@@ -189,6 +191,7 @@ def command(
         "notes": [*notes, *remarks],
         "work": work or cache_folder() / "benchmark",
         "jobs": jobs,
+        "overwrite": overwrite,
         "on_progress": partial(click.echo, err=True),
     }
     try:
@@ -208,6 +211,6 @@ def command(
     except KeyboardInterrupt:
         click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
         ctx.exit(130)
-    click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out)}")
+    click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out, overwrite)}")
     if all(row["status"] == "failed" for row in result["engines"]):
         ctx.exit(1)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.errors import OutputError
-from sd_ort.core.files import open_regular
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.files import open_regular, read_json, write_bytes, write_json
 
 FileRecord = Mapping[str, Any]  # bytes and sha256
 Stamp = tuple[int, int, int]  # inode, size and time of a file
@@ -82,6 +82,49 @@ class FolderState:
                 f"{folder} has files that were changed since sd-ort wrote them: {shown(self.changed)}. Move them away, "
                 "choose another folder, or pass --overwrite to replace them."
             )
+
+
+RECORD = ".sd_ort_files.json"
+
+
+class SharedFolder:
+    """A folder of the user's in which commands write single files, by the record RECORD of those that they wrote.
+
+    is_older: tells of a file, in a folder without any record, whether sd-ort wrote it before there were records.
+    """
+
+    def __init__(self, folder: Path, overwrite: bool, is_older: Callable[[Path], bool]) -> None:
+        self.folder, self.overwrite, self.is_older = folder, overwrite, is_older
+
+    def check(self, *names: str) -> None:
+        """Raise OutputError if writing files would replace one that sd-ort did not write, or that was changed."""
+        record = self._record()
+        for name in names:
+            path = self.folder / name
+            if self.overwrite or not os.path.lexists(path):
+                continue
+            if path.is_symlink() or name not in record or record_file(path) != record[name]:
+                raise OutputError(
+                    f"{path} was not written by sd-ort, or changed since: move it away, choose another folder, or "
+                    "pass --overwrite."
+                )
+
+    def write(self, name: str, data: bytes) -> Path:
+        """Write a file and its record; return its path. Raises as `check`."""
+        self.check(name)
+        write_bytes(self.folder / name, data)
+        write_json(self.folder / RECORD, {**self._record(), name: record_file(self.folder / name)})
+        return self.folder / name
+
+    def _record(self) -> dict[str, FileRecord]:
+        if not os.path.lexists(self.folder / RECORD):
+            files = [path for path in self.folder.glob("*") if path.is_file() and not path.is_symlink()]
+            return {path.name: record_file(path) for path in files if self.is_older(path)}
+        try:
+            content = read_json(self.folder / RECORD, root=self.folder)
+        except InputError:  # damaged: nothing is recorded
+            return {}
+        return {name: entry for name, entry in content.items() if is_record(entry)}
 
 
 def compare(folder: Path, record: Mapping[str, FileRecord], before: FolderState | None = None) -> FolderState:
