@@ -16,7 +16,7 @@ STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
 def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
     """The folder's scheduler, or one of another class with the folder's configuration; an object is taken as it is.
 
-    What is made here never clips (`clip_sample`, which DDIM and DDPM do unless told): latents have no bounds, and
+    These schedulers never clip (`clip_sample`, the default of DDIM and DDPM): latents have no bounds, and
     diffusers' Stable Diffusion pipelines turn it off as well.
 
     Raises InputError for a name that is no diffusers scheduler, or one that cannot drive a Stable Diffusion UNet.
@@ -49,30 +49,30 @@ def _try_a_step(scheduler: Any) -> None:
         scheduler.step(sample, scheduler.timesteps[0], latents)
 
 
-def set_timesteps(scheduler: Any, steps: int, **given: Any) -> int:
-    """Set the schedule and return its number of steps. `given`: `timesteps` or `sigmas` instead of `steps`, and LCM's
-    `original_inference_steps` and `strength`; None for not given.
+def set_timesteps(scheduler: Any, steps: int, **options: Any) -> int:
+    """Set the schedule and return its number of steps. `options`: `timesteps` or `sigmas` instead of `steps`, and LCM's
+    `original_inference_steps` and `strength`; None for the default.
 
     Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for, and for
     a schedule that it does not take.
     """
-    told = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
     name = type(scheduler).__name__
-    if unknown := told.keys() - inspect.signature(scheduler.set_timesteps).parameters.keys():
+    if unknown := options.keys() - inspect.signature(scheduler.set_timesteps).parameters.keys():
         raise InputError(f"{name} takes no {unknown.pop()}: leave them out, or use another scheduler.")
-    if {"timesteps", "sigmas"} <= told.keys():
+    if {"timesteps", "sigmas"} <= options.keys():
         raise InputError("timesteps and sigmas both are a schedule: give one of them.")
-    schedule = told.get("timesteps", told.get("sigmas"))
+    schedule = options.get("timesteps", options.get("sigmas"))
     count = steps if schedule is None else len(schedule)
     if not 1 <= count <= STEP_LIMIT:
         raise InputError(f"{count} steps are not between 1 and {STEP_LIMIT}.")
     try:
-        scheduler.set_timesteps(**told) if schedule is not None else scheduler.set_timesteps(steps, **told)
+        scheduler.set_timesteps(**options) if schedule is not None else scheduler.set_timesteps(steps, **options)
     except (ValueError, TypeError, AssertionError, IndexError, RuntimeError) as error:
         raise InputError(
             f"{name} cannot take {'this schedule' if schedule is not None else f'{count} steps'}: {first_line(error)}"
         ) from error
-    if "strength" in told:  # LCMScheduler counts the steps before it drops some, and its last step then adds noise
+    if "strength" in options:  # LCMScheduler counts the steps before it drops some, and its last step then adds noise
         scheduler.num_inference_steps = len(scheduler.timesteps)
     return steps if schedule is None else len(scheduler.timesteps)
 

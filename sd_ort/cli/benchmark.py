@@ -187,8 +187,8 @@ def command(
     else:
         if on_replicas:
             torch_model = torch_model or "none"  # replicas draw with pipeline folders
-        wanted = engine_selection.NAMES if names == "all" else tuple(filter(None, names.split(",")))
-        engines, notes = engine_selection.find_engines(folders, torch_model, wanted, provider)
+        selected = engine_selection.NAMES if names == "all" else tuple(filter(None, names.split(",")))
+        engines, notes = engine_selection.find_engines(folders, torch_model, selected, provider)
     if on_replicas and not mlperf:
         raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
     _check_out(out, folders)
@@ -234,8 +234,8 @@ def _benchmark_files(ctx: click.Context, files: tuple[Path, ...], inputs: Path |
     from sd_ort.benchmark import model_files
     from sd_ort.cli.model_options import choose_provider
 
-    given = [p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE]
-    if foreign := [p.opts[0] for p in given if p.name not in FILE_OPTIONS]:
+    passed = [p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE]
+    if foreign := [p.opts[0] for p in passed if p.name not in FILE_OPTIONS]:
         raise InputError(f"{', '.join(foreign)} goes with pipeline folders: leave it out for .onnx files.")
     if wrong := [str(file) for file in files if file.suffix != ".onnx"]:
         raise InputError(f"{', '.join(wrong)} is no .onnx file: measure pipeline folders by themselves.")

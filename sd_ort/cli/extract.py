@@ -20,6 +20,6 @@ def command(path: Path, output: Path, component: str, start: tuple[str, ...], en
     """
     from sd_ort.inspect.extract import extract
 
-    made = extract(path, component, start, end, output)
-    counts = f"{made['nodes']} nodes, {made['inputs']} inputs, {made['weights']} weights"
-    click.echo(f"Wrote {output}: {counts}, {made['bytes'] / 1e6:.1f} MB")
+    summary = extract(path, component, start, end, output)
+    counts = f"{summary['nodes']} nodes, {summary['inputs']} inputs, {summary['weights']} weights"
+    click.echo(f"Wrote {output}: {counts}, {summary['bytes'] / 1e6:.1f} MB")

@@ -122,12 +122,12 @@ def command(
 def refuse(names: Collection[str], source: Path) -> None:
     """Raise InputError for options of this command line that say nothing of such an IN."""
     said = click.get_current_context().get_parameter_source
-    given = [f"--{n.replace('_', '-')}" for n in sorted(names) if said(n) is ParameterSource.COMMANDLINE]
-    if given:
+    options = [f"--{n.replace('_', '-')}" for n in sorted(names) if said(n) is ParameterSource.COMMANDLINE]
+    if options:
         what = "no checkpoint" if names is OF_WEIGHTS else "checked by itself"
         if names is OF_RUNS:
             what = "a checkpoint, whose weights are compared: nothing is run"
-        raise InputError(f"{source} is {what}; leave out {', '.join(given)}.")
+        raise InputError(f"{source} is {what}; leave out {', '.join(options)}.")
 
 
 def own_provider(optimized: Path) -> str:

@@ -63,8 +63,8 @@ def conditioning_graph(spec: tuple[np.dtype, int, tuple[np.dtype, ...]]) -> byte
         f"column = Constant <value_ints = [{column}]> ()",
         "zeroed_column = Reshape (zeroed, column)",
         "zero = Constant <value = float {0.0}> ()",
-        "kept = Where (zeroed_column, zero, rows)",
-        f"conditioning = {_cast(dtype)} (kept)",
+        "conditioned = Where (zeroed_column, zero, rows)",
+        f"conditioning = {_cast(dtype)} (conditioned)",
     ]
     inputs = [f"{_type(part)}[] part_{i}" for i, part in enumerate(parts)]
     outputs = [f"{_type(dtype)}[] conditioning", *(f"float check_{i}" for i in range(len(parts)))]
@@ -307,12 +307,12 @@ def _inpaint_lines(inputs: list[str]) -> list[str]:
         "noise_factor = Gather <axis = 0> (kept_noise, index_out)",
         "picture_part = Mul (picture, picture_factor)",
         "noise_part = Mul (picture_noise, noise_factor)",
-        "kept = Add (picture_part, noise_part)",
-        "whole = Constant <value = float[1] {1.0}> ()",
-        "outside = Sub (whole, mask)",
-        "kept_part = Mul (outside, kept)",
+        "noised_picture = Add (picture_part, noise_part)",
+        "unit = Constant <value = float[1] {1.0}> ()",
+        "outside = Sub (unit, mask)",
+        "outer_part = Mul (outside, noised_picture)",
         "summed_part = Mul (mask, summed)",
-        "latents = Add (kept_part, summed_part)",
+        "latents = Add (outer_part, summed_part)",
     ]
 
 

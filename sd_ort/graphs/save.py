@@ -76,7 +76,7 @@ def _save_embedded(model: ir.Model, path: Path) -> None:
     for value, tensor in tensors:
         value.const_value = tensor
     names = {str(value.name) for value, _ in tensors}
-    kept = [initializer for initializer in proto.graph.initializer if initializer.name not in names]
+    remaining = [initializer for initializer in proto.graph.initializer if initializer.name not in names]
     del proto.graph.initializer[:]
-    proto.graph.initializer.extend(kept)
+    proto.graph.initializer.extend(remaining)
     embedded_weights.write(path, proto, {str(value.name): tensor for value, tensor in tensors})

@@ -96,8 +96,8 @@ class BoundRun:
             self.captures.begin()
         self.device = device
         self.inputs = {
-            name: device_value(given, device) if isinstance(given, np.ndarray) else given
-            for name, given in feed.items()
+            name: device_value(value, device) if isinstance(value, np.ndarray) else value
+            for name, value in feed.items()
         }
         self.host_inputs = [name for name in host_inputs(session) if self.inputs[name].device_name() != "cpu"]
         self.binding = session.io_binding()

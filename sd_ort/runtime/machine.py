@@ -99,8 +99,8 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """$SD_ORT_COMMIT, for machines without git, or the short hash of the commit this package runs from, with "+" when
     tracked files were changed; None outside git."""
-    if given := os.environ.get("SD_ORT_COMMIT"):
-        return given
+    if named := os.environ.get("SD_ORT_COMMIT"):
+        return named
 
     def git(*arguments: str) -> str | None:
         root = Path(__file__).resolve().parent

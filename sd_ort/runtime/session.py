@@ -189,11 +189,11 @@ def _refusal(model: Path, provider: str, error: Exception) -> str:
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
     line = f"ONNX Runtime refuses {model}: {reason or _newer_opset(error) or first_line(error)}"
     target = read_manifest(model.parent.parent).get("options", {}).get("target", "portable")
-    wanted = provider_named(provider).target or provider
-    if target in ("portable", wanted):
+    expected = provider_named(provider).target or provider
+    if target in ("portable", expected):
         return line
     return (
-        f"{line} It was optimized for target {target}: optimize it for {wanted}, or use the provider it was made for."
+        f"{line} It was optimized for target {target}: optimize it for {expected}, or use the provider it was made for."
     )
 
 
@@ -221,8 +221,8 @@ def _warn_of_missing_library(model_path: Path, provider: str, library: Path | bo
 def _warn_of_missing_units(model_path: Path, provider: str) -> None:
     if provider != "cpu" or multiplies_bfloat16():
         return
-    made = read_manifest(model_path.parent.parent).get("options", {})
-    if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
+    options = read_manifest(model_path.parent.parent).get("options", {})
+    if (options.get("target"), options.get("dtype")) == ("cpu", "bfloat16"):
         warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
 
 

@@ -254,9 +254,9 @@ class Buffers:
         One check is that every step was taken: a provider that copies buffers would sample from their first contents.
         """
         assert self.schedule is not None
-        taken, wanted = int(read_value(self.schedule.values["index"])[0]), len(job.schedule.timesteps)
-        if taken != wanted:
-            problem = f"the loop on the device took {taken} steps of {wanted}, for its buffers were copied"
+        steps, expected = int(read_value(self.schedule.values["index"])[0]), len(job.schedule.timesteps)
+        if steps != expected:
+            problem = f"the loop on the device took {steps} steps of {expected}, for its buffers were copied"
             raise SdOrtError(f"{problem}: load the pipeline with device_loop=False, and report this.")
         if self.conditioning.texts is not None:
             self.conditioning.texts.check()
