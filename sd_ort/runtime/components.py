@@ -18,9 +18,9 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL, check_component, components
 from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
-from sd_ort.runtime.glibc_malloc import disable_trim, kept, return_heap, trim_heap
+from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap, trim_heap
 from sd_ort.runtime.op_library import op_library
-from sd_ort.runtime.partitioned import Link, PartitionedModel, Range
+from sd_ort.runtime.partitioned import Partition, PartitionedModel, PlacedPartition
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named
 from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, ModelOverride, SessionOptions, create_session
 from sd_ort.runtime.stream import DeviceLock, Stream, open_stream
@@ -42,7 +42,7 @@ class ComponentOverrides:
     updatable: dict[str, UpdatableWeights] = field(default_factory=dict)
     free_dimensions: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
-    def of(self, name: str, partition: Range | None = None) -> ModelOverride:
+    def of(self, name: str, partition: Partition | None = None) -> ModelOverride:
         """Return the override of a component, or of a partition of its graph."""
         weights = self.weights.get(name, {})
         updatable = self.updatable[name].shared if name in self.updatable else {}
@@ -110,7 +110,7 @@ class Components(MutableMapping[str, Model]):
             self.lock = DeviceLock(self.stream)
         self.guidance_peer: Components | None = None
         self.placed: dict[str, Components] = {}
-        self.partitioned: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Range]]]] = {}
+        self.partitioned: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Partition]]]] = {}
 
     @property
     def capture_stream(self) -> Stream | None:
@@ -130,7 +130,9 @@ class Components(MutableMapping[str, Model]):
         Raises as `_open_on_device`."""
         self.placed[name] = self._open_on_device(number)
 
-    def partition_over(self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Range]]) -> None:
+    def partition_over(
+        self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Partition]]
+    ) -> None:
         """Run the partitions of a component's graph that `cut` returns on this device and then on devices `numbers`.
         Raises as `_open_on_device`."""
         self.partitioned[name] = [self, *(self._open_on_device(number) for number in numbers)], cut
@@ -198,9 +200,9 @@ class Components(MutableMapping[str, Model]):
     def open(self, names: Sequence[str]) -> None:
         """Open components at once, and those that were closed for their weights' sake: most of that time each reads its
         own file. The last one, a U-Net where it is among them, is opened by this thread: of threads only the main one
-        finds again what was freed (`kept`). Raises what opening one of them raises."""
+        finds again what was freed (`retain_heap`). Raises what opening one of them raises."""
         every = sorted({*names, *self.closed}, key=lambda name: (_kind(name) in STEP_COMPONENTS, name))
-        memory = nullcontext() if self.provider != "cpu" else kept() if self.closed else return_heap()
+        memory = nullcontext() if self.provider != "cpu" else retain_heap() if self.closed else return_heap()
         was_kept, self.closed = bool(self.closed), set()
         beside = [] if self.low_memory else every[:-1]
         with memory, ThreadPoolExecutor(max(1, len(beside))) as threads:
@@ -212,7 +214,7 @@ class Components(MutableMapping[str, Model]):
         if was_kept and not self.overrides.weights:
             trim_heap()
 
-    def _open(self, name: str, partition: Range | None = None) -> Model:
+    def _open(self, name: str, partition: Partition | None = None) -> Model:
         if partition is None and name in self.partitioned:
             return self._open_partitions(name)
         if self.device != "cpu" and self.graph is not False and _kind(name) in STEP_COMPONENTS:
@@ -228,11 +230,11 @@ class Components(MutableMapping[str, Model]):
     def _open_partitions(self, name: str) -> Model:
         devices, cut = self.partitioned[name]
         folder, component = self._folder_of(name)
-        links = []
+        placed = []
         for device, partition in zip(devices, cut(folder / component / MODEL, len(devices)), strict=True):
             device.overrides = replace(device.overrides, weights=self.overrides.weights)
-            links.append(Link(device._open(name, partition), device.device, device.stream))
-        return PartitionedModel(links)
+            placed.append(PlacedPartition(device._open(name, partition), device.device, device.stream))
+        return PartitionedModel(placed)
 
     def variant(self, name: str, label: str, make: Callable[[Path], bytes]) -> Model:
         """A component with another graph over its own weights: `make` is given the path of its model and returns the

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime.ort_values import device_value, place, unowned, view, write_value
+from sd_ort.runtime.ort_values import device_arguments, device_value, unowned, value_at, write_value
 from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 from sd_ort.runtime.weight_prefetch import PrefetchedWeights
@@ -73,8 +73,8 @@ def _shared(value: Any, device: str) -> Any:
     """A value's memory as a session takes it, which refuses values that own theirs, as those made on a device do."""
     if device == "cpu":
         return value
-    if "vendor_id" in place(device):
-        return view(device, value.data_ptr(), value.element_type(), value.shape(), owner=value)
+    if "vendor_id" in device_arguments(device):
+        return value_at(device, value.data_ptr(), value.element_type(), value.shape(), owner=value)
     return unowned(value)
 
 
