@@ -27,7 +27,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def generate_list(options: Mapping[str, Any]) -> None:
     """Generate the missing images of PROMPT, or of all prompts of --prompts, with the options of `generate`."""
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     from sd_ort.core.files import write_bytes
     from sd_ort.core.paths import check_writable

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm  # tqdm.auto imports asyncio
 
 ProgressCallback = Callable[[str], None]
 

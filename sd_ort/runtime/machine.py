@@ -12,14 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 PACKAGES = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy", "openvino")
 MEGABYTE = 2**20
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores this process may use, memory, GPUs and system, for the head of a results file."""
+    import psutil
+
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -135,4 +135,6 @@ def peak_memory_MB() -> float:
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024
+    import psutil
+
     return float(psutil.Process().memory_info().rss) / MEGABYTE

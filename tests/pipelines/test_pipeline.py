@@ -20,7 +20,7 @@ import pytest
 import torch
 from image_metrics import psnr
 from PIL import Image
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sd_ort import StableDiffusionPipeline, cli
 from sd_ort.benchmark.engines.pytorch import first_latents, torch_pipeline

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.core.errors import InputError, SdOrtError, first_line
+from sd_ort.core.errors import InputError, SdOrtError, describe_error, first_line
 from sd_ort.runtime import machine
 
 
@@ -36,10 +36,7 @@ class EngineType:
 # Names for ONNX Runtime depend on the folder (`engine_selection`). Eager diffusers uses torch's
 # scaled_dot_product_attention.
 ENGINE_TYPES: Mapping[str, EngineType] = {
-    "onnxruntime": EngineType(
-        "sd_ort.benchmark.engines.ort",
-        ("sd_ort.pipelines.text_to_image", "transformers.models.clip.tokenization_clip"),
-    ),
+    "onnxruntime": EngineType("sd_ort.benchmark.engines.ort", ("sd_ort.pipelines.text_to_image",)),
     "torch": EngineType(
         "sd_ort.benchmark.engines.pytorch",
         ("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "transformers.models.clip.modeling_clip"),
@@ -158,14 +155,14 @@ def load(engine: Engine, settings: BenchmarkSettings) -> dict[str, Any]:
     """Load an engine in this process; return its precision, load time and memory. Raises SdOrtError on any failure."""
     global _engine
     engine_type = ENGINE_TYPES[engine.engine]
-    module = importlib.import_module(engine_type.module)
-    for name in engine_type.imports:
-        importlib.import_module(name)
-    torch = importlib.import_module("torch")
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    if engine.engine == "torch" and settings.provider != "cpu" and torch.cuda.is_available():
-        torch.cuda.init()
+    names = engine_type.module, *engine_type.imports
+    module, *_ = [with_plain_errors(importlib.import_module, name) for name in names]
+    if engine.engine == "torch":
+        torch = importlib.import_module("torch")
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        if settings.provider != "cpu" and torch.cuda.is_available():
+            torch.cuda.init()
     base = machine.peak_memory_MB()
     start = time.perf_counter()
     _engine = with_plain_errors(module.open_component if settings.component else module.open_pipeline, engine, settings)
@@ -191,6 +188,8 @@ def with_plain_errors(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except SdOrtError as error:
         raise SdOrtError(str(error)) from None
+    except ModuleNotFoundError as error:
+        raise SdOrtError(describe_error(error)[0]) from None
     except Exception as error:
         raise SdOrtError(f"{type(error).__name__}: {first_line(error)}") from None
 
@@ -206,12 +205,10 @@ def time_calls(call: Callable[[], Any], count: int) -> list[float]:
 
 
 def pipeline_arguments(settings: BenchmarkSettings, batch: int, prompts: list[str] | None, seed: int) -> dict[str, Any]:
-    """Return the arguments of a pipeline call, for diffusers and sd-ort.
+    """Return the arguments of a pipeline call, for diffusers and sd-ort, with integer seeds as `generator`.
 
     Image i has the seed settings.seed + seed + i, or with `one_latent` settings.seed.
     """
-    import torch
-
     seeds = [settings.seed if settings.one_latent else settings.seed + seed + i for i in range(batch)]
     return {
         "prompt": prompts or [settings.prompt] * batch,
@@ -219,7 +216,7 @@ def pipeline_arguments(settings: BenchmarkSettings, batch: int, prompts: list[st
         "width": settings.width,
         "num_inference_steps": settings.steps,
         "guidance_scale": settings.guidance,
-        "generator": [torch.Generator().manual_seed(image_seed) for image_seed in seeds],
+        "generator": seeds,
     }
 
 

@@ -71,6 +71,7 @@ def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
         arguments = interface.pipeline_arguments(settings, batch, prompts, seed)
+        arguments["generator"] = [torch.Generator().manual_seed(each) for each in arguments["generator"]]
         result = pipeline(**arguments, latents=first_latents(pipeline, arguments).to(device, dtype)).images
         images = np.stack([np.asarray(image) for image in result])
         return Batch(list(seconds), images.shape[1:3], images)
