@@ -230,32 +230,31 @@ def _flow_match(**changes: Any) -> Config:
     return {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, **changes}
 
 
-_SD35_MEDIUM = Preset(
-    "StableDiffusion3Pipeline",
-    {
-        "text_encoder": _CLIP_L_PROJECTION,
-        "text_encoder_2": _CLIP_G,
-        "text_encoder_3": _T5_XXL,
-        "transformer": {
-            "_class_name": "SD3Transformer2DModel",
-            "sample_size": 128,
-            "patch_size": 2,
-            "in_channels": 16,
-            "out_channels": 16,
-            "num_layers": 24,
-            "attention_head_dim": 64,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 4096,
-            "caption_projection_dim": 1536,
-            "pooled_projection_dim": 2048,
-            "pos_embed_max_size": 384,
-            "dual_attention_layers": list(range(13)),
-            "qk_norm": "rms_norm",
-        },
-        "vae": _vae16(1.5305, 0.0609),
-    },
-    _flow_match(shift=3.0),
-)
+def _sd35(blocks: int, dual_blocks: int, heads: int, positions: int) -> Preset:
+    """Return a preset of Stable Diffusion 3.5. dual_blocks: with a second attention of the image; positions: a side."""
+    transformer = {
+        "_class_name": "SD3Transformer2DModel",
+        "sample_size": 128,
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": blocks,
+        "attention_head_dim": 64,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 64 * heads,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": positions,
+        "dual_attention_layers": list(range(dual_blocks)),
+        "qk_norm": "rms_norm",
+    }
+    encoders = {"text_encoder": _CLIP_L_PROJECTION, "text_encoder_2": _CLIP_G, "text_encoder_3": _T5_XXL}
+    models = {**encoders, "transformer": transformer, "vae": _vae16(1.5305, 0.0609)}
+    return Preset("StableDiffusion3Pipeline", models, _flow_match(shift=3.0))
+
+
+_SD35_MEDIUM = _sd35(24, 13, heads=24, positions=384)
+_SD35_LARGE = _sd35(38, 0, heads=38, positions=192)
 
 
 def _flux(guidance: bool, scheduler: Config) -> Preset:
@@ -308,7 +307,8 @@ def _tiny_model(name: str, config: Config, context: int) -> Config:
     if class_name(config) == "T5EncoderModel":
         return config | _TINY_T5
     if name == "transformer":
-        return config | _TINY_TRANSFORMER | _TINY_TRANSFORMERS[class_name(config)]
+        tiny = config | _TINY_TRANSFORMER | _TINY_TRANSFORMERS[class_name(config)]
+        return tiny if config.get("dual_attention_layers", True) else tiny | {"dual_attention_layers": []}
     if name.startswith("text_encoder"):
         narrow = {"hidden_size": _TINY_HIDDEN, "intermediate_size": 4 * _TINY_HIDDEN, "num_attention_heads": 4}
         return config | narrow | {"vocab_size": BYTE_VOCABULARY, "projection_dim": _TINY_HIDDEN}
@@ -339,6 +339,7 @@ _FULL = {
     "sd15-inpaint": _INPAINT,
     "sd15-controlnet": _CONTROLNET,
     "sd35-medium": _SD35_MEDIUM,
+    "sd35-large": _SD35_LARGE,
     "flux-schnell": _FLUX_SCHNELL,
     "flux-dev": _FLUX_DEV,
 }

@@ -33,11 +33,12 @@ SIZES = (
     {"batch": 2, "sequence": 33, "height": 16, "width": 20, "image_sequence": 41},
     {"batch": 3, "sequence": 7, "height": 10, "width": 48, "image_sequence": 15},
 )
-SD3, FLUX = "sd35-medium-mini", "flux-dev-mini"
+SD3, LARGE, FLUX = "sd35-medium-mini", "sd35-large-mini", "flux-dev-mini"
 WHOLE = {SD3: 20, FLUX: 21}  # opset of the exports that images are generated with
 EXPORTS = {
     (SD3, 20): ["text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae_encoder", "vae_decoder"],
     (SD3, 23): ["transformer"],
+    (LARGE, 20): ["transformer"],
     (FLUX, 21): ["text_encoder", "text_encoder_2", "transformer", "vae_encoder", "vae_decoder"],
     (FLUX, 23): ["transformer", "text_encoder_2"],
 }
@@ -79,10 +80,11 @@ def test_the_check_sees_positions_and_guidance(exported):
         assert np.square(other - output).sum() > 1e-7 * np.square(output).sum(), name
 
 
-# Nodes of the fused transformers: SD 3 has joint attention in each block and a second one of the image in the first;
-# FLUX.1 has one double block and two single blocks.
+# Nodes of the fused transformers: SD 3 has joint attention in each block, 3.5 medium a second one of the image in the
+# first; FLUX.1 has one double block and two single blocks.
 FUSED = {
-    SD3: {"MultiHeadAttention": 3, "RMSNormalization": 10, "LayerNormalization": 9, "Transpose": 1},
+    SD3: {"MultiHeadAttention": 3, "RMSNormalization": 10, "LayerNormalization": 9, "Transpose": 2},
+    LARGE: {"MultiHeadAttention": 2, "RMSNormalization": 8, "LayerNormalization": 8, "Transpose": 2},
     FLUX: {"MultiHeadAttention": 3, "RotaryEmbedding": 6, "RMSNormalization": 8, "LayerNormalization": 7, "Neg": 0},
 }
 

@@ -194,6 +194,7 @@ def test_full_size_configs_have_the_published_sizes():
         ("sd35-medium", "text_encoder_3"): 4_762_310_656,
         ("sd35-medium", "transformer"): 2_243_171_520,
         ("sd35-medium", "vae"): 83_819_683,
+        ("sd35-large", "transformer"): 8_056_627_520,
         ("flux-schnell", "transformer"): 11_891_178_560,
         ("flux-dev", "transformer"): 11_901_408_320,
     }
