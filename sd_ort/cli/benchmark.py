@@ -122,6 +122,7 @@ def _check_settings(folder: Path, component: str | None, *sides: int | None) -> 
     show_default=True,
     help="Folder for the JSON, CSV, images and the HTML report.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace files in --out that sd-ort did not write.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -138,6 +139,7 @@ def command(
     inputs: Path | None,
     work: Path | None,
     out: Path,
+    overwrite: bool,
     **options: Any,
 ) -> None:
     """Measure pipeline folders DIR... side by side, and torch eager beside them.
@@ -199,6 +201,7 @@ def command(
         "notes": [*notes, *remarks],
         "work": work or cache_folder() / "benchmark",
         "jobs": jobs,
+        "overwrite": overwrite,
         "on_progress": partial(click.echo, err=True),
     }
     try:
@@ -218,7 +221,7 @@ def command(
     except KeyboardInterrupt:
         click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
         ctx.exit(130)
-    click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out)}")
+    click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out, overwrite)}")
     if all(row["status"] == "failed" for row in result["engines"]):
         ctx.exit(1)
 

@@ -1,6 +1,7 @@
 """Conversion of a graph to float16 or bfloat16, except for nodes that must stay in float32.
 
-These are detected from the graph and from values, not from a list of names:
+Angles of rotary embeddings in float64 become float32. The other nodes are detected from the graph and from values, not
+from a list of names:
     sinusoids        inputs of Sin and Cos: 1000 timesteps (or 1024 pixels) do not fit a mantissa of 11 bits
     spectra          inputs of Log that no activation computes: their smallest sums are lost
     large weights    BatchNormalization with a variance above the largest float16, which would be clamped
@@ -32,13 +33,15 @@ from fusion_passes.shapes.types import is_float32_output
 from sd_ort.core.errors import InputError
 from sd_ort.runtime.contrib_types import declare_float32_outputs, operator_takes
 
-FLOAT = ir.DataType.FLOAT
+FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 BFLOAT16_OPSET = 22
 MIN_STORED_ELEMENTS = 1024
 ACTIVATIONS = frozenset(
     "Elu Erf GRU Gelu HardSigmoid HardSwish LSTM LeakyRelu PRelu RNN Relu Sigmoid Softmax Softplus Tanh".split()
 )
+# Operators on float64 values that compute angles of rotary embeddings and their cosines.
+ANGLE_OPS = frozenset("Add Cast Concat Cos Div Expand Gather Mul Neg Reciprocal Reshape Sin Slice Transpose".split())
 # Inputs that are float32 in the standard, or no data of the model, whatever the dtype of the first input.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
 # Weights (operator, input) whose kernels read bfloat16, and round float32.
@@ -61,6 +64,7 @@ def convert(
     Python API have no bfloat16. If, Loop and Scan stay in float32 with their subgraphs.
     """
     half, graph = HALF[dtype], model.graph
+    _angles_in_float32(graph)
     if half == ir.DataType.BFLOAT16:
         _declare_bfloat16_opset(graph)
     for node in graph:
@@ -149,6 +153,29 @@ def _is_defined(node: ir.Node, half: ir.DataType, graph: ir.Graph) -> bool:
         if half_type not in allowed.get(declared, [declared]):
             return False
     return True
+
+
+def _angles_in_float32(graph: ir.Graph) -> None:
+    """Compute the angles of rotary embeddings in float32 in place of float64, for which GPU providers lack kernels.
+
+    The error of an angle is 2^-24 of it, far below the precision of half. Other uses of float64 stay.
+    """
+    doubles = [node for node in graph if DOUBLE in {v.dtype for v in (*node.inputs, *node.outputs) if v is not None}]
+    boundary = any(value.dtype == DOUBLE for value in (*graph.inputs, *graph.outputs))
+    if boundary or any(node.op_type not in ANGLE_OPS for node in doubles) or any(map(inner_nodes, graph)):
+        return
+    for name, value in list(graph.initializers.items()):
+        if value.dtype == DOUBLE:
+            new = _half_tensor(f"{name}.float32", value, FLOAT)
+            graph.register_initializer(new)
+            ir.convenience.replace_all_uses_with(value, new)
+            del graph.initializers[name]
+    for node in doubles:
+        if node.op_type == "Cast" and node.attributes["to"].as_int() == DOUBLE:
+            node.attributes["to"] = ir.AttrInt64("to", int(FLOAT))
+        for output in node.outputs:
+            if output.dtype == DOUBLE:
+                output.type = ir.TensorType(FLOAT)
 
 
 def inner_nodes(node: ir.Node) -> list[ir.Node]:

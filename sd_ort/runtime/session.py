@@ -131,7 +131,7 @@ def create_session(
         reads_file = entry.vendor and not override.weights and graph is None and not options.skip_optimization
         settings = _provider_settings(entry, options)
         prefetched = begin(provider, settings, model_path, override.updatable) if reads_file else None
-        session = opened(None) if prefetched is None else prefetched.opened(opened)
+        session = opened(None) if prefetched is None else prefetched.open_session(opened)
     except SdOrtError:
         raise
     except Exception as error:  # pybind's exceptions share no base class but Exception
@@ -179,6 +179,7 @@ def _open(
         session = runtime().InferenceSession(graph or str(model_path), ort_options, **arguments)
     # weights in memory that is not ONNX Runtime's
     session.shared = {**shared, **(prefetched.values if prefetched else {})}
+    session.prefetched = prefetched
     return keep(session, (session.shared, prefetched, override.updatable))
 
 
@@ -279,6 +280,8 @@ def _ort_options(provider: str, options: SessionOptions = DEFAULT_OPTIONS) -> An
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
         ort_options.enable_mem_pattern = False
+    else:  # a pool for each session would spin beside the driver's threads
+        ort_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if options.threads:
         ort_options.intra_op_num_threads = options.threads
     if options.profile:
