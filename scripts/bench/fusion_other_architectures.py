@@ -3,13 +3,13 @@
     python scripts/bench/fusion_other_architectures.py [NAME ...]
 
 For every graph of tests/graphs/other_architectures (scripts/fixtures/make_other_architectures.py exports them, with
-random weights): attentions and group normalizations that became one node, of those that are there (a target may take
-a ScaledDotProductAttention apart again, where its heads are not split and merged by Reshape and Transpose), nodes and
+random weights): attentions and group normalizations that became one node, of those that are there (a target may take a
+ScaledDotProductAttention apart again, where its heads are not split and merged by Reshape and Transpose), nodes and
 Transposes for every target, and the relative error of the portable and of the channels-last graph against the source
 at two shapes, float32, ONNX Runtime's CPU provider. Beside them the nodes that onnxscript's optimizer leaves with its
-fusions for ONNX Runtime, ONNX Runtime's own (extended, CPU) and `onnxruntime.transformers.optimizer` with the model type that it has for such a
-graph. `!` behind a target's nodes: two nodes or two Transposes more than before are exceeded (an Einsum that
-transposes inside counts as its Transposes do).
+fusions for ONNX Runtime, ONNX Runtime's own (extended, CPU) and `onnxruntime.transformers.optimizer` with the model
+type that it has for such a graph. `!` behind a target's nodes: two nodes or two Transposes more than before are
+exceeded (an Einsum that transposes inside counts as its Transposes do).
 
 It takes ten minutes of CPU; rows are written as they come.
 """
