@@ -1,8 +1,9 @@
-"""Gelu: replaces the exact (erf) formula, which exporters write below opset 20, by one node.
+"""Gelu: replaces the exact (erf) formula, which exporters write below opset 20, by one node, and the tanh formula.
 
     x/sqrt2 -> Erf -> +1 -> times x -> times 0.5   (any order of the two products; x*(1/sqrt2) too)  =>  Gelu(x)
+    x*0.5 * (1 + Tanh(sqrt(2/pi) * (x + 0.044715 * Pow(x, 3))))                      =>  Gelu(x; approximate="tanh")
 
-The tanh approximation has no Erf and does not match: it is another function (largest difference 1e-3).
+The two are different functions (largest difference 1e-3).
 """
 
 from __future__ import annotations
@@ -59,7 +60,23 @@ class HalfInside(_Gelu):
         return op.Mul(x, op.Mul(self.cdf(op, x, divisor, factor, one), half))
 
 
-RULES = (HalfLast, HalfFirst, HalfInside)
+class ByTanh(Rule):
+    """(x * 0.5) * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) => Gelu by tanh"""
+
+    def pattern(self, op: Any, x: Any, three: Any, cubic: Any, root: Any, one: Any, half: Any) -> Any:
+        argument = op.Mul(op.Add(x, op.Mul(op.Pow(x, three), cubic)), root)
+        return op.Mul(op.Mul(x, half), op.Add(op.Tanh(argument), one))
+
+    def reject_reason(self, **bindings: ir.Value) -> str | None:
+        wanted = {"three": 3.0, "cubic": 0.044715, "root": math.sqrt(2 / math.pi), "one": 1.0, "half": 0.5}
+        same = (math.isclose(values.scalar(bindings[k]) or math.nan, v, rel_tol=1e-5) for k, v in wanted.items())
+        return None if all(same) else "the constants are not those of Gelu by tanh"
+
+    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
+        return op.Gelu(x, approximate="tanh")
+
+
+RULES = (HalfLast, HalfFirst, HalfInside, ByTanh)
 
 
 def _graph(body: str, root: float = math.sqrt(2), half: float = 0.5) -> str:
@@ -70,6 +87,9 @@ def _graph(body: str, root: float = math.sqrt(2), half: float = 0.5) -> str:
 
 
 _LAST = "d = Div (x, r)  e = Erf (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"
+_CONSTANTS = "float c = {0.044715}, float q = {0.7978845608}, float three = {3.0}"
+_TANH = """h = Mul (x, half)  p = Pow (x, three)  k = Mul (p, c)  s = Add (x, k)  m = Mul (s, q)  t = Tanh (m)
+            a = Add (t, one)  y = Mul (h, a)"""
 _SIZES = {"N": 3}
 _case = partial(PassCase, sizes=_SIZES)
 _rejected = partial(_case, rewrites=0)
@@ -92,8 +112,17 @@ CASES = [
     _rejected("two in place of one", _graph(_LAST.replace("Add (e, one)", "Add (e, r)")), rejection="1 and 0.5"),
     _rejected("another divisor", _graph(_LAST, root=1.5), rejection="sqrt(2)"),
     _rejected("another factor", _graph(_LAST, half=0.25), rejection="0.5"),
+    _case("GPT-2", _graph(_TANH).replace("float one", f"{_CONSTANTS}, float one"), ops={"Gelu": 1, "Tanh": 0}),
+    *(
+        _rejected(
+            f"by tanh, {name} changed",
+            _graph(_TANH).replace("float one", f"{_CONSTANTS.replace(old, new)}, float one"),
+            rejection="not those of Gelu by tanh",
+        )
+        for name, old, new in (("root", "0.7978845608", "0.8"), ("factor", "0.044715", "0.05"), ("power", "3.0", "2.0"))
+    ),
     _rejected(
-        "tanh approximation",
+        "tanh without a cube",
         _graph("d = Mul (x, r)  e = Tanh (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"),
     ),
 ]

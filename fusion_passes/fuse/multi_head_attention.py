@@ -5,6 +5,7 @@
     Reshape(v -> [B,L,N,E]) -> Transpose 0213 --+
         =>  MultiHeadAttention(q, k, v, -, -, mask; num_heads=N, scale)
 
+If batch and sequence are merged too, as for GPT-2's Gemm, the Reshape to [B*S,N*E] stays behind the attention.
 Several attentions may share a split query, as the text and image attentions of an IP-Adapter do. Each reads the unsplit
 query, and the split is removed with the last one. Rejected: other head splits, different numbers of heads, batches that
 may differ, other consumers of the heads. The kernels require a mask of [1 or B, 1 or N, S, L]; a mask that broadcasts
@@ -58,7 +59,10 @@ class MultiHeadAttention(Rule):
             if after[2] != heads:
                 return "query, key and value have different numbers of heads"
         merged, width = values.dims(out), values.size(v, 2)
-        if merged is None or len(merged) != 3 or merged[:2] != (values.dims(q) or [])[:2] or merged[2] != width:
+        tokens = merged is not None and (
+            len(merged) == 2 or (len(merged) == 3 and merged[:2] == (values.dims(q) or [])[:2])
+        )
+        if merged is None or not tokens or merged[-1] != width:
             return "the Reshape after attention does not merge the heads"
         batches = [(values.dims(x) or [])[:1] for x in (q, k, v)]
         if batches.count(batches[0]) != 3:
@@ -67,18 +71,22 @@ class MultiHeadAttention(Rule):
 
     def rewrite(
         self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, sdpa: ir.Value,
-        mask: ir.Value | None, **_: Any,
+        mask: ir.Value | None, out: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
         node = sdpa.producer()
         assert node is not None
         inputs = [q, k, v] + ([] if mask is None else [None, None, _expanded_mask(op, mask, q, k, sdpa)])
-        return op.MultiHeadAttention(
+        attention = op.MultiHeadAttention(
             *inputs,
             num_heads=values.size(q_heads, 2),
             scale=node.attributes["scale"].as_float(),
             unidirectional=node.attributes.get_int("is_causal", 0),
             _domain=DOMAIN,
         )
+        if values.rank(out) == 3:
+            return attention
+        rows = ir.tensor([-1, values.size(out, 1) or 0], dtype=ir.DataType.INT64)
+        return op.Reshape(attention, op.initializer(rows, name=unique_name(sdpa, "rows")))
 
 
 def _only_attentions_consume(heads: ir.Value) -> bool:
@@ -184,6 +192,16 @@ CASES = [
         .replace("vh = Transpose <perm = [0, 2, 1, 3]>", "vh = Transpose <perm = [0, 3, 1, 2]>"),
     ),
     _rejected("scale that is not a constant", _graph(extra=", float n").replace("Mul (scores, s)", "Mul (scores, n)")),
+    _case(
+        "merged to rows of a Gemm",
+        _graph(merge="-1, 8").replace("int64[3] merge", "int64[2] merge").replace("float[B,S,8] y", "float[R,8] y"),
+        ops=_ONE | {"Reshape": 1},
+    ),
+    _rejected(
+        "merged to rows of half a head",
+        _graph(merge="-1, 4").replace("int64[3] merge", "int64[2] merge").replace("float[B,S,8] y", "float[R,4] y"),
+        rejection="does not merge the heads",
+    ),
     _case("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE),
     _rejected("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), rejection="other consumers"),
     _rejected("merged heads are an output", _graph(outputs=", float[B,S,2,4] t"), rejection="other consumers"),
