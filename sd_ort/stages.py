@@ -31,6 +31,7 @@ from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import read_ahead
 from sd_ort.core.interrupts import run_interruptible
+from sd_ort.core.onnx_file import CONSTANT_INPUTS
 from sd_ort.core.ownership import sha256
 from sd_ort.core.paths import output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
@@ -289,9 +290,11 @@ def _optimize_file(
     model, name = load(source), pipeline_folder.model_name(source)
     load_recorded_inputs(options.inputs, name, list(model.graph.inputs), required=True)
     tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    embed = not any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
+    embed = all(Path(tensor.path).samefile(source) for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
     if note:
         on_progress(note)
+    if count := model.metadata_props.get(CONSTANT_INPUTS):
+        on_progress(f"{count} inputs that have default values become constants.")
     assert options.target is not None
     if options.dtype == "float16" and not TARGETS[options.target].half_storage_only and not options.float16_io:
         on_progress("inputs and outputs stay float32 (--float16-io makes them float16).")

@@ -17,6 +17,10 @@ from small_presets import export_with, mini, smalls
 
 from sd_ort import cli
 from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.core.cache import cache_folder
+from sd_ort.runtime.bound_run import FAILED_CAPTURES
+from sd_ort.runtime.build import build
+from sd_ort.runtime.library import library_path
 
 # Files that take a minute and more, the longest first: a long one at the end would leave the other worker idle. Before
 # them the one that builds the op library, which other files then use.
@@ -25,6 +29,28 @@ LONG = (
     "test_families.py", "test_optimize.py", "test_pipeline.py", "test_custom_ops_attention.py", "test_sdxl_pipeline.py",
     "test_hoist_merge.py",
 )  # fmt: skip
+
+
+DOWNLOADS = "compiled-only", "emulated", "hip-tree", "nvidia-headers", "ort-headers", "rocm-headers", "rocm-wheel"
+
+
+def pytest_configure() -> None:
+    """Tests have a cache of their own: the user's may hold builds with GPU halves, and takes no records of tests.
+
+    Downloads and what is compiled for other machines are large, addressed by contents, and linked.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the environment of the first process
+    user = cache_folder()
+    os.environ["XDG_CACHE_HOME"] = str(user / "tests")
+    own = cache_folder()
+    own.mkdir(parents=True, exist_ok=True)
+    (own / FAILED_CAPTURES).unlink(missing_ok=True)
+    for name in DOWNLOADS:
+        if (user / name).is_dir() and not (own / name).exists():
+            (own / name).symlink_to(user / name)
+    if library_path() is None:
+        build(cpu=True)  # seconds with ccache, after scripts/setup
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

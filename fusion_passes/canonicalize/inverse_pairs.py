@@ -5,6 +5,7 @@ Transpose(Transpose(x)) back to the order of x                 =>  x
 Cast(Cast(x, wider), type of x)                                =>  x
 x * 1, x / 1, x + 0, x - 0                                     =>  x
 Slice(x, step 1) to the shape of x                             =>  x
+Concat(Slice(x, 0:n), Slice(x, n:end)), Concat(Split(x))       =>  x
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
+from fusion_passes.canonicalize.slices import END
 
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 MAX_LENGTH = 8  # nodes of a chain
@@ -47,6 +49,8 @@ def equivalent_input(node: ir.Node) -> ir.Value | None:
         data, steps = node.inputs[0], node.inputs[4] if len(node.inputs) > 4 else None
         forward = steps is None or set(values.ints(steps) or ()) == {1}
         return data if forward and values.same_shape(data, y) and _has_named_sizes(y) else None
+    if node.op_type == "Concat":
+        return _cut_value(node)
     neutral, operands = NEUTRAL.get(node.op_type), node.inputs
     if neutral is None or len(operands) != 2:
         return None
@@ -55,6 +59,24 @@ def equivalent_input(node: ir.Node) -> ir.Value | None:
         (operands[a] for a, b in sides if values.scalar(operands[b]) == neutral and values.same_shape(operands[a], y)),
         None,
     )
+
+
+def _cut_value(concat: ir.Node) -> ir.Value | None:
+    """Return the value that a Split, or two Slices at any place, cut and `concat` joins again, or None."""
+    first = None if concat.inputs[0] is None else concat.inputs[0].producer()
+    if first is not None and first.op_type == "Split" and first.outputs == concat.inputs:
+        axes = [node.attributes.get_int("axis", 0) for node in (first, concat)]
+        return first.inputs[0] if axes[0] == axes[1] or values.rank(first.inputs[0]) == abs(axes[0] - axes[1]) else None
+    cuts = [cut for value in concat.inputs if value is not None and (cut := value.producer()) and len(cut.inputs) > 3]
+    if len(concat.inputs) != 2 or [cut.op_type for cut in cuts] != ["Slice", "Slice"]:
+        return None
+    x, rank = cuts[0].inputs[0], values.rank(cuts[0].inputs[0])
+    axis, end = concat.attributes["axis"].as_int(), values.ints(cuts[1].inputs[2])
+    if x is not cuts[1].inputs[0] or rank is None or values.ints(cuts[0].inputs[1]) != [0] or not end or end[0] < END:
+        return None
+    along = all([n % rank for n in values.ints(cut.inputs[3]) or ()] == [axis % rank] for cut in cuts)
+    forward = all(len(cut.inputs) < 5 or values.ints(cut.inputs[4]) == [1] for cut in cuts)
+    return x if along and forward and cuts[0].inputs[2] is cuts[1].inputs[1] else None
 
 
 def _chain_inputs(node: ir.Node, op_types: frozenset[str] | set[str]) -> Iterator[ir.Value]:

@@ -119,6 +119,8 @@ def _has_meaning(node: ir.Node, version: int, other: int) -> bool:
         return True
     if node.op_type == "AveragePool":  # 19 mends the divisor of windows that end behind the padding
         return not (node.attributes.get_int("ceil_mode", 0) and node.attributes.get_int("count_include_pad", 0))
+    if node.op_type == "Scan" and version < 9:  # of batches
+        return False
     if node.op_type == "BatchNormalization":  # its training outputs are others since 14
         return len(node.outputs) == 1
     return node.op_type in WIDENED and all(name in after.attributes for name in node.attributes)

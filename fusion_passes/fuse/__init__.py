@@ -17,6 +17,7 @@ from fusion_passes.fuse import (
     multi_head_attention,
     quick_gelu,
     rms_normalization,
+    rotary_embedding,
     skip_group_norm,
     skip_layer_normalization,
 )
@@ -33,8 +34,13 @@ FUSIONS: tuple[Pass, ...] = (
     skip_group_norm.PASS,
 )
 
-# Of diffusion transformers. The order matters: a norm of heads is one node before the attention is fused.
-TRANSFORMER_FUSIONS: tuple[Pass, ...] = (rms_normalization.PASS, joint_attention.PASS, adaptive_layer_norm.PASS)
+# Of diffusion transformers. The order matters: norm and rotation of heads are nodes before the attention is fused.
+TRANSFORMER_FUSIONS: tuple[Pass, ...] = (
+    rms_normalization.PASS,
+    rotary_embedding.PASS,
+    joint_attention.PASS,
+    adaptive_layer_norm.PASS,
+)
 
 
 def fuse(model: ir.Model, fusions: Sequence[Pass] = FUSIONS) -> dict[str, PassOutcome]:

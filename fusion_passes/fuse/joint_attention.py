@@ -15,6 +15,7 @@ are unknown, heads that are not merged. `multi_head_attention` runs before and f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import onnx_ir as ir
@@ -105,6 +106,12 @@ def _reject_reason(node: ir.Node) -> str | None:
     return None if _merge(node) else "the heads are not merged to [B,S,N*E]"
 
 
+def _width(shape: Sequence[int | str]) -> int | None:
+    """Return N*D of a shape [B,S,N,D]."""
+    heads, size = shape[2:]
+    return heads * size if isinstance(heads, int) and isinstance(size, int) else None
+
+
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     reshape = _merge(node)
     assert reshape is not None
@@ -113,11 +120,14 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     for value in node.inputs[:3]:
         heads = _tokens(graph, value, node)
         shape = values.dims(heads) or []
+        view, flat_shape = heads.producer(), [*shape[:2], _width(shape)]
+        if view is not None and view.op_type == "Reshape" and values.dims(view.inputs[0]) == flat_shape:
+            inputs.append(view.inputs[0])
+            continue
         target = new_initializer(graph, unique_name(node.outputs[0], "tokens"), [0, 0, -1])
         flat = ir.node("Reshape", [heads, target])
         flat.outputs[0].name, flat.outputs[0].type = f"{unique_name(node.outputs[0], 'flat')}{len(inputs)}", heads.type
-        width = shape[2] * shape[3] if isinstance(shape[2], int) and isinstance(shape[3], int) else None
-        flat.outputs[0].shape = ir.Shape([*shape[:2], width])
+        flat.outputs[0].shape = ir.Shape(flat_shape)
         graph.insert_before(node, flat)
         inputs.append(flat.outputs[0])
     mask = [None, None, node.inputs[3]] if len(node.inputs) > 3 and node.inputs[3] is not None else []
@@ -173,6 +183,11 @@ _SD3 = (
     "  qin = RMSNormalization (qih, wi)  qh = Concat <axis = 2> (qin, qn)  kh = Concat <axis = 2> (kih, kn)"
     "  vh = Concat <axis = -2> (vih, vt)"
 )
+_TOKENS = """
+    flat = Constant <value_ints = [0, 0, 8]> ()  split = Constant <value_ints = [0, 0, 2, 4]> ()
+    q3 = Reshape (q, flat)  qr = Tanh (q3)  qs = Reshape (qr, split)
+    k3 = Reshape (k, flat)  kr = Tanh (k3)  ks = Reshape (kr, split)
+"""
 _SIZES = {"B": 2, "T": 3, "I": 5, "S": 8}
 _ONE = {"MultiHeadAttention": 1, "Transpose": 0, "Softmax": 0}
 _case = partial(PassCase, sizes=_SIZES, ops=_ONE)
@@ -180,6 +195,11 @@ _rejected = partial(PassCase, sizes=_SIZES, rewrites=0)
 CASES = [
     _case("FLUX.1: norm, concatenation and a factor before the heads", _graph(_FLUX)),
     _case("SD 3: heads, norm, concatenation", _graph(_SD3)),
+    _case(
+        "tokens computed as [B,S,N*D], as rotary embeddings do",
+        _graph(_TOKENS + _heads("qs", "ks", "v").replace("sh =", "h ="), y="B,T,8"),
+        ops={**_ONE, "Reshape": 3},
+    ),
     _case("one stream", _graph(_heads("q", "k", "v"), y="B,T,8", merge="0, -1, 8")),
     _rejected("heads are an output", _graph(_SD3, outputs=", float[B,2,S,4] kh"), rejection="other consumers"),
     _rejected(

@@ -1,9 +1,11 @@
-"""Lowers MultiHeadAttention to ai.onnx Attention (opset 23), for targets on which its kernel is faster.
+"""Lowers attention to ai.onnx Attention (opset 23), for targets on which its kernel is faster.
 
     MultiHeadAttention(q, k, v, -, -, mask; num_heads)  =>  Attention(q, k, v, mask; q_num_heads, kv_num_heads)
+    ScaledDotProductAttention(q, k, v)                  =>  Attention(q, k, v)
 
-Rejected: packed inputs and biases, which ai.onnx Attention does not have. The model's opset becomes 23 if a node is
-replaced.
+Rejected: packed inputs and biases, which ai.onnx Attention does not have, and masks of ScaledDotProductAttention. The
+model's opset becomes 23 if a node is replaced. On ONNX Runtime 1.31's CPU the four-axis form takes 0.93
+to 1.10 of the time of MatMul, Softmax and MatMul; MultiHeadAttention between transposes takes 1.06 to 1.64.
 """
 
 from __future__ import annotations
@@ -54,6 +56,27 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     node.attributes["scale"] = ir.AttrFloat32("scale", scale)
 
 
+def _run_four_axes(model: ir.Model) -> PassOutcome:
+    outcome = rewrite_nodes(model, "standard_sdpa", "ScaledDotProductAttention", _mask_reason, _rewrite_four_axes)
+    if outcome.counts.total():
+        model.graph.opset_imports[""] = OPSET
+    return outcome
+
+
+def _mask_reason(node: ir.Node) -> str | None:
+    has_mask = len(node.inputs) > 3 and node.inputs[3] is not None
+    return "a mask has other rules for rows without keys" if has_mask else None
+
+
+def _rewrite_four_axes(graph: ir.Graph, node: ir.Node) -> None:
+    scale, causal = node.attributes["scale"].as_float(), node.attributes.get_int("is_causal", 0)
+    node.op_type, node.domain, node.overload = "Attention", "", ""
+    node.resize_inputs(3)
+    node.attributes.clear()
+    node.attributes["is_causal"] = ir.AttrInt64("is_causal", causal)
+    node.attributes["scale"] = ir.AttrFloat32("scale", scale)
+
+
 _SIZES = {"B": 2, "S": 5, "L": 3}
 
 
@@ -69,3 +92,24 @@ def _case(name: str, inputs: str, rejection: str | None = None, queries: str = "
 
 
 CASES = [_case("text", "q, k, k"), _case("a mask", "q, k, k, , , m"), _case("packed", "q", "packed", "B,S,2,3,4")]
+
+
+def _four_axes_case(name: str, inputs: str, rejection: str | None = None, causal: int = 0) -> PassCase:
+    graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
+        g (float[B,2,S,4] q, float[B,2,L,4] k, float[B,2,L,3] v, float[B,1,S,L] m) => (float[B,2,S,E] y) {{
+            y = sd_ort.ScaledDotProductAttention <scale = 0.3, is_causal = {causal}> ({inputs})
+        }}"""
+    rewrites = int(rejection is None)
+    ops = {"Attention": rewrites, "ScaledDotProductAttention": 1 - rewrites}
+    return PassCase(name, graph, rewrites, ops, rejection, _SIZES)
+
+
+FOUR_AXES = Pass(
+    "standard_sdpa",
+    _run_four_axes,
+    [
+        _four_axes_case("four axes", "q, k, v"),
+        _four_axes_case("causal", "q, k, v", causal=1),
+        _four_axes_case("a mask", "q, k, v, m", "a mask"),
+    ],
+)

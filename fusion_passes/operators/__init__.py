@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusion_passes.operators import (
+    adaptive_norm,
     bfloat16_attention,
     bfloat16_conv,
     bfloat16_matmul,
@@ -16,6 +17,7 @@ from fusion_passes.operators import (
     multi_head_attention,
     nhwc_conv,
     quick_gelu,
+    rotary_embedding,
     scaled_dot_product_attention,
     skip_group_norm,
     skip_layer_normalization,
@@ -34,6 +36,8 @@ OPERATORS: tuple[FusedOperator, ...] = (
     bias_add.OPERATOR,
     skip_layer_normalization.OPERATOR,
     quick_gelu.OPERATOR,
+    rotary_embedding.OPERATOR,
+    adaptive_norm.OPERATOR,
     upsample_nearest.OPERATOR,
     subpixel_shuffle.OPERATOR,
     nhwc_conv.OPERATOR,

@@ -164,8 +164,8 @@ def _squeeze(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     x = input_shape(node, 0, info)
     axes = input_ints(node, 1, info)
     if axes is None:
-        if len(node.inputs) > 1 and node.inputs[1] is not None:
-            return None
+        if (len(node.inputs) > 1 and node.inputs[1] is not None) or any(d.value is None for d in x):
+            return None  # an unknown size may be 1
         axes = [i for i, d in enumerate(x) if d.value == 1]
     removed = {normalize_axis(a, len(x)) for a in axes}
     return [tuple(d for i, d in enumerate(x) if i not in removed)]

@@ -197,7 +197,7 @@ def session_engine(
             once = session.Model(session.create_session(part, provider))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
     before = time.perf_counter()
-    model = bound_run.open_gpu_graph_model(path, provider, **options)
+    model = bound_run.open_gpu_graph_model(path, provider, session.SessionOptions(**options))
     session_s = time.perf_counter() - before
     bound = model.bind({key: feeds[key] for key in model.inputs})
     (value,) = bound.outputs.values()

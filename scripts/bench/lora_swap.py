@@ -28,9 +28,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from scripts.bench.measure_templates import checkpoint
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engine_selection import target_of
+from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.files import read_json, write_json, write_text
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime.machine import commit, machine, versions
@@ -39,6 +39,16 @@ from sd_ort.stages import optimize
 RANK = 16
 SIDES = {"sdxl": 1024, "sd15-tiny": 64, "sdxl-tiny": 64}
 NAMES = {"unet": "lora_unet_", "text_encoder": "lora_te_", "text_encoder_2": "lora_te2_"}
+
+
+def checkpoint(preset: str, seed: int, folder: Path) -> None:
+    """Write a diffusers folder of a preset with random weights, in float16."""
+    folder.mkdir(parents=True)
+    source = open_preset(preset, seed)
+    source.write_configs(folder)
+    for name in source.configs:
+        model: Any = source.load(name)
+        model.half().save_pretrained(folder / name)
 
 
 def touched(folder: Path, component: str, convolutions: bool = False) -> Iterator[tuple[str, list[int]]]:

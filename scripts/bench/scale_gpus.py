@@ -169,7 +169,7 @@ async def dispatch_seconds(settings: BatchSettings, replicas: int, batch: int, i
 
 
 def say_model(report: Mapping[str, Any]) -> None:
-    """Print the check, and what the model says of more GPUs than were there; `report`: ours, or of two_gpus.py."""
+    """Print the check, and the model of more GPUs; `report`: ours, or results/two_gpus.json."""
     for name, found in report.get("presets", {}).items():
         for what, (measured_s, model_s) in scaling.compare_split(found, report["settings"]["steps"]).items():
             print(

@@ -2,16 +2,20 @@
 
 Sends the demo's unseen prompts from many clients at once, of two sizes and two numbers of steps, kills a replica's
 process after a third of the answers, and counts what came back. Some answers are compared, byte for byte, with the
-same picture drawn alone in this process. Writes a JSON file; exits with 1 when a request was lost or differs.
+same image drawn alone in this process. --hostile sends hostile requests among them, each of which must be refused.
+Memory is measured 20 times: the last quarter may exceed the second by 5 % at most. Writes a JSON file; exits with 1
+if a request was lost or differs, a hostile one was not refused, or memory grew.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import datetime
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +23,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,18 +33,15 @@ import psutil
 from sd_ort import demo
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import unseen_prompts
-from sd_ort.export.exporter import export
 from sd_ort.runtime import machine
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 from sd_ort.stages import optimize
 
-SIDES, STEPS = (128, 64), (10, 5)
 
-
-def fields_of(place: int, prompt: str) -> dict[str, Any]:
+def fields_of(place: int, prompt: str, options: argparse.Namespace) -> dict[str, Any]:
     """Request number `place`."""
-    side, steps = SIDES[place % 2], STEPS[place // 2 % 2]
+    side, steps = options.sides[place % 2], options.steps[place // 2 % 2]
     return {"prompt": prompt, "seed": place, "size": f"{side}x{side}", "steps": steps, "guidance": demo.GUIDANCE}
 
 
@@ -59,6 +61,53 @@ def ask(address: str, fields: dict[str, Any]) -> tuple[int, bytes, float]:
             time.sleep(float(error.headers["Retry-After"]))
 
 
+JSON = "application/json"
+# Content type, body and headers of hostile requests, each with the statuses of a refusal.
+HOSTILE: list[tuple[str, bytes, dict[str, str], set[int]]] = [
+    (JSON, b"{", {}, {400}),
+    (JSON, b"[" * 50_000, {}, {400}),
+    (JSON, b"\xff\xfe", {}, {400}),
+    (JSON, b'{"prompt": "a", "size": "64x32768"}', {}, {400}),
+    (JSON, b'{"prompt": "a", "n": 1000000000}', {}, {400}),
+    (JSON, b'{"prompt": "a", "steps": 1e400}', {}, {400}),
+    (JSON, b'{"prompt": ["a"], "seed": -1, "guidance": NaN}', {}, {400}),
+    (JSON, json.dumps({"prompt": "x" * 2_000_000}).encode(), {}, {400, 413}),
+    ("text/plain", b'{"prompt": "a"}', {}, {415}),
+    (JSON, b'{"prompt": "a"}', {"Host": "evil.example"}, {403}),
+    (JSON, b'{"prompt": "a"}', {"Origin": "http://evil.example"}, {403}),
+    (JSON, b'{"prompt": "\\ud800"}', {}, {400}),
+]
+
+
+def attack(address: str, place: int) -> bool:
+    """Send hostile request number `place`; return whether it was refused in one line."""
+    host, port = address.removeprefix("http://").split(":")
+    if place % (len(HOSTILE) + 2) >= len(HOSTILE):  # unfinished headers, or an unfinished body: left alone
+        with socket.create_connection((host, int(port)), 600) as client:
+            length = b"Content-Length: 9\r\n\r\n{" if place % 2 else b""
+            client.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\n" + length)
+            answer = client.recv(100)
+        return answer == b"" or b" 4" in answer[:12]
+    kind, body, headers, statuses = HOSTILE[place % (len(HOSTILE) + 2)]
+    request = urllib.request.Request(f"{address}/v1/images/generations", body, {"Content-Type": kind, **headers})
+    try:
+        urllib.request.urlopen(request, timeout=600).close()
+    except urllib.error.HTTPError as error:
+        return error.code in statuses and len(json.load(error)["error"]["message"].splitlines()) == 1
+    except (ConnectionError, urllib.error.URLError):  # closed before the whole body was sent
+        return 413 in statuses
+    return False
+
+
+def memory_MB(server: int) -> float:
+    """Private memory of a server and its processes, in MB."""
+    total = 0
+    for process in (psutil.Process(server), *psutil.Process(server).children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_full_info().uss
+    return total / 1e6
+
+
 def actors(process: int) -> list[psutil.Process]:
     """The replicas of a server."""
     return [each for each in psutil.Process(process).children(recursive=True) if "ray::Actor" in each.name()]
@@ -71,27 +120,50 @@ def numbers(address: str) -> dict[str, float]:
     return {name: float(value) for name, value in lines if "bucket" not in name and "created" not in name}
 
 
-def load(address: str, server: int, options: argparse.Namespace) -> tuple[list[tuple[int, bytes, float]], float]:
-    """All answers in the requests' order, and the seconds they took together; a replica is killed on the way."""
+@dataclass
+class Load:
+    """Answers in the order of the requests, seconds for all, outcomes of hostile requests, and memory in MB."""
+
+    answers: list[tuple[int, bytes, float]]
+    seconds: float
+    refused: list[bool]
+    memory: list[float]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether memory of the last quarter is at most 5 % above that of the second."""
+        quarter = len(self.memory) // 4
+        return max(self.memory[-quarter:]) <= 1.05 * max(self.memory[quarter : 2 * quarter])
+
+
+def load(address: str, server: int, options: argparse.Namespace) -> Load:
+    """Send all requests, hostile ones evenly among them, and kill a replica after a third of the answers."""
     prompts = unseen_prompts(options.requests, 0)
-    start = time.perf_counter()
-    with ThreadPoolExecutor(options.clients) as pool:
-        asked = [pool.submit(ask, address, fields_of(place, prompt)) for place, prompt in enumerate(prompts)]
+    every = round(1 / options.hostile) if options.hostile else options.requests + 1
+    start, memory = time.perf_counter(), []
+    with ThreadPoolExecutor(options.clients) as pool, ThreadPoolExecutor(4) as attackers:
+        asked = [pool.submit(ask, address, fields_of(place, prompt, options)) for place, prompt in enumerate(prompts)]
+        attacks = []
         for count, _ in enumerate(as_completed(asked), 1):
+            if count % every == 0:
+                attacks.append(attackers.submit(attack, address, count // every))
+            if count % (options.requests // 20) == 0:
+                memory.append(memory_MB(server))
             if count == options.requests // 3:
                 victim = actors(server)[0]
                 victim.kill()
                 print(f"{count} answers; replica {victim.pid} is killed", flush=True)
-        return [each.result() for each in asked], time.perf_counter() - start
+        answers, seconds = [each.result() for each in asked], time.perf_counter() - start
+        return Load(answers, seconds, [each.result() for each in attacks], memory)
 
 
-def differing(folder: Path, answers: list[tuple[int, bytes, float]], every: int) -> list[int]:
-    """Places of those answers, of one in `every`, that are not the picture drawn alone."""
+def differing(folder: Path, answers: list[tuple[int, bytes, float]], options: argparse.Namespace) -> list[int]:
+    """Places of those answers, of one in `options.compared`, that are not the image drawn alone."""
     alone = PipelineReplica(ReplicaConfig(folder, {"provider": "cpu"}))
     prompts = unseen_prompts(len(answers), 0)
     found = []
-    for place in range(0, len(answers), every):
-        fields = fields_of(place, prompts[place])
+    for place in range(0, len(answers), options.compared):
+        fields = fields_of(place, prompts[place], options)
         side = int(fields["size"].split("x")[0])
         job = ImageJob(prompts[place], "", place, BatchSettings(side, side, fields["steps"], fields["guidance"]))
         if alone.generate([job]) != [answers[place][1]]:
@@ -105,20 +177,22 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200, help="requests of one image (200)")
     parser.add_argument("--clients", type=int, default=24, help="that wait at once (24)")
     parser.add_argument("--replicas", type=int, default=2, help="on the CPU (2)")
+    parser.add_argument("--sides", type=int, nargs=2, default=(128, 64), help="pixels, by turns (128 64)")
+    parser.add_argument("--steps", type=int, nargs=2, default=(10, 5), help="by turns (10 5)")
+    parser.add_argument("--hostile", type=float, default=0.0, help="share of hostile requests beside these (0)")
     parser.add_argument("--compared", type=int, default=20, help="one in so many answers is drawn again alone (20)")
     parser.add_argument("--work", type=Path, default=Path("out/serve_load"), help="folder for the model")
     parser.add_argument("--out", type=Path, default=Path("results/serving/load_demo_cpu.json"), help="the result")
     options = parser.parse_args()
 
-    export("demo", options.work / "raw", on_progress=print)
-    optimize(options.work / "raw", options.work / "fused", target="cpu", on_progress=print)
+    optimize("demo", options.work / "fused", target="cpu", on_progress=print)
     command = [sys.executable, "-m", "sd_ort", "serve", str(options.work / "fused"),
                "--replicas", str(options.replicas),
                "--port", "0"]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = next(line for line in server.stdout if "http://" in line).split()[-1]
-        answers, seconds = load(address, server.pid, options)
+        loaded = load(address, server.pid, options)
         shown = numbers(address)
         processes = psutil.Process(server.pid).children(recursive=True)
         start = time.perf_counter()
@@ -126,8 +200,9 @@ def main() -> int:
         server.wait()
         ended = time.perf_counter() - start
         left = psutil.wait_procs(processes, timeout=60)[1]
+    answers, seconds = loaded.answers, loaded.seconds
     statuses = Counter(status for status, _, _ in answers)
-    wrong = differing(options.work / "fused", answers, options.compared)
+    wrong = differing(options.work / "fused", answers, options)
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["scripts/checks/serve_load.py", *sys.argv[1:]]),
@@ -135,8 +210,12 @@ def main() -> int:
         "machine": machine.machine(),
         "versions": machine.versions() | {name: metadata.version(name) for name in ("ray", "starlette", "uvicorn")},
         "settings": {"model": "demo", "requests": options.requests, "clients": options.clients,
-                     "replicas": options.replicas, "sides": SIDES, "steps": STEPS},
+                     "replicas": options.replicas, "sides": options.sides, "steps": options.steps},
         "statuses": dict(statuses),
+        "hostile": len(loaded.refused),
+        "hostile_refused": sum(loaded.refused),
+        "memory_MB": loaded.memory,
+        "memory_is_flat": loaded.is_flat,
         "compared": len(range(0, options.requests, options.compared)),
         "differing": wrong,
         "seconds": seconds,
@@ -152,8 +231,9 @@ def main() -> int:
     batch = shown["sd_ort_images_total"] / shown["sd_ort_batches_total"]
     print(f"{statuses[200]} of {options.requests} answered in {seconds:.0f} s, {batch:.1f} images a batch, "
           f"{shown['sd_ort_replica_restarts_total']:.0f} restart, {len(wrong)} differ, "
-          f"{len(left)} processes left after {ended:.1f} s: {options.out}")  # fmt: skip
-    return 1 if lost or wrong or left else 0
+          f"{sum(loaded.refused)} of {len(loaded.refused)} hostile ones refused, memory {loaded.memory[0]:.0f} to "
+          f"{loaded.memory[-1]:.0f} MB, {len(left)} processes left after {ended:.1f} s: {options.out}")  # fmt: skip
+    return 1 if lost or wrong or left or not all(loaded.refused) or not loaded.is_flat else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Soak test of a pipeline folder on one provider: changing sizes, batches, seeds, threads, tasks, LoRAs and pipelines.
 
-    soak_gpu.py FOLDER --provider sdcuda [--lora FILE ...] [--steps 4] [--scale 1.0] [--out results/soak/sdcuda.json]
+    soak_gpu.py FOLDER --provider sdcuda [--lora FILE ...] [--controlnet FOLDER] [--ip-adapter FOLDER] [--steps 4]
+                [--scale 1.0] [--out results/soak/sdcuda.json]
 
 Every image is compared byte for byte with the first image of the same request. Requests run one after another, again,
-and then from four threads at once. After them run image to image and inpainting, LoRA rounds (load, two scales,
-unload), pipelines that open while another one captures, and pipelines that open, generate and close. Device memory,
-process memory and open file descriptors are read after each stage. --scale shrinks the sizes for small models. The
-exit code is 1 if an image differs, a call fails, or memory or descriptors grow when a stage runs again.
+and then from four threads at once. After them run image to image, inpainting, ControlNet and IP-Adapter (folders that
+were optimized with one), LoRA rounds (load, two scales, unload), pipelines that open while another one captures, and
+pipelines that open, generate and close. Device memory, process memory and open file descriptors are read after each
+stage. --scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, or memory or
+descriptors grow when a stage runs again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
+from sd_ort import (
+    StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionPipeline,
+)
 from sd_ort.core.files import write_json
 from sd_ort.runtime.machine import commit, machine, versions
 
@@ -61,9 +68,10 @@ class Soak:
     first: dict[Any, bytes] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
 
-    def open(self, pipeline_class: Any = StableDiffusionPipeline) -> Any:
-        return pipeline_class.from_pretrained(self.folder, self.provider)
+    def open(self, pipeline_class: Any = StableDiffusionPipeline, folder: Path | None = None) -> Any:
+        return pipeline_class.from_pretrained(folder or self.folder, self.provider)
 
     def generate(self, pipeline: Any, request: Request, key: Any = None, **arguments: Any) -> None:
         """Generate the images of a request and compare them with the first ones under `key`."""
@@ -115,8 +123,8 @@ def device_megabytes() -> int | None:
     return (total - free) >> 20
 
 
-def requests(scale: float) -> Iterator[Request]:
-    for height, width in SIZES:
+def requests(scale: float, sizes: int) -> Iterator[Request]:
+    for height, width in SIZES[:sizes]:
         for batch in (1, 2):
             for seed in (0, 1):
                 yield Request(int(height * scale) // 64 * 64 or 64, int(width * scale) // 64 * 64 or 64, batch, seed)
@@ -132,18 +140,27 @@ def in_threads(soak: Soak, pipeline: Any, all_requests: list[Request]) -> None:
         list(pool.map(lambda request: soak.text_to_image(pipeline, request), all_requests))
 
 
-def other_tasks(soak: Soak, size: Request) -> None:
-    """Image to image and inpainting, twice each."""
+def other_tasks(soak: Soak, size: Request, controlnet: Path | None, ip_adapter: Path | None) -> None:
+    """Image to image, inpainting, ControlNet and IP-Adapter in turn, twice."""
     y, x = np.mgrid[: size.height, : size.width]
     image = Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
-    mask = Image.fromarray(np.where((x > 64) & (y > 64), 255, 0).astype(np.uint8))
-    if not (soak.folder / "vae_encoder").is_dir():
-        soak.failures.append("the folder has no VAE encoder: image to image was not run")
-        return
-    image_to_image, inpainting = map(soak.open, (StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline))
+    mask = Image.fromarray(np.where((x > size.width // 8) & (y > size.height // 8), 255, 0).astype(np.uint8))
+    sides = {"height": size.height, "width": size.width}
+    tasks: list[tuple[str, Any, dict[str, Any]]] = []
+    if (soak.folder / "vae_encoder").is_dir():
+        inpainting = {"image": image, "mask_image": mask, "strength": 1.0}
+        image_to_image = {"image": image, "strength": max(0.8, 1 / soak.steps)}  # one step or more
+        tasks.append(("image to image", soak.open(StableDiffusionImg2ImgPipeline), image_to_image))
+        tasks.append(("inpainting", soak.open(StableDiffusionInpaintPipeline), inpainting))
+    if controlnet:
+        pipeline = soak.open(StableDiffusionControlNetPipeline, controlnet)
+        tasks.append(("ControlNet", pipeline, {"image": image, **sides}))
+    if ip_adapter:
+        tasks.append(("IP-Adapter", soak.open(folder=ip_adapter), {"ip_adapter_image": image, **sides}))
+    soak.tasks = [name for name, _, _ in tasks]
     for _ in range(2):
-        soak.generate(image_to_image, size, key="image to image", image=image, strength=0.8)
-        soak.generate(inpainting, size, key="inpainting", image=image, mask_image=mask, strength=1.0)
+        for name, pipeline, arguments in tasks:
+            soak.generate(pipeline, size, key=name, **arguments)
 
 
 def lora_rounds(soak: Soak, pipeline: Any, files: list[Path], size: Request, rounds: int) -> dict[str, float]:
@@ -182,7 +199,7 @@ def open_while_generating(soak: Soak, all_requests: list[Request]) -> None:
     thread.join()
 
 
-def open_and_close(soak: Soak, size: Request, count: int = 10) -> None:
+def open_and_close(soak: Soak, size: Request, count: int) -> None:
     for _ in range(count):
         soak.text_to_image(soak.open(), size)
         gc.collect()
@@ -204,31 +221,35 @@ def main() -> int:
     parser.add_argument("--provider", default="cpu")
     parser.add_argument("--lora", type=Path, nargs="*", default=[])
     parser.add_argument("--lora-rounds", type=int, default=20)
+    parser.add_argument("--controlnet", type=Path)
+    parser.add_argument("--ip-adapter", type=Path)
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the eight")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--pipelines", type=int, default=10, help="opened and closed, twice")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("error")
     soak = Soak(options.folder, options.provider, options.steps)
-    all_requests = list(requests(options.scale))
+    all_requests = list(requests(options.scale, options.sizes))
     pipeline = soak.open()
     for name in ("sizes", "sizes captured", "sizes again"):  # a size is captured when it comes for the second time
         soak.stage(name, lambda: in_series(soak, pipeline, all_requests))
     soak.stage("four threads", lambda: in_threads(soak, pipeline, all_requests))
-    soak.stage("other tasks", lambda: other_tasks(soak, all_requests[0]))
+    soak.stage("other tasks", lambda: other_tasks(soak, all_requests[0], options.controlnet, options.ip_adapter))
     changes: dict[str, float] = {}
     if options.lora:
         rounds = options.lora_rounds // 2
         for name in ("LoRAs", "LoRAs again"):
             soak.stage(name, lambda: changes.update(lora_rounds(soak, pipeline, options.lora, all_requests[0], rounds)))
     soak.stage("pipelines open while one captures", lambda: open_while_generating(soak, all_requests[::4]))
-    soak.stage("pipelines", lambda: open_and_close(soak, all_requests[0]))
-    soak.stage("pipelines again", lambda: open_and_close(soak, all_requests[0]))
+    soak.stage("pipelines", lambda: open_and_close(soak, all_requests[0], options.pipelines))
+    soak.stage("pipelines again", lambda: open_and_close(soak, all_requests[0], options.pipelines))
     limits = {"device_MB": 64, "rss_MB": 512, "descriptors": 4}
     soak.failures += filter(None, (growth(soak.stages, name, allowed) for name, allowed in limits.items()))
     report = {
         "folder": options.folder.name, "provider": options.provider, "requests": len(all_requests),
-        "steps": options.steps,
+        "steps": options.steps, "other_tasks": soak.tasks,
         "stages": soak.stages, "lora_seconds": changes, "failures": soak.failures, "load_average": os.getloadavg()[0],
         "machine": machine(), "versions": versions(), "commit": commit(),
     }  # fmt: skip

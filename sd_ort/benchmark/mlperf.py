@@ -85,6 +85,7 @@ def run(
     notes: Sequence[str] = (),
     work: Path | None = None,
     jobs: int = 1,
+    overwrite: bool = False,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
     """Run LoadGen on one engine after another; return the report, which is saved in `out`/mlperf.json.
@@ -107,7 +108,7 @@ def run(
     if options.official:
         settings = official_settings(engines, settings)
         note = "MLPerf's counts and settings; valid only with its 5000 captions, weights and review."
-    report = ReportFile(settings, out, [*notes, note], "mlperf")
+    report = ReportFile(settings, out, [*notes, note], "mlperf", overwrite)
     names = ["queries", "server_load", "official"]
     if options.gpus or options.replicas:
         names += ["gpus", "replicas"]

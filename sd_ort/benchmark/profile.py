@@ -26,6 +26,7 @@ from sd_ort.benchmark.runner import BuiltEngine, build_engines
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core import files
 from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.core.ownership import SharedFolder
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.graphs.load import load
@@ -73,6 +74,7 @@ def run(
     notes: Sequence[str] = (),
     work: Path | None = None,
     jobs: int = 1,
+    overwrite: bool = False,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
     """Profile the ONNX engines one by one; return the report, which is saved in `out`/profile.json.
@@ -81,24 +83,29 @@ def run(
     engine also gets a `trace-<label>.json` for ui.perfetto.dev or chrome://tracing.
     """
     settings = replace(settings, component=settings.component or "unet", batches=settings.batches[:1])
-    report = ReportFile(settings, out, notes, "profile")
-    rows: list[dict[str, Any]] = report.report["engines"]
     onnx_engines = [engine for engine in engines if engine.engine == "onnxruntime" and not engine.graph]
     if not onnx_engines:
         raise InputError("--profile reads ONNX Runtime's profile: give a pipeline folder, and no graph capture.")
+    report = ReportFile(settings, out, notes, "profile", overwrite, [trace_name(engine) for engine in onnx_engines])
+    rows: list[dict[str, Any]] = report.report["engines"]
     with report.saving(report.write):
         for built in build_engines(onnx_engines, settings, work or out / "work", jobs, on_progress):
             on_progress(f"profiling {built.engine.label}")
             row = {"label": built.engine.label, "model": built.engine.model}
             try:
-                rows.append({**row, "status": "ok", **_profile(built, settings, out)})
+                rows.append({**row, "status": "ok", **_profile(built, settings, report.out)})
             except SdOrtError as error:
                 rows.append({**row, "status": "failed", "reason": str(error)})
             report.write()
     return report.report
 
 
-def _profile(built: BuiltEngine, settings: BenchmarkSettings, out: Path) -> dict[str, Any]:
+def trace_name(engine: Engine) -> str:
+    """Return the file name of an engine's trace."""
+    return f"trace-{engine.label.replace(' ', '-')}.json"
+
+
+def _profile(built: BuiltEngine, settings: BenchmarkSettings, out: SharedFolder) -> dict[str, Any]:
     """Return trace, clock and summary of one engine, and write its trace."""
     engine = built.engine
     with Worker(engine, Meter(), built.failure) as worker, tempfile.TemporaryDirectory() as scratch:
@@ -111,9 +118,8 @@ def _profile(built: BuiltEngine, settings: BenchmarkSettings, out: Path) -> dict
     events = with_sites(nodes, site_names(Path(engine.directory) / str(settings.component) / MODEL))
     if kernels:
         events, clock = by_kernels(events, kernels), "kernels"
-    name = f"trace-{engine.label.replace(' ', '-')}.json"
-    files.write_json(out / name, to_trace(events, sequential=clock != "nodes"))
-    return {"trace": name, "clock": clock, **summary(events)}
+    out.write(trace_name(engine), files.json_bytes(to_trace(events, sequential=clock != "nodes")))
+    return {"trace": trace_name(engine), "clock": clock, **summary(events)}
 
 
 # --- Recording, in the engine's process -----------------------------------------------------------------------------

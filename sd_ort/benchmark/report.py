@@ -19,14 +19,13 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from sd_ort.benchmark import plot
-from sd_ort.benchmark.report_file import COLUMNS, FORMAT, format_speedup, ratio_note
+from sd_ort.benchmark.report_file import COLUMNS, FORMAT, PAGE, format_speedup, ratio_note, results_folder
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files
 from sd_ort.core.errors import InputError
 from sd_ort.core.pictures import read_picture
 from sd_ort.pipelines.png import png_bytes
 
-PAGE = "report.html"
 OURS, TORCH, OTHER, RAW = "#d9480f", "#4263eb", "#868e96", "#ced4da"
 STYLE = """
 :root { color-scheme: light dark }
@@ -87,13 +86,15 @@ def read(folder: Path) -> dict[str, Row]:
 # --- The page -------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path) -> Path:
-    """Write `folder`/report.html from the reports in it; return its path. Raises InputError if there are none."""
+def write(folder: Path, overwrite: bool = False) -> Path:
+    """Write `folder`/report.html from the reports in it; return its path.
+
+    Raises InputError if there are none, OutputError for a page that sd-ort did not write, unless `overwrite`.
+    """
     reports = read(folder)
     with files.parsing(folder, "benchmark results"):  # any of a hundred fields
         text = page(reports, folder)
-    files.write_text(folder / PAGE, text)
-    return folder / PAGE
+    return results_folder(folder, overwrite).write(PAGE, text.encode())
 
 
 def page(reports: dict[str, Row], folder: Path) -> str:

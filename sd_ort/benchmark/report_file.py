@@ -15,16 +15,46 @@ from typing import Any
 from sd_ort.benchmark.engines.interface import BenchmarkSettings
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core import files
+from sd_ort.core.ownership import SharedFolder
 from sd_ort.runtime import machine
 
 FORMAT = 2
+PAGE = "report.html"
+KINDS = ("benchmark", "ablation", "mlperf", "profile")
+
+
+def results_folder(folder: Path, overwrite: bool = False) -> SharedFolder:
+    """Return the folder of the results of benchmarks, whose files are replaced by later ones."""
+    return SharedFolder(folder, overwrite, _is_older)
+
+
+def _is_older(path: Path) -> bool:
+    """Whether a file is from before there were records: a page or report that says so, or another file beside one."""
+    if path.suffix == ".html":
+        return b"<title>sd-ort: " in files.read_regular(path)[:1000]
+    reports = [path.with_name(f"{kind}.json") for kind in KINDS]
+    return any(
+        str(files.read_json(report).get("command")).startswith("sd-ort ")
+        for report in ([path] if path.suffix == ".json" and path in reports else reports)
+        if report.is_file()
+    )
 
 
 class ReportFile:
     """Report of a run in `out`/<kind>.json, saved after each measurement, so that an interrupt loses nothing."""
 
-    def __init__(self, settings: BenchmarkSettings, out: Path, notes: Sequence[str], kind: str = "benchmark") -> None:
-        self.settings, self.out = settings, out
+    def __init__(
+        self,
+        settings: BenchmarkSettings,
+        out: Path,
+        notes: Sequence[str],
+        kind: str = "benchmark",
+        overwrite: bool = False,
+        images: Sequence[str] = (),
+    ) -> None:
+        """Raise OutputError if a file in `out` would be lost: a report, a page, or one of `images`."""
+        self.settings, self.out = settings, results_folder(out, overwrite)
+        self.out.check(f"{kind}.json", f"{kind}.csv", PAGE, *images)
         self.workers: list[Worker] = []
         self.report: dict[str, Any] = {
             "format": FORMAT,
@@ -53,7 +83,7 @@ class ReportFile:
             rows += [worker.row(m, baseline[1] if baseline else None, self.settings) for worker, m in measured]
         self.report["engines"] = rows
         self.write()
-        files.write_text(self.out / f"{self.report['kind']}.csv", to_csv(self.report))
+        self.out.write(f"{self.report['kind']}.csv", to_csv(self.report).encode())
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
@@ -69,7 +99,7 @@ class ReportFile:
 
     def write(self) -> None:
         """Write the report as JSON. Raises OutputError if `out` cannot be written."""
-        files.write_json(self.out / f"{self.report['kind']}.json", self.report)
+        self.out.write(f"{self.report['kind']}.json", files.json_bytes(self.report))
 
 
 # --- Tables ---------------------------------------------------------------------------------------------------------

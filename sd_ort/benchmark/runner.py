@@ -17,7 +17,7 @@ from typing import Any
 from sd_ort.benchmark import engine_builds
 from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
 from sd_ort.benchmark.report_file import ReportFile
-from sd_ort.benchmark.worker import Worker, tuners
+from sd_ort.benchmark.worker import Worker, image_name, tuners
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import components
 from sd_ort.core.progress import ProgressCallback, ignore_progress
@@ -35,6 +35,7 @@ def run(
     notes: Sequence[str] = (),
     work: Path | None = None,
     jobs: int = 1,
+    overwrite: bool = False,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
     """Measure engines; return the report, which is saved in `out` as <kind>.json and .csv, and one PNG per engine.
@@ -43,7 +44,8 @@ def run(
     `status` "failed" and its `reason`. An interrupt marks the report `interrupted` and raises KeyboardInterrupt.
     """
     meter = device_meters.open_meter(settings.provider)
-    report = ReportFile(settings, out, [*notes, *notes_on(settings, meter)], kind)
+    images = [image_name(engine.label) for engine in engines]
+    report = ReportFile(settings, out, [*notes, *notes_on(settings, meter)], kind, overwrite, images)
     if jobs > 1:
         report.report["notes"].append(
             f"{jobs} folders were made and {jobs} engines loaded at a time: those times suffer."

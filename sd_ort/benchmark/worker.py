@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
@@ -19,8 +18,9 @@ import psutil
 
 from sd_ort.benchmark.engines import interface
 from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
-from sd_ort.core import files, metrics
+from sd_ort.core import metrics
 from sd_ort.core.errors import SdOrtError
+from sd_ort.core.ownership import SharedFolder
 from sd_ort.runtime import device_meters, tuning
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import provider_named
@@ -137,7 +137,7 @@ class Worker:
             row |= difference(measured, baseline)
         return row
 
-    def save_image(self, out: Path) -> None:
+    def save_image(self, out: SharedFolder) -> None:
         """Write the first image as `<label>.png`."""
         from PIL import Image
 
@@ -145,7 +145,7 @@ class Worker:
         if images is not None:
             buffer = io.BytesIO()
             Image.fromarray(images[0]).save(buffer, "PNG")
-            files.write_bytes(out / image_name(self.engine.label), buffer.getvalue())
+            out.write(image_name(self.engine.label), buffer.getvalue())
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,10 @@ from sd_ort.core.errors import InputError, VerificationError
 @click.option("--compare", nargs=2, metavar="OLD NEW", type=click.Path(path_type=Path), help="Two results folders.")
 @click.option("--tolerance", type=Number(0), default=0.05, show_default=True, help="Growth that is allowed.")
 @click.option("--ratios", is_flag=True, help="Compare speed-ups over each run's own baseline: for two machines.")
-def command(folders: tuple[Path, ...], compare: tuple[Path, Path] | None, tolerance: float, ratios: bool) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace a report.html that sd-ort did not write.")
+def command(
+    folders: tuple[Path, ...], compare: tuple[Path, Path] | None, tolerance: float, ratios: bool, overwrite: bool
+) -> None:
     """Write DIR/report.html for each results folder: plots and pictures inline, one file.
 
     With --compare, say what got slower, bigger or less exact from OLD to NEW; the exit code is 4 when anything did.
@@ -25,7 +28,7 @@ def command(folders: tuple[Path, ...], compare: tuple[Path, Path] | None, tolera
     if bool(folders) == bool(compare):
         raise InputError("give results folders, or --compare OLD NEW.")
     for folder in folders:
-        click.echo(report.write(folder))
+        click.echo(report.write(folder, overwrite))
     if not compare:
         return
     old, new = (report.read(folder) for folder in compare)

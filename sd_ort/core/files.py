@@ -45,7 +45,12 @@ def write_bytes(path: Path, data: bytes, *, overwrite: bool = True) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    write_bytes(path, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return the text of a JSON file."""
+    return (json.dumps(value, indent=1) + "\n").encode()
 
 
 def read_ahead(paths: Iterable[Path]) -> None:

@@ -7,6 +7,7 @@ ONNX operator exists in the model's opset, with attributes of the right types. F
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sd_ort.core import embedded_weights
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import read_regular
 from sd_ort.core.paths import inside
@@ -25,9 +27,13 @@ if TYPE_CHECKING:
 
 # Generous limits: the largest known graph, merged SDXL, has 12,000 nodes and 600 inputs.
 FILE_LIMIT = (1 << 31) - 1  # bytes, protobuf's limit; larger weights are external
+EMBEDDED_LIMIT = 1 << 24  # bytes of a file whose weights are not read with it
 NODE_LIMIT = 100_000  # nodes after inlining all functions
 ARITY_LIMIT = 10_000  # inputs or outputs of one node
 TENSOR_LIMIT = 1 << 40  # bytes of one tensor
+WEIGHTS_ARE_INPUTS = 3  # newest IR version in which every weight had to be an input too
+CONSTANT_INPUTS = "sd_ort.constant_inputs"  # metadata: number of inputs with a default that became constants
+UNUSED_OPSET = 21  # declared for a graph of other domains' operators alone
 AXIS_LIMIT = 1 << 31  # declared size of an axis of an input or output
 
 
@@ -48,7 +54,7 @@ def read(path: Path) -> onnx.ModelProto:
     try:
         if path.stat().st_size > FILE_LIMIT:
             raise _Invalid("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")
-        model = onnx.ModelProto.FromString(read_regular(path))
+        model = onnx.ModelProto.FromString(_content(path))
         if not model.graph.node:
             raise _Invalid("is truncated or empty: export it again")
         _check_model(model)
@@ -66,6 +72,14 @@ def read(path: Path) -> onnx.ModelProto:
     except _Invalid as error:
         raise InputError(f"{path} {error}.") from error
     return model
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a file, of a large one with its weights as external data in the file itself."""
+    if path.stat().st_size > EMBEDDED_LIMIT and path.is_file():
+        with contextlib.suppress(ValueError):  # the parser says what is wrong
+            return embedded_weights.skeleton(path)
+    return read_regular(path)
 
 
 # --- Tensors --------------------------------------------------------------------------------------------------------
@@ -203,6 +217,8 @@ def _check_model(model: onnx.ModelProto) -> None:
     import onnx
 
     opsets = _opsets(model.opset_import)
+    if "" not in opsets and not any(node.domain in ("", "ai.onnx") for node in model.graph.node):
+        opsets[""] = model.opset_import.add(domain="", version=UNUSED_OPSET).version
     if "" not in opsets:
         raise _Invalid("names no ONNX opset: export it again")
     if not 1 <= opsets[""] <= onnx.defs.onnx_opset_version():
@@ -215,12 +231,24 @@ def _check_model(model: onnx.ModelProto) -> None:
         functions[key] = function
     if not model.graph.output:
         raise _Invalid("has no outputs: export it again")
+    _make_weights_constant(model)
     for value in (*model.graph.input, *model.graph.output):
         _check_value(value)
     _check_graph(model.graph, (), _Context(opsets, functions))
     for function in functions.values():
         _check_function(function, functions)
     _check_work(model, functions)
+
+
+def _make_weights_constant(model: onnx.ModelProto) -> None:
+    """Remove inputs that are initializers too: a weight that a caller may replace can be neither folded nor fused."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in weights]
+    if (count := len(model.graph.input) - len(inputs)) and model.ir_version > WEIGHTS_ARE_INPUTS:
+        model.metadata_props.add(key=CONSTANT_INPUTS, value=str(count))
+    if count:
+        del model.graph.input[:]
+        model.graph.input.extend(inputs)
 
 
 class _Context:
@@ -238,7 +266,9 @@ def _opsets(imports: Any) -> dict[str, int]:
 
 def _check_value(value: onnx.ValueInfoProto) -> None:
     if not value.type.HasField("tensor_type") or _bits(value.type.tensor_type.elem_type) is None:
-        raise _Invalid(f"has an input or output {value.name!r} that is no tensor of numbers: export it again")
+        raise _Invalid(
+            f"has an input or output {value.name!r} that is no tensor of numbers, which sd-ort does not optimize"
+        )
     for size in value.type.tensor_type.shape.dim:
         if size.dim_value == -1:  # Paddle writes -1 for an unknown size, and ONNX Runtime reads it so
             size.ClearField("dim_value")

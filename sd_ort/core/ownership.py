@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.errors import OutputError
-from sd_ort.core.files import open_regular
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.files import open_regular, read_json, write_bytes, write_json
 
 FileRecord = Mapping[str, Any]  # bytes and sha256
 Stamp = tuple[int, int, int]  # inode, size and time of a file
@@ -52,6 +52,10 @@ def tree_names(folder: Path) -> set[str]:
     return names
 
 
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 @dataclass
 class FolderState:
     """Entries of a folder compared with its record, by relative path. owned: files that match, with their stamps."""
@@ -59,6 +63,17 @@ class FolderState:
     owned: dict[str, Stamp] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+
+    def adopt(self, folder: Path, is_ours: Callable[[str], bool], before: FolderState | None) -> None:
+        """Count foreign files as owned by their names, for a folder without records; as changed if not as `before`."""
+        for name in [name for name in self.foreign if is_ours(name)]:
+            status = (folder / name).lstat()
+            if stat.S_ISREG(status.st_mode):
+                self.foreign.remove(name)
+                if before is None or before.owned.get(name) == _stamp(status):
+                    self.owned[name] = _stamp(status)
+                else:
+                    self.changed.append(name)
 
     def check_replaceable(self, folder: Path, overwrite: bool) -> None:
         """Raise OutputError if replacing the recorded files of `folder` would lose changes."""
@@ -69,6 +84,49 @@ class FolderState:
             )
 
 
+RECORD = ".sd_ort_files.json"
+
+
+class SharedFolder:
+    """A folder of the user's in which commands write single files, by the record RECORD of those that they wrote.
+
+    is_older: tells of a file, in a folder without any record, whether sd-ort wrote it before there were records.
+    """
+
+    def __init__(self, folder: Path, overwrite: bool, is_older: Callable[[Path], bool]) -> None:
+        self.folder, self.overwrite, self.is_older = folder, overwrite, is_older
+
+    def check(self, *names: str) -> None:
+        """Raise OutputError if writing files would replace one that sd-ort did not write, or that was changed."""
+        record = self._record()
+        for name in names:
+            path = self.folder / name
+            if self.overwrite or not os.path.lexists(path):
+                continue
+            if path.is_symlink() or name not in record or record_file(path) != record[name]:
+                raise OutputError(
+                    f"{path} was not written by sd-ort, or changed since: move it away, choose another folder, or "
+                    "pass --overwrite."
+                )
+
+    def write(self, name: str, data: bytes) -> Path:
+        """Write a file and its record; return its path. Raises as `check`."""
+        self.check(name)
+        write_bytes(self.folder / name, data)
+        write_json(self.folder / RECORD, {**self._record(), name: record_file(self.folder / name)})
+        return self.folder / name
+
+    def _record(self) -> dict[str, FileRecord]:
+        if not os.path.lexists(self.folder / RECORD):
+            files = [path for path in self.folder.glob("*") if path.is_file() and not path.is_symlink()]
+            return {path.name: record_file(path) for path in files if self.is_older(path)}
+        try:
+            content = read_json(self.folder / RECORD, root=self.folder)
+        except InputError:  # damaged: nothing is recorded
+            return {}
+        return {name: entry for name, entry in content.items() if is_record(entry)}
+
+
 def compare(folder: Path, record: Mapping[str, FileRecord], before: FolderState | None = None) -> FolderState:
     """Compare the files of a folder with its record. Files with a stamp as `before` are not read again."""
     state = FolderState()
@@ -77,7 +135,7 @@ def compare(folder: Path, record: Mapping[str, FileRecord], before: FolderState 
             state.foreign.append(name)
             continue
         status = (folder / name).lstat()
-        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        stamp = _stamp(status)
         same = stat.S_ISREG(status.st_mode) and status.st_size == record[name]["bytes"]
         seen = before is not None and before.owned.get(name) == stamp
         if same and (seen or sha256(folder / name) == record[name]["sha256"]):

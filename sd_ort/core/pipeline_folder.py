@@ -267,15 +267,29 @@ def _replaceable(output: Path, overwrite: bool, before: FolderState | None = Non
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return FolderState()
     try:
-        record = recorded_files(read_manifest(output)) if output.is_dir() else {}
+        manifest = read_manifest(output) if output.is_dir() else {}
     except InputError as error:
         raise OutputError(f"{output} has a damaged {MANIFEST}: choose another folder or remove it.") from error
-    if not record:
+    record = recorded_files(manifest)
+    # Manifests until 2026-11 recorded the components' files alone, or none.
+    is_older = "model_index.json" not in record and "stage" in manifest and bool(manifest.get("components"))
+    if not record and not is_older:
         raise OutputError(f"{output} exists and was not written by sd-ort: choose another folder or remove it.")
     state = compare(output, record, before)
     state.foreign.remove(MANIFEST)
+    if is_older:
+        state.adopt(output, _is_written_name, before)
     state.check_replaceable(output, overwrite)
     return state
+
+
+def _is_written_name(name: str) -> bool:
+    """Whether stages write files of this relative path."""
+    home, _, file = name.rpartition("/")
+    if home in CONFIG_FOLDERS:
+        return file in CONFIG_FILES
+    is_component = home in (*COMPONENTS, *HOISTED.values(), MERGED)
+    return name == "model_index.json" or (is_component and file in (MODEL, DATA, "config.json"))
 
 
 def _is_full(error: OSError) -> bool:

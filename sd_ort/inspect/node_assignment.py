@@ -18,7 +18,7 @@ from sd_ort.graphs.scopes import scope
 from sd_ort.runtime.provider_table import CPU_EP, OURS, PROVIDERS
 from sd_ort.runtime.providers import is_plugin, plugin_library, provider_named
 from sd_ort.runtime.rocm_kernels import unsupported_reason
-from sd_ort.runtime.session import create_session
+from sd_ort.runtime.session import SessionOptions, create_session
 
 
 def assign_nodes(models: Sequence[Path], provider: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def assign_nodes(models: Sequence[Path], provider: str) -> dict[str, Any]:
                     entry = {"op": node.op_type, "scope": scope(node), "node": node.name or "", "reason": reason}
                     unassigned.append(entry)
             continue
-        session = create_session(model, provider, assigned=True)
+        session = create_session(model, provider, SessionOptions(record_assignment=True))
         reasons, scopes = _reasons(plugin_library(provider)), {node.name: scope(node) for node in graph}
         for part in session.get_provider_graph_assignment_info():
             nodes[part.ep_name] += len(part.get_nodes())

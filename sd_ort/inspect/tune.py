@@ -21,7 +21,7 @@ from sd_ort.runtime.library import library_path
 from sd_ort.runtime.op_library import build_command
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import Model, create_session
+from sd_ort.runtime.session import Model, SessionOptions, create_session
 
 PROMPT_TOKENS = 77  # of CLIP
 
@@ -66,7 +66,7 @@ def tune(
     tuning_file = None
     for name in components or pipeline_folder.components(folder):
         path = pipeline_folder.check_component(folder, name)
-        session = create_session(path, provider, tuning=True, library=library or False)
+        session = create_session(path, provider, SessionOptions(tuning=True, library=library or False))
         run_shapes(Model(session), folder, name, latent_sizes(folder, name, sizes, batches, guidance), on_progress)
         tuning_file = tuning.save([session], source, runtime().__version__) or tuning_file
     if tuning_file is None:

@@ -18,6 +18,7 @@ from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import ORT_PROVIDERS, choose_provider, installed_gpus, provider_for
 from sd_ort.runtime.providers import log
+from sd_ort.runtime.session import SessionOptions
 
 
 def default_provider() -> str:
@@ -35,13 +36,17 @@ class TorchComponentSessions(LoraMixin):
     `device` is the device of the outputs: the GPU that torch and ONNX Runtime share, or the CPU.
     """
 
-    def __init__(self, folder: Path | str, provider: str | None = None, *, share: bool = True, **options: Any) -> None:
+    def __init__(
+        self, folder: Path | str, provider: str | None = None, *, share: bool = True,
+        low_memory: bool = False, graph: bool | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         """Open the folder.
 
         Args:
             provider: None for the best one that runs the folder here.
             share: bind torch's tensors directly on a GPU that torch also uses; without, data is copied through the CPU.
-            options: options of `runtime.components.Components`.
+            low_memory, graph: as in `runtime.components.Components`.
+            options: fields of `runtime.session.SessionOptions`.
 
         Raises:
             InputError: if the folder has no pipeline.
@@ -49,10 +54,12 @@ class TorchComponentSessions(LoraMixin):
         """
         self.folder = Path(folder)
         self.provider = provider or provider_for(self.folder).provider
-        self.models = Components(self.folder, self.provider, **options)
+        self.models = Components(
+            self.folder, self.provider, SessionOptions(**options), low_memory=low_memory, graph=graph
+        )
         self.index = read_index(self.folder)
         self.unet_config = component_config(self.folder, "unet")
-        device_id = int(self.models.options["provider_options"].get("device_id", 0))
+        device_id = int(self.models.options.provider_options.get("device_id", 0))
         on_gpu = self.models.device == "cuda" and self.models.stream is not None
         self.shared = share and on_gpu and device_id < torch.cuda.device_count()
         self.device = torch.device("cuda", device_id) if self.shared else torch.device("cpu")

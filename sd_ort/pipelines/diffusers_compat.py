@@ -17,7 +17,7 @@ from sd_ort.pipelines.request import Prompt, Request
 from sd_ort.pipelines.state import PipelineState
 from sd_ort.runtime.provider_choice import AUTO
 from sd_ort.runtime.providers import warn_once
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import Model, SessionOptions
 
 if TYPE_CHECKING:
     import torch
@@ -58,16 +58,16 @@ NOOP_METHODS = (
 )  # fmt: skip
 
 
-def loading_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The options of a session among those given to `from_pretrained`.
+def loading_options(options: Mapping[str, Any], folder: Path) -> SessionOptions:
+    """Return the options of a session among those of `from_pretrained`.
 
     Raises InputError for one that is unknown, and for a type or variant that the folder does not have.
     """
     known = {"threads", "allow_fallback", "tuning", "provider_options", "library", "profile"}
-    kept = {}
+    session_options: dict[str, Any] = {}
     for name, value in options.items():
         if name in known:
-            kept[name] = value
+            session_options |= {} if value is None else {name: value}
         elif name in ("torch_dtype", "dtype"):
             _check_dtype(value, folder)
         elif name == "variant":
@@ -76,7 +76,7 @@ def loading_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             raise InputError(f"from_pretrained takes no {name}: {REJECTED_OPTIONS[name]}.")
         elif name not in IGNORED_OPTIONS and name not in REJECTED_OPTIONS:
             raise InputError(f"from_pretrained takes no {name}; of a session it takes {', '.join(sorted(known))}.")
-    return kept
+    return SessionOptions(**session_options)
 
 
 def _check_dtype(wanted: Any, folder: Path) -> None:

@@ -7,12 +7,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sd_ort.core import embedded_weights
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
+from sd_ort.core.onnx_file import EMBEDDED_LIMIT
 from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
@@ -51,38 +54,60 @@ DTYPES = {
 DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
+@dataclass(frozen=True)
+class SessionOptions:
+    """Options of a session, the same for every component of a pipeline.
+
+    threads: intra-op threads, None for one a physical core. allow_fallback: warn instead of failing if the provider is
+    not used. tuning: let the provider search for its fastest kernels. provider_options: options of the provider, over
+    those of the table. library: the custom-op library to register, True for the one found, False for none. profile:
+    path prefix of ONNX Runtime's profile. capture: capture runs as GPU graphs (`GpuGraphModel`). skip_optimization: the
+    session runs once or twice, so that neither graph optimization nor prepacking pays. free_dimensions: sizes of
+    symbolic dimensions by name; what depends on them alone is computed once, when the session is opened.
+    record_assignment: record which provider runs each node.
+    """
+
+    threads: int | None = None
+    allow_fallback: bool = False
+    tuning: bool = False
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    library: Path | bool = True
+    profile: Path | None = None
+    capture: bool = False
+    skip_optimization: bool = False
+    free_dimensions: Mapping[str, int] = field(default_factory=dict)
+    record_assignment: bool = False
+
+
+@dataclass(frozen=True)
+class ModelOverride:
+    """What a session reads instead of the weights and the graph of its model file.
+
+    weights: values of initializers by name, with the shape and dtype of the file's. matmul_only: those of them that
+    only MatMul reads, which the CPU provider prepacks without a copy. updatable: initializers in memory of the
+    provider's device, read there at every run (`updatable_weights`). graph: serialized model over the file's data.
+    """
+
+    weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+    matmul_only: Collection[str] = ()
+    updatable: Mapping[str, ort.OrtValue] = field(default_factory=dict)
+    graph: bytes | None = None
+
+
+DEFAULT_OPTIONS, NO_OVERRIDE = SessionOptions(), ModelOverride()
+
+
 def create_session(
     model_path: Path,
     provider: str = "cpu",
+    options: SessionOptions = DEFAULT_OPTIONS,
+    override: ModelOverride = NO_OVERRIDE,
     *,
-    threads: int | None = None,
-    allow_fallback: bool = False,
-    tuning: bool = False,
-    graph: bool = False,
-    provider_options: Mapping[str, str] | None = None,
-    library: Path | bool = True,
-    profile: Path | None = None,
-    weights: Mapping[str, np.ndarray] | None = None,
-    products: Collection[str] = (),
-    held: Mapping[str, ort.OrtValue] | None = None,
-    changed: bytes | None = None,
-    once: bool = False,
-    sizes: Mapping[str, int] | None = None,
     checked: bool = False,
-    assigned: bool = False,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx`, or any .onnx file, on a provider.
 
-    `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
-    provider is not used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as CUDA or
-    HIP graphs; it runs through `GpuGraphModel`. `provider_options`: more options of the provider, over those of the
-    table. `library`: the custom-op library to register, True for the one found, False for none. `profile`: file-name
-    prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data file, by name, of the same shape
-    and type. `products`: those of them that nothing but matrix products reads, which a CPU packs without a copy.
-    `held`: the same on the provider's device, read there at every run (`updatable_weights`). `changed`: a graph to
-    open instead of the file's, over the file's data. `once`: it runs a time or two, not worth optimizing it or packing
-    weights. `sizes`: of open dimensions, by name, where the graph has them: what depends on them alone is computed
-    once, now. `checked`: the file went through `check_model` before. `assigned`: it can say who runs each node.
+    `checked`: the file went through `check_model` before.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -92,38 +117,21 @@ def create_session(
         raise InputError(f"{model_path} is no ONNX model: expected <folder>/<component>/{MODEL}, or an .onnx file.")
     if not checked:
         check_model(model_path)
-    check_provider(provider, allow_fallback=allow_fallback)
+    check_provider(provider, allow_fallback=options.allow_fallback)
     entry = provider_named(provider)
-    if graph and entry.graph is None:
+    if options.capture and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-    chosen = _chosen(entry, tuning, graph, provider_options or {})
     _warn_of_missing_units(model_path, provider)
+    graph, external = _embed_weights(model_path, override.graph, override.weights)
 
-    changed, external = _embed_weights(model_path, changed, weights or {})
-
-    def opened(ahead: PrefetchedWeights | None) -> ort.InferenceSession:
-        data = None if changed is None else model_path.parent
-        options = _session_options(provider, threads, profile, sizes, data, once=once)
-        if ahead is not None:
-            options.log_severity_level = FATAL_ONLY  # if it is refused, the session is opened without `ahead`
-        shared = _replace(options, provider, external, products)
-        kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
-        model_bytes = changed
-        if not (has_ops := op_library.register(options, library, provider)):
-            _do_without_ops(model_path, provider, library)
-            model_bytes = _with_distinct_functions(options, model_path, changed)
-        if entry.ep == PROVIDERS["rocm"].ep and entry.ep in runtime().get_available_providers():
-            rocm_checks.check_graph(model_path, model_bytes, has_ops=has_ops)
-        asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
-        with _opening(provider, weights):
-            session = runtime().InferenceSession(model_bytes or str(model_path), options, **asked, **kept)
-        session.shared = {**shared, **(ahead.values if ahead else {})}  # weights in memory that is not ONNX Runtime's
-        return keep(session, (session.shared, ahead, held))
+    def opened(prefetched: PrefetchedWeights | None) -> ort.InferenceSession:
+        return _open(model_path, provider, options, replace(override, graph=graph, weights=external), prefetched)
 
     try:
-        whole = entry.vendor and not weights and changed is None and not once
-        ahead = begin(provider, chosen, model_path, held or ()) if whole else None
-        session = opened(None) if ahead is None else ahead.opened(opened)
+        reads_file = entry.vendor and not override.weights and graph is None and not options.skip_optimization
+        settings = _provider_settings(entry, options)
+        prefetched = begin(provider, settings, model_path, override.updatable) if reads_file else None
+        session = opened(None) if prefetched is None else prefetched.open_session(opened)
     except SdOrtError:
         raise
     except Exception as error:  # pybind's exceptions share no base class but Exception
@@ -132,14 +140,47 @@ def create_session(
         refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
             "installed and that a GPU is visible (`sd-ort doctor`).",
-            allow_fallback,
+            options.allow_fallback,
         )
     elif entry.ep != CPU_EP:
         from sd_ort.runtime import tuning as results
 
-        ops = op_library.op_library(library, provider)
-        results.attach(session, provider, ops, tuning, runtime().__version__, model_path)
+        ops = op_library.op_library(options.library, provider)
+        results.attach(session, provider, ops, options.tuning, runtime().__version__, model_path)
     return session
+
+
+def _open(
+    model_path: Path,
+    provider: str,
+    options: SessionOptions,
+    override: ModelOverride,
+    prefetched: PrefetchedWeights | None,
+) -> ort.InferenceSession:
+    """Open a session; the weights of `override` are all in the data file."""
+    entry = provider_named(provider)
+    ort_options = _ort_options(provider, options)
+    if override.graph is not None:
+        ort_options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
+    if prefetched is not None:
+        ort_options.log_severity_level = FATAL_ONLY  # if it is refused, the session is opened without `prefetched`
+    shared = _add_weights(ort_options, provider, override)
+    initializers = {**(prefetched.values if prefetched else {}), **override.updatable}
+    arguments = _add_initializers(ort_options, provider, initializers)
+    graph = override.graph
+    if not (has_ops := op_library.register(ort_options, options.library, provider)):
+        _warn_of_missing_library(model_path, provider, options.library)
+        graph = _with_distinct_functions(ort_options, model_path, graph)
+    if entry.ep == PROVIDERS["rocm"].ep and entry.ep in runtime().get_available_providers():
+        rocm_checks.check_graph(model_path, graph, has_ops=has_ops)
+    settings = _provider_settings(entry, options) | (prefetched.option if prefetched else {})
+    arguments |= _add_provider(provider, ort_options, settings, options.record_assignment)
+    with _opening(provider, override.weights):
+        session = runtime().InferenceSession(graph or str(model_path), ort_options, **arguments)
+    # weights in memory that is not ONNX Runtime's
+    session.shared = {**shared, **(prefetched.values if prefetched else {})}
+    session.prefetched = prefetched
+    return keep(session, (session.shared, prefetched, override.updatable))
 
 
 def _refusal(model: Path, provider: str, error: Exception) -> str:
@@ -167,7 +208,7 @@ def _newer_opset(error: Exception) -> str | None:
     )
 
 
-def _do_without_ops(model_path: Path, provider: str, library: Path | bool) -> None:
+def _warn_of_missing_library(model_path: Path, provider: str, library: Path | bool) -> None:
     """A warning where the op library should be there."""
     missing = library and not is_plugin(provider)  # ours brings its kernels along
     if missing and provider_named(provider).device != "cpu":
@@ -196,9 +237,12 @@ def check_opens(path: Path) -> None:
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = FATAL_ONLY
-    _do_without_preparation(options)
+    _skip_optimization(options)
     try:
         graph = _with_distinct_functions(options, path)
+        if graph is None and path.stat().st_size > EMBEDDED_LIMIT:
+            options.add_session_config_entry(DATA_FOLDER, str(path.absolute().parent))
+            graph = embedded_weights.skeleton(path)
         onnxruntime.InferenceSession(graph or str(path), options, providers=[CPU_EP])
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if type(error).__name__ != "NotImplemented":
@@ -206,7 +250,7 @@ def check_opens(path: Path) -> None:
             raise InputError(f"{model_name(path)} is a graph that ONNX Runtime refuses: {reason}") from error
 
 
-def _do_without_preparation(options: Any) -> None:
+def _skip_optimization(options: Any) -> None:
     """Have a session neither optimize its graph nor pack weights, nor its threads burn time while they wait."""
     options.graph_optimization_level = runtime().GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
@@ -226,32 +270,24 @@ def report_invalid_model(path: Path) -> Iterator[None]:
         raise
 
 
-def _session_options(
-    provider: str,
-    threads: int | None = None,
-    profile: Path | None = None,
-    sizes: Mapping[str, int] | None = None,
-    data: Path | None = None,
-    *,
-    once: bool = False,
-) -> Any:
-    options = runtime().SessionOptions()
-    if data is not None:
-        options.add_session_config_entry(DATA_FOLDER, str(data))
-    if once:
-        _do_without_preparation(options)
-    for name, size in (sizes or {}).items():
-        options.add_free_dimension_override_by_name(name, size)
-    options.log_severity_level = ERRORS_ONLY
+def _ort_options(provider: str, options: SessionOptions = DEFAULT_OPTIONS) -> Any:
+    ort_options = runtime().SessionOptions()
+    if options.skip_optimization:
+        _skip_optimization(ort_options)
+    for name, size in options.free_dimensions.items():
+        ort_options.add_free_dimension_override_by_name(name, size)
+    ort_options.log_severity_level = ERRORS_ONLY
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
-        options.enable_mem_pattern = False
-    if threads:
-        options.intra_op_num_threads = threads
-    if profile:
-        options.enable_profiling = True
-        options.profile_file_prefix = str(profile)
-    return options
+        ort_options.enable_mem_pattern = False
+    else:  # a pool for each session would spin beside the driver's threads
+        ort_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if options.threads:
+        ort_options.intra_op_num_threads = options.threads
+    if options.profile:
+        ort_options.enable_profiling = True
+        ort_options.profile_file_prefix = str(options.profile)
+    return ort_options
 
 
 def _embed_weights(
@@ -273,23 +309,21 @@ def _embed_weights(
     }
     for name, tensor in embedded.items():
         value = np.ascontiguousarray(weights[name])
-        for field in ("float_data", "int32_data", "double_data"):
-            tensor.ClearField(field)
+        for typed in ("float_data", "int32_data", "double_data"):
+            tensor.ClearField(typed)
         tensor.raw_data = value.tobytes()
     external = {name: value for name, value in weights.items() if name not in embedded}
     return (model.SerializeToString() if embedded else graph), external
 
 
-def _replace(
-    options: Any, provider: str, weights: Mapping[str, np.ndarray], products: Collection[str]
-) -> dict[str, Any]:
-    """Have numbers in the place of those in the file; those that the session reads where they are, to be kept.
+def _add_weights(options: Any, provider: str, override: ModelOverride) -> dict[str, Any]:
+    """Replace the file's values of initializers; return the OrtValues that the session reads where they are.
 
-    Optimizers see the file's numbers of these, but where only products read a weight they do not ask for them. Of the
-    others ONNX Runtime makes copies: for an SD 1.5 U-Net with a LoRA half a second of its opening.
+    Graph optimizers read the file's values of the latter, but they do not ask for weights that only MatMul reads. ONNX
+    Runtime copies the others: for an SD 1.5 UNet with a LoRA half a second of opening the session.
     """
-    values = {n: host_value(np.ascontiguousarray(a)) for n, a in weights.items()}
-    shared = {n: values.pop(n) for n in products if n in weights} if provider == "cpu" else {}
+    values = {n: host_value(np.ascontiguousarray(a)) for n, a in override.weights.items()}
+    shared = {n: values.pop(n) for n in override.matmul_only if n in values} if provider == "cpu" else {}
     for name, value in shared.items():
         options.add_initializer(name, value)
     if values:
@@ -297,37 +331,45 @@ def _replace(
     return shared
 
 
-def _hold(options: Any, provider: str, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Have the weights `held` read where they are: no kernel of a CPU may pack them, no optimizer of its layout copy
-    them. Returns more arguments of the session."""
-    for name, value in held.items():
+def _add_initializers(options: Any, provider: str, initializers: Mapping[str, Any]) -> dict[str, Any]:
+    """Have initializers read where they are; return further arguments of the session.
+
+    On a CPU no kernel may prepack them and no layout optimizer may copy them.
+    """
+    for name, value in initializers.items():
         options.add_initializer(name, value)
-    if not held or provider != "cpu":
+    if not initializers or provider != "cpu":
         return {}
     options.add_session_config_entry("session.disable_prepacking", "1")
     return {"disabled_optimizers": ["NchwcTransformer"]}
 
 
-def _asked(provider: str, options: Any, chosen: dict[str, str], assigned: bool = False) -> dict[str, Any]:
-    """What ONNX Runtime is asked for beside `options`: the provider, with `chosen` options, and the CPU for what it
-    lacks. A plugin is asked for in `options`."""
+def _add_provider(
+    provider: str, options: Any, settings: Mapping[str, str], record_assignment: bool = False
+) -> dict[str, Any]:
+    """Ask for the provider with its `settings`, and for the CPU for what it lacks; return arguments of the session.
+
+    A plugin is asked for in `options`.
+    """
     entry = provider_named(provider)
     if is_plugin(provider) and entry.ep != CPU_EP:
-        options.add_provider_for_devices(plugin_devices(plugin_library(provider)), chosen)
+        options.add_provider_for_devices(plugin_devices(plugin_library(provider)), settings)
         options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         # A buffer that it hands on is held until the last tensor in it is dead, between them too. The provider's pool
         # hands on what is free: a step of SD 1.5 then needs 86 MiB beside its weights, not 204.
         options.enable_mem_reuse = False
-        if assigned:
+        if record_assignment:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         return {"enable_fallback": 0}  # a plugin that refuses its options would be replaced by the CPU
     if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
         return {"providers": [CPU_EP]}
-    return {"providers": [(entry.ep, chosen), CPU_EP]}
+    return {"providers": [(entry.ep, settings), CPU_EP]}
 
 
-def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> dict[str, str]:
-    return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
+def _provider_settings(entry: Provider, options: SessionOptions) -> dict[str, str]:
+    """Return the provider's options: the table's, for tuning, for captures, then the caller's."""
+    tuning, capture = entry.tuning if options.tuning else {}, (entry.graph if options.capture else None) or {}
+    return {**entry.options, **tuning, **capture, **options.provider_options}
 
 
 def _opening(provider: str, weights: Mapping[str, np.ndarray] | None = None) -> AbstractContextManager[None]:
@@ -337,14 +379,14 @@ def _opening(provider: str, weights: Mapping[str, np.ndarray] | None = None) -> 
     return CAPTURE_LOCK.shared()
 
 
-def _with_distinct_functions(options: Any, model_path: Path, changed: bytes | None = None) -> bytes | None:
-    """Return the graph to open instead of the file's, `changed` as a rule: without overloads of functions if this ONNX
-    Runtime does not tell them apart. `options` then name the folder of the file's data."""
+def _with_distinct_functions(options: Any, model_path: Path, override: bytes | None = None) -> bytes | None:
+    """Return the graph to open instead of the file's, `override` as a rule: without overloads of functions if this
+    ONNX Runtime does not tell them apart. `options` then name the folder of the file's data."""
     if supports_overloads(runtime().__version__):
-        return changed
-    graph = without_overloads(changed or model_path)
+        return override
+    graph = without_overloads(override or model_path)
     if graph is None:
-        return changed
+        return override
     options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
     return graph
 
@@ -395,9 +437,9 @@ class Model:
         return np.full((1,) * len(self.inputs[name].shape), number, self.dtype(name))
 
 
-def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:
-    """Open one component of a pipeline folder; options as for `create_session`."""
-    return Model(create_session(Path(folder) / component / MODEL, provider, **options))
+def load(folder: Path, component: str, provider: str = "cpu", options: SessionOptions = DEFAULT_OPTIONS) -> Model:
+    """Open one component of a pipeline folder."""
+    return Model(create_session(Path(folder) / component / MODEL, provider, options))
 
 
 def open_graph(
@@ -406,20 +448,20 @@ def open_graph(
     provider_options: Mapping[str, str] | None = None,
     *,
     capture: bool = False,
-    held: Mapping[str, Any] | None = None,
+    updatable: Mapping[str, Any] | None = None,
 ) -> Any:
     """A session on a small graph of our own, a serialized ONNX model, beside a component's on the same provider.
 
-    `capture`: its runs are captured as graphs. `held`: as in `create_session`. Raises SdOrtError when ONNX Runtime
+    `capture`: its runs are captured as graphs. `updatable`: as in `ModelOverride`. Raises SdOrtError when ONNX Runtime
     refuses that.
     """
-    onnxruntime = runtime()
-    options = _session_options(provider)
-    kept = _hold(options, provider, held or {})
-    asked = _asked(provider, options, _chosen(provider_named(provider), False, capture, provider_options or {}))
+    options = SessionOptions(provider_options=provider_options or {}, capture=capture)
+    ort_options = _ort_options(provider)
+    arguments = _add_initializers(ort_options, provider, updatable or {})
+    arguments |= _add_provider(provider, ort_options, _provider_settings(provider_named(provider), options))
     try:
         with _opening(provider):
-            session = onnxruntime.InferenceSession(graph, options, **asked, **kept)
+            session = runtime().InferenceSession(graph, ort_options, **arguments)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise SdOrtError(f"ONNX Runtime refuses a graph of our own: {first_line(error)}") from error
-    return keep(session, held)
+    return keep(session, updatable)

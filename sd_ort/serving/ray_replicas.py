@@ -7,8 +7,9 @@ import importlib
 import logging
 import os
 import secrets
-import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import psutil
 
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.core.interrupts import STOPPABLE
+from sd_ort.serving import ray_watchdog
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo, ReplicaDied
 from sd_ort.serving.replica import Actor, RemoteError, ReplicaConfig
 
@@ -103,6 +105,9 @@ class RayCluster:
         self.folder = tempfile.mkdtemp(
             prefix="sd-ort-ray-", dir="/tmp"
         )  # the path of a socket has at most 107 characters
+        self.watchdog = subprocess.Popen(
+            [sys.executable, "-I", ray_watchdog.__file__, self.folder], stdin=subprocess.PIPE, start_new_session=True
+        )
         self.stopping, started = threading.Event(), threading.Event()
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(started,), name=f"{STOPPABLE}-ray", daemon=True)
@@ -150,9 +155,5 @@ class RayCluster:
         self.stopping.wait()
 
     def _clean_up(self) -> None:
-        """Kill the remaining processes of Ray and remove its files."""
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.name().startswith("ray::") or any(self.folder in word for word in process.cmdline()):
-                    process.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Have the watchdog kill the remaining processes of Ray and remove its files."""
+        self.watchdog.communicate()

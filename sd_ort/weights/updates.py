@@ -67,7 +67,6 @@ class WeightUpdater:
         self._modules: dict[str, dict[str, str]] = {}
         self._sources: dict[str, dict[str, list[str]]] = {}  # by component folder and initializer
         self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
-        self._checked: set[tuple[Any, ...]] = set()
         self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
         self._device_updates: dict[tuple[str, str], DeviceUpdate] = {}  # by component folder and initializer
 
@@ -119,11 +118,10 @@ class WeightUpdater:
             blank = {name: np.broadcast_to(np.int8(0), delta.shape) for name, delta in deltas[component].items()}
             for part in self.parts[component]:
                 for name in self._affected_initializers(component, part, blank):
-                    sources = recipes.sources(self.recipes[component][name])
-                    key = part, name, *((each, blank[each].shape) for each in sources if each in blank)
-                    if key not in self._checked:
+                    recipe = self.recipes[component][name]
+                    shapes = {blank[each].shape for each in recipes.sources(recipe) if each in blank}
+                    if shapes != {recipes.source_shape(recipe, self._initializers(part)[name].shape)}:
                         self._dense_delta(component, part, name, blank)
-                        self._checked.add(key)
 
     def apply(self, components: Components, deltas: Mapping[str, Deltas]) -> bool:
         """Let the folder's sessions run with `deltas` (by component) instead of the current ones.
@@ -142,14 +140,13 @@ class WeightUpdater:
                 added = deltas.get(component, {})
                 for part in self.parts[component]:
                     names: Collection[str] = self._affected_initializers(component, part, added)
-                    if names and components.in_place and part not in components.held:
+                    if names and components.in_place and part not in components.overrides.updatable:
                         weights, transposed = self._initializers(part), components.transposed_operations
                         shareable = {n: self._values(w) for n, w in weights.items() if is_shareable(w, transposed)}
-                        components.hold(part, shareable)
-                        closed = True
-                    if part in components.held:
+                        closed |= components.make_updatable(part, shareable)
+                    if part in components.overrides.updatable:
                         self._update_in_place(components, component, part, added)
-                        names = [name for name in names if name not in components.held[part].values]
+                        names = [name for name in names if name not in components.overrides.updatable[part].values]
                     replaced[part] = self.updated_weights(component, part, added, names, reuse_buffers.get(part, {}))
             matmul_only = {
                 part: [name for name in weights if _is_matmul_only(self._initializers(part)[name])]
@@ -239,7 +236,7 @@ class WeightUpdater:
 
     def _update_in_place(self, components: Components, component: str, part: str, deltas: Deltas) -> None:
         """Update the initializers that `deltas` affect, and restore those that earlier deltas affected."""
-        updatable, weights = components.held[part], self._initializers(part)
+        updatable, weights = components.overrides.updatable[part], self._initializers(part)
         affected = updatable.values.keys() & set(self._affected_initializers(component, part, deltas))
         restored = updatable.changed - affected
         self._keep_originals(components, updatable, affected)
@@ -287,7 +284,7 @@ class WeightUpdater:
         self, components: Components, key: update_graph.WeightUpdateSpec | np.dtype, build: Callable[[], bytes]
     ) -> Any:
         if key not in self._sessions:
-            self._sessions[key] = open_graph(build(), components.provider, components.options["provider_options"])
+            self._sessions[key] = open_graph(build(), components.provider, components.options.provider_options)
         return self._sessions[key]
 
     def _device_update(
@@ -309,7 +306,7 @@ class WeightUpdater:
             for value, delta in zip(update.scales, factors, strict=True):
                 write_value(value, delta.scale)
             return update
-        updatable = components.held[part]
+        updatable = components.overrides.updatable[part]
         spec = update_graph.weight_update_spec(recipe, first.shape, weight.dtype)
         if spec is None:
             return None

@@ -25,7 +25,7 @@ from sd_ort.pipelines import sampling, text, text_to_image
 from sd_ort.pipelines.device import loop, text_encoders
 from sd_ort.runtime import bound_run, components, gpu_graphs
 from sd_ort.runtime.bound_run import failed_captures, open_gpu_graph_model
-from sd_ort.runtime.session import DTYPES, Model, create_session
+from sd_ort.runtime.session import DTYPES, Model, SessionOptions, create_session
 from sd_ort.runtime.updatable_weights import UpdatableWeights
 
 SIZES = {"batch": 2, "sequence": 77, "height": 8, "width": 8, "height*8": 64, "width*8": 64}
@@ -49,7 +49,7 @@ def differences(folder: str, library: str) -> dict[str, float]:
     result = {}
     for name in ("text_encoder", "unet"):
         path = Path(folder, name, MODEL)
-        first, second = (create_session(path, library=each) for each in (Path(library), False))
+        first, second = (create_session(path, options=SessionOptions(library=each)) for each in (Path(library), False))
         inputs = feeds(first)
         outputs = [Model(session)(**inputs) for session in (first, second)]
         result[name] = max(float(np.abs(outputs[0][key] - outputs[1][key]).max()) for key in outputs[0])
@@ -68,7 +68,9 @@ def placement(folder: str, library: str, *components: str) -> dict[str, dict[str
     """Nodes that a run executes: component -> provider -> operator -> number. Memcpy nodes are ROCm's."""
     result = {}
     for name in components:
-        session = create_session(Path(folder, name, MODEL), "rocm", library=Path(library), profile=Path(folder, name))
+        session = create_session(
+            Path(folder, name, MODEL), "rocm", SessionOptions(library=Path(library), profile=Path(folder, name))
+        )
         session.run(None, feeds(session))
         events = [event for event in json.loads(Path(session.end_profiling()).read_text()) if event["cat"] == "Node"]
         counts: dict[str, Counter[str]] = {}
@@ -84,7 +86,9 @@ def captures(folder: str, library: str, *components: str) -> dict[str, list[int]
     result = {}
     for name in components:
         options = {"tuning": True, "provider_options": {"device_id": "0"}}
-        model = open_gpu_graph_model(Path(folder, name, MODEL), "rocm", library=Path(library), **options)
+        model = open_gpu_graph_model(
+            Path(folder, name, MODEL), "rocm", SessionOptions(library=Path(library), **options)
+        )
         inputs = feeds(model.session)
         for _ in range(2):
             model(**inputs)
@@ -109,7 +113,7 @@ def staging(folder: str, library: str, generation: str) -> dict[str, Any]:
 
     gpu_graphs.take_release = record
     bound_run.MAX_CAPTURES = int(generation)
-    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", SessionOptions(library=Path(library)))
     small = feeds(model.session)
     current: list[bool] = []
     of_run: dict[tuple[int, int], int] = {}  # run and generation -> its graph
@@ -143,7 +147,7 @@ def workspaces(folder: str, library: str, cache: str) -> dict[str, Any]:
         return original(*given)
 
     gpu_graphs.capture_graph = capture
-    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", SessionOptions(library=Path(library)))
     small = feeds(model.session)
     relaxed = model.bind(small).graph is not None
     gpu_graphs.RELAXED = 0  # global mode
@@ -207,7 +211,7 @@ def opening(folder: str, library: str) -> dict[str, Any]:
         original(bound, graph_id, wait)
 
     bound_run.BoundRun._run = run  # type: ignore[method-assign]
-    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", SessionOptions(library=Path(library)))
     model(**feeds(model.session))
     return {"capture": failed_captures()[earlier:], "opening": [str(each.exception()) for each in openings]}
 
@@ -219,7 +223,7 @@ def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
     """
     for module in (sampling, text, text_to_image):
         module.check_finite = lambda *_: None  # type: ignore[attr-defined]
-    components.supports_in_place_update = lambda *_: True  # its trial needs kernels that compute
+    components.supports_in_place_update = lambda *_: True  # its trial multiplies on the GPU
     pipeline = StableDiffusionPipeline.from_pretrained(
         folder, provider="rocm", library=Path(library), device_loop=False
     )
@@ -233,7 +237,7 @@ def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
     return {
         "in place": pipeline.models.in_place,
         "same session": pipeline.models["unet"].session is session,
-        "weights": len(pipeline.models.held["unet"].values),
+        "weights": len(pipeline.models.overrides.updatable["unet"].values),
     }
 
 
@@ -247,7 +251,7 @@ def shared_memory() -> bool:
 def without_gpu_half(folder: str, library: str) -> str:
     """What is said of a session on the ROCm provider whose op library has kernels for CPUs alone."""
     try:
-        create_session(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+        create_session(Path(folder, "unet", MODEL), "rocm", SessionOptions(library=Path(library)))
     except SdOrtError as error:
         return f"{type(error).__name__}: {error}"
     return "opened"
@@ -276,7 +280,7 @@ def refusals(folder: str) -> dict[str, str]:
         path.write_bytes(model.SerializeToString())
         messages.clear()
         try:
-            create_session(path, "rocm", library=False)
+            create_session(path, "rocm", SessionOptions(library=False))
         except SdOrtError as error:
             messages.append(f"{type(error).__name__}: {error}")
         said[name] = messages[-1]

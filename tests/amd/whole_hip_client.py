@@ -9,11 +9,11 @@ import numpy as np
 
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import create_session
+from sd_ort.runtime.session import SessionOptions, create_session
 
 if __name__ == "__main__":
     library, model, inputs, outputs = sys.argv[1:]
-    session = create_session(Path(model), f"plugin:{library}", graph=True, library=False)
+    session = create_session(Path(model), f"plugin:{library}", SessionOptions(capture=True, library=False))
     feed = dict(np.load(inputs))
     component = GpuGraphModel(session, provider_named(f"plugin:{library}").device)
     first = component(**feed)["out_sample"]

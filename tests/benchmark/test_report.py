@@ -15,10 +15,12 @@ import pytest
 from PIL import Image
 
 from sd_ort.benchmark import plot, report
-from sd_ort.benchmark.report_file import format_speedup
+from sd_ort.benchmark.engines.interface import BenchmarkSettings
+from sd_ort.benchmark.report_file import ReportFile, format_speedup
 from sd_ort.benchmark.worker import speedup
 from sd_ort.core import metrics
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.ownership import RECORD
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -207,6 +209,40 @@ def test_a_picture_outside_or_of_another_kind_is_refused(tmp_path: Path, folder:
 def test_unfinished_run_is_said(tmp_path: Path) -> None:
     text = report.write(save(tmp_path, results(finished=False))).read_text()
     assert "did not finish" in text
+
+
+def test_files_of_others_are_replaced_only_with_overwrite(tmp_path: Path, sd_ort: Cli) -> None:
+    """Those of sd-ort are replaced, also in a folder without records, unless they were changed."""
+    save(tmp_path, results())
+    page = tmp_path / report.PAGE
+    page.write_text("mine")
+    code, _, err = sd_ort("report", tmp_path)
+    assert (code, "--overwrite" in err, page.read_text()) == (5, True, "mine")
+    assert sd_ort("report", tmp_path, "--overwrite")[0] == 0
+    assert sd_ort("report", tmp_path)[0] == 0
+    page.write_text(page.read_text().replace("<title>", "<title>my "))
+    assert sd_ort("report", tmp_path)[0] == 5
+    page.unlink()
+    assert sd_ort("report", tmp_path)[0] == 0
+    (tmp_path / RECORD).unlink()
+    assert sd_ort("report", tmp_path)[0] == 0, "a page of an earlier version"
+
+    out = ReportFile(BenchmarkSettings(), tmp_path, [], images=["raw-ONNX.png"])
+    out.save()
+    (tmp_path / "torch-eager.png").write_text("mine")
+    with pytest.raises(OutputError, match=r"torch-eager\.png"):
+        ReportFile(BenchmarkSettings(), tmp_path, [], images=["torch-eager.png"])
+    (tmp_path / "benchmark.json").write_text("edited")
+    with pytest.raises(OutputError, match=r"benchmark\.json"):
+        ReportFile(BenchmarkSettings(), tmp_path, [])
+    ReportFile(BenchmarkSettings(), tmp_path, [], overwrite=True).save()
+    assert (tmp_path / "torch-eager.png").read_text() == "mine"
+
+
+def test_an_unrecorded_file_that_is_no_report_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "benchmark.json").write_text('{"command": "mine"}')
+    with pytest.raises(OutputError, match=r"benchmark\.json"):
+        ReportFile(BenchmarkSettings(), tmp_path, [])
 
 
 def test_what_is_no_results_folder_is_refused(tmp_path: Path) -> None:

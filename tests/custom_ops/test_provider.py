@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 from provider_sessions import placed, session_of, small
 
+from fusion_passes.operators import function_bodies
 from scripts.fixtures import graph_fixtures
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
@@ -24,7 +26,7 @@ from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import Model, create_session
+from sd_ort.runtime.session import Model, SessionOptions, create_session
 
 VENDOR = 0x1D05  # of the host vendor's memory
 SIZES = {"batch": 2, "height": 16, "width": 16, "sequence": 77, "height*8": 64, "width*8": 64}
@@ -125,6 +127,24 @@ def test_whole_component(provider: str, folder: Path, name: str, dtype: str) -> 
     assert elsewhere <= SHAPES | (TOKENS if "text_encoder" in name else set())
     if "text_encoder" not in name:
         assert not [op for op in placed(session)["SdOrtSimulated"] if op.startswith("Memcpy")]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_operators_of_transformers(provider: str, batch: int) -> None:
+    """A gated residual, its norm and the rotary embedding behind it run on the device, with the bodies' results."""
+    model = ir.from_onnx_text("""<ir_version: 10, opset_import: ["" : 23, "sd_ort" : 1]>
+        g (float[B,S,24] x, float[B,S,24] r, float[B,1,24] scale, float[B,1,24] gate, float[S,4] c, float[S,4] s)
+            => (float[B,S,24] y, float[B,S,24] total) <int64[1] first = {0}> {
+            n, total = sd_ort.AdaptiveNorm <epsilon = 0.01, rms = 1> (x, scale, , gate, r)
+            y = sd_ort.RotaryEmbedding <num_heads = 3, interleaved = 1> (n, first, c, s)
+        }""")
+    function_bodies.attach(model, list(model.graph))
+    proto = ir.to_proto(model).SerializeToString()
+    session, bodies = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
+    arrays = made_up(bodies, {"B": batch, "S": 7})
+    for got, wanted in zip(session.run(None, arrays), bodies.run(None, arrays), strict=True):
+        assert relative_error(got, wanted) < BOUND["float32"]
+    assert placed(session) == {"SdOrtSimulated": Counter(AdaptiveNorm=1, RotaryEmbedding=1)}
 
 
 def test_changing_shapes(provider: str, folder: Path) -> None:
@@ -352,15 +372,17 @@ def test_session_of_the_package(
     assert session.get_providers()[0] == "SdOrtSimulated"
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
     with pytest.raises(InputError, match="unknown option 'speed'"):
-        create_session(model, provider, provider_options={"speed": "1"})
+        create_session(model, provider, SessionOptions(provider_options={"speed": "1"}))
 
 
 def test_captured_by_the_package(provider: str, folder: Path) -> None:
     """`GpuGraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
     model = lowered(folder, COMPONENTS[0], "float16")
     (model.parent.parent / "model_index.json").write_text("{}")
-    plain = Model(create_session(model, provider, library=False))
-    session = create_session(model, provider, library=False, graph=True, provider_options={"tuning": "1"})
+    plain = Model(create_session(model, provider, SessionOptions(library=False)))
+    session = create_session(
+        model, provider, SessionOptions(library=False, capture=True, provider_options={"tuning": "1"})
+    )
     graph = GpuGraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})

@@ -18,7 +18,7 @@ from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import tuning
 from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import create_session
+from sd_ort.runtime.session import ModelOverride, SessionOptions, create_session
 from sd_ort.runtime.updatable_weights import UpdatableWeights, update_callback
 
 CHANNELS = 424  # of a convolution that is computed by Winograd's algorithm (custom_ops/operators/nhwc_conv/op.h)
@@ -78,14 +78,16 @@ def test_other_threads_do_not_end_a_capture(
     path, filters = convolution(tmp_path / "convolution.onnx")
     device, x = provider_named(provider).device, np.ones((1, 16, 16, CHANNELS), np.float16)
     held = UpdatableWeights({"filters": filters}, device, update_callback(provider))
-    sessions = [create_session(path, provider, held=held.shared)]
+    sessions = [create_session(path, provider, override=ModelOverride(updatable=held.shared))]
     wanted = sessions[0].run(None, {"x": x})[0]
-    graph_session = create_session(path, provider, graph=True)
+    graph_session = create_session(path, provider, SessionOptions(capture=True))
     works: dict[str, Callable[[], None]] = {
         "open": lambda: sessions.append(create_session(path, provider)),
         "run": lambda: None,
         "write": lambda: held.write("filters", np.zeros_like(filters)),
-        "tune": lambda: sessions.append(create_session(path, provider, provider_options={"tuning": "1"})),
+        "tune": lambda: sessions.append(
+            create_session(path, provider, SessionOptions(provider_options={"tuning": "1"}))
+        ),
         "close": lambda: sessions.insert(0, sessions.pop() and create_session(path, provider)),
     }
     with stopped(lambda: BoundRun(graph_session, {"x": x}, device, graph_id=0), tmp_path, monkeypatch) as bound:
@@ -112,7 +114,7 @@ def test_a_thread_goes_on_after_a_capture_that_failed(
     path, _ = convolution(tmp_path / "convolution.onnx")
     device, x = provider_named(provider).device, np.ones((1, 16, 16, CHANNELS), np.float16)
     wanted = create_session(path, provider).run(None, {"x": x})[0]
-    graph_session = create_session(path, provider, graph=True)
+    graph_session = create_session(path, provider, SessionOptions(capture=True))
 
     def work() -> np.ndarray:
         with pytest.raises(SdOrtError, match="the device is gone"):

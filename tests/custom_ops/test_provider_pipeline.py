@@ -20,12 +20,14 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import ProviderError
 from sd_ort.core.pipeline_folder import MODEL, read_manifest
-from sd_ort.runtime import provider_table, providers, tuning
+from sd_ort.inspect.node_assignment import assign_nodes
+from sd_ort.runtime import provider_table, providers, tuning, warm_up, weight_prefetch
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import create_session
+from sd_ort.runtime.session import ModelOverride, SessionOptions, create_session
 from sd_ort.runtime.updatable_weights import UpdatableWeights, supports_in_place_update, update_callback
+from sd_ort.weights import update_graph
 
 
 def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
@@ -90,12 +92,16 @@ def test_filters_are_transformed_where_that_pays(
     """At the first call, captured later or not, with rounded filters; where memory is limited as they are."""
     x, filters = wide
     path, wanted = convolution(tmp_path / "wide.onnx", filters), convolved(x, filters)
-    plain = create_session(path, untuned, provider_options={"memory_limit": str(1 << 30)}).run(None, {"x": x})[0]
+    plain = create_session(path, untuned, SessionOptions(provider_options={"memory_limit": str(1 << 30)})).run(
+        None, {"x": x}
+    )[0]
     made = create_session(path, untuned).run(None, {"x": x})[0]
     assert np.abs(plain - wanted).max() < 2e-3
     assert np.abs(made - wanted).max() < 4e-3
     assert (made != plain).mean() > 0.1
-    captured = GpuGraphModel(create_session(path, untuned, graph=True), provider_named(untuned).device)
+    captured = GpuGraphModel(
+        create_session(path, untuned, SessionOptions(capture=True)), provider_named(untuned).device
+    )
     for _ in range(2):
         np.testing.assert_array_equal(captured(x=x)["y"], made)
 
@@ -107,8 +113,11 @@ def test_filters_that_are_written_are_transformed_again(
     x, filters = wide
     path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(untuned).device
     held = UpdatableWeights({"filters": filters}, device, update_callback(untuned))
-    captured = GpuGraphModel(create_session(path, untuned, graph=True, held=held.shared), device)
-    second, third = (create_session(path, untuned, held=held.shared) for _ in range(2))
+    captured = GpuGraphModel(
+        create_session(path, untuned, SessionOptions(capture=True), override=ModelOverride(updatable=held.shared)),
+        device,
+    )
+    second, third = (create_session(path, untuned, override=ModelOverride(updatable=held.shared)) for _ in range(2))
     for session in (second, third):
         session.run(None, {"x": x})
     captured(x=x)
@@ -129,7 +138,7 @@ def test_memory_outlives_the_values_that_a_session_was_given(
     path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(provider).device
     held = UpdatableWeights({"filters": 2 * filters}, device)
     owner = weakref.ref(held.values["filters"])
-    session = create_session(path, provider, held=held.shared)
+    session = create_session(path, provider, override=ModelOverride(updatable=held.shared))
     wanted = session.run(None, {"x": x})[0]
     binding = session.io_binding()
     del held, session
@@ -147,6 +156,20 @@ def test_memory_outlives_the_values_that_a_session_was_given(
 
 def test_it_reads_held_weights_in_place(provider: str) -> None:
     assert supports_in_place_update(provider, provider_named(provider).device, {})
+
+
+def test_it_computes_lora_deltas_itself(provider: str, tmp_path: Path) -> None:
+    """Nodes on the CPU would copy every factor and every delta over the bus at each change of a scale."""
+    filters = ["cast", "FLOAT16", ["subpixel_phases", None, ["transpose", [0, 2, 3, 1], "w"]]]
+    for recipe, shape in (
+        (filters, (5, 4, 3, 3)),
+        (["matrix", 5, ["transpose", [0, 2, 3, 1], "w"]], (5, 4, 1, 1)),
+        (["interleave", 2, *(["transpose", [1, 0], each] for each in "qkv")], (8, 4)),
+    ):
+        spec = update_graph.weight_update_spec(recipe, shape, np.dtype(np.float16))
+        assert spec is not None
+        (tmp_path / "model.onnx").write_bytes(update_graph.build_weight_update(spec))
+        assert assign_nodes([tmp_path / "model.onnx"], provider)["unassigned_nodes"] == []
 
 
 @pytest.fixture
@@ -177,8 +200,10 @@ def test_a_whole_pipeline_by_the_plain_call(
     caplog: pytest.LogCaptureFixture,
     sd_ort: Callable[..., tuple[int, str, str]],
 ) -> None:
-    """Captured and queued, nothing warned of, the CPU's picture; LoRAs change it in place; what was tuned is kept and
-    found again."""
+    """Captured and queued, nothing warned of, the CPU's picture; LoRAs change the prefetched weights under the open
+    session; what was tuned is kept and found again."""
+    monkeypatch.setattr(weight_prefetch, "MIN_FILE", 0)
+    monkeypatch.setattr(weight_prefetch, "MIN_TENSOR", 0)
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
     assert sd_ort("optimize", small_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
@@ -204,7 +229,7 @@ def test_a_whole_pipeline_by_the_plain_call(
         "down_blocks.0.resnets.0.time_emb_proj",  # read once a schedule
         "mid_block.attentions.0.transformer_blocks.0.attn1.to_q",
     )
-    drawn = []
+    drawn, session = [], pipeline.unet.session
     for strength in (1.0, -2.0):
         for each in (pipeline, again):
             each.unload_lora_weights()
@@ -213,7 +238,8 @@ def test_a_whole_pipeline_by_the_plain_call(
             drawn.append(np.asarray(each("a cat", **arguments).images[0]).astype(int))
         assert np.abs(drawn[-1] - drawn[-2]).max() <= 1
     assert np.abs(drawn[-1] - drawn[0]).max() > 10
-    assert pipeline.models.held["unet"].changed
+    assert pipeline.models.overrides.updatable["unet"].changed
+    assert pipeline.models["unet"].session is session
 
     code, out, err = sd_ort(
         "tune", tmp_path / "ours", "--provider", by_name, "--component", "vae_decoder", "--height", 64
@@ -249,3 +275,19 @@ def test_inputs_that_the_host_reads_are_read_at_each_step(
         assert np.abs(image.astype(int) - expected).max() <= 1
     (buffers,) = pipeline.loop.buffer_cache.values()
     assert buffers.unet.host_inputs == ["sample"]
+
+
+def test_warm_up(by_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once per process, beside a session that registers the provider; every node of its graph runs there."""
+    runs = []
+    monkeypatch.setattr(ort.InferenceSession, "run", lambda *arguments: runs.append(arguments))
+    warm_up.warm_up.cache_clear()
+    thread = warm_up.warm_up(by_name)
+    providers.check_provider(by_name)
+    assert thread is not None
+    assert thread is warm_up.warm_up(by_name)
+    thread.join()
+    assert len(runs) == 1
+    assert [warm_up.warm_up(name) for name in ("cpu", "auto")] == [None, None]
+    onnx.save(onnx.parser.parse_model(warm_up.MODEL), tmp_path / "model.onnx")
+    assert assign_nodes([tmp_path / "model.onnx"], by_name)["unassigned_nodes"] == []

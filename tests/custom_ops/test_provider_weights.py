@@ -13,9 +13,9 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import DATA, MODEL
 from sd_ort.runtime import weight_prefetch
 from sd_ort.runtime.bound_run import GpuGraphModel
-from sd_ort.runtime.ort_values import view
+from sd_ort.runtime.ort_values import value_at
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import Model, create_session
+from sd_ort.runtime.session import Model, SessionOptions, create_session
 
 ROWS = 768  # the data file then takes more than one piece
 X = np.random.default_rng(1).normal(size=(2, ROWS)).astype(np.float32)
@@ -49,10 +49,12 @@ def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weig
     opened = create_session(path, provider)
     assert opened.shared.keys() == {"product", "bias"}
     wanted = (X @ weights["product"] + weights["bias"]) * weights["scale"]
-    captured = GpuGraphModel(create_session(path, provider, graph=True), provider_named(provider).device)
+    captured = GpuGraphModel(
+        create_session(path, provider, SessionOptions(capture=True)), provider_named(provider).device
+    )
     for model in (Model(opened), captured, captured):
         np.testing.assert_allclose(model(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
-    plain = create_session(path, provider, provider_options={"memory_limit": str(1 << 30)})
+    plain = create_session(path, provider, SessionOptions(provider_options={"memory_limit": str(1 << 30)}))
     assert plain.shared == {}
     np.testing.assert_array_equal(Model(plain)(x=X, wanted=True)["y"], Model(opened)(x=X, wanted=True)["y"])
     opened.shared["bias"].update_inplace(0 * weights["bias"])
@@ -99,7 +101,7 @@ def test_weights_that_onnx_runtime_does_not_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of another vendor's device: they would lie there beside the file's."""
-    monkeypatch.setattr(weight_prefetch, "view", lambda device, *rest: view("gpu:4318", *rest))
+    monkeypatch.setattr(weight_prefetch, "value_at", lambda device, *rest: value_at("gpu:4318", *rest))
     caplog.set_level("INFO", "sd_ort")
     opened = create_session(saved(tmp_path, weights, "Identity (scaled)"), provider)
     assert opened.shared == {}

@@ -11,8 +11,8 @@ import pytest
 from fusion_passes.canonicalize import canonicalize
 from fusion_passes.fuse import fuse
 from fusion_passes.graph_pass import run_all
-from scripts.fixtures.large_graphs import BLOCK, LINK, blocks
 from sd_ort.optimize.targets import CUDA
+from tests.support.large_graphs import BLOCK, LINK, blocks
 
 
 def calls(text: str, times: int) -> int:

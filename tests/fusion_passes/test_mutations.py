@@ -37,11 +37,15 @@ def _canonical_ops(body: str, dtype: str = "float") -> list[str]:
         onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
         g ({dtype}[N,4,6] x) => ({dtype} z)
         <int64[3] other = {{0, 6, 4}}, int64[1] flat = {{-1}}, int64[3] back = {{-1, 4, 6}}, int64[1] axis = {{0}},
-         int64[1] last = {{-1}}, int64[1] before = {{-99}}, int64[1] reverse = {{-1}},
-         float zero = {{0}}, float one = {{1}}, float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
+         int64[1] last = {{-1}}, int64[1] end = {{9223372036854775807}}, int64[1] before = {{-99}},
+         int64[1] reverse = {{-1}}, float zero = {{0}}, float one = {{1}},
+         float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
     )
     canonicalize(model)
     return [node.op_type for node in model.graph]
+
+
+CUT = "s = Shape <end = 1> (x)  a = Slice (x, axis, s, last)  b = Slice (x, s, end, last)"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,8 @@ def _canonical_ops(body: str, dtype: str = "float") -> list[str]:
         "a = Cast <to = 11> (x)  b = Cast <to = 1> (a)  z = Relu (b)",
         "a = Add (zero, x)  b = Mul (a, one)  c = Sub (b, zero)  z = Relu (c)",
         "s = Shape <end = 1> (x)  a = Slice (x, axis, s, axis)  z = Relu (a)",
+        f"{CUT}  c = Concat <axis = 2> (a, b)  z = Relu (c)",
+        "a, b = Split <axis = 2, num_outputs = 2> (x)  c = Concat <axis = -1> (a, b)  z = Relu (c)",
     ],
 )
 def test_inverse_pairs_are_removed(body: str) -> None:
@@ -70,6 +76,11 @@ def test_inverse_pairs_are_removed(body: str) -> None:
         ("a = Add (x, zeros)  z = Relu (a)", "Add"),
         ("s = Shape <start = 1, end = 2> (x)  a = Slice (x, axis, s, axis)  z = Relu (a)", "Slice"),
         ("a = Slice (x, last, before, axis, reverse)  z = Relu (a)", "Slice"),
+        (f"{CUT}  c = Concat <axis = 2> (b, a)  z = Relu (c)", "Concat"),
+        (f"{CUT}  c = Concat <axis = 2> (a, b, b)  z = Relu (c)", "Concat"),
+        (f"{CUT.replace('s, end', 'last, end')}  c = Concat <axis = 2> (a, b)  z = Relu (c)", "Concat"),
+        ("a, b = Split <axis = 2, num_outputs = 2> (x)  c = Concat <axis = 2> (b, a)  z = Relu (c)", "Concat"),
+        ("a, b = Split <axis = 2, num_outputs = 2> (x)  c = Concat <axis = 1> (a, b)  z = Relu (c)", "Concat"),
     ],
 )
 def test_similar_pairs_that_do_not_cancel_stay(body: str, stays: str) -> None:

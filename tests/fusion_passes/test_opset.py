@@ -134,6 +134,9 @@ KEPT_FORMS = [
     (8, "float[1,2,3] x", "s = Constant <value = float[2] {1, 2}> ()  "
         "y = BatchNormalization <spatial = 0> (x, s, s, s, s)"),
     (10, "float[1,2,5,4] x", 's = Constant <value = float[4] {1.0, 1.0, 0.5, 2.0}> ()  y = Resize (x, s)'),
+    (8, "float[1,3,2] x", 's = Constant <value = float[1,2] {0, 0}> ()  '
+        'e, y = Scan <num_scan_inputs = 1, body = b (float[2] p, float[2] q) => (float[2] u, float[2] v) '
+        '{ u = Add (p, q)  v = Identity (u) }> ("", s, x)'),
 ]  # fmt: skip
 
 

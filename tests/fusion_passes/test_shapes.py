@@ -50,6 +50,8 @@ def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8
         ("y = DepthToSpace <blocksize = 2> (x)", "B, 2, 2*H, 2*W"),
         ("y = ReduceL2 <axes = [1]> (x)", "B, 1, H, W"),
         ("y = Flatten (x)", "B, 8*H*W"),
+        ("p = GlobalAveragePool (x)  y = Squeeze (p)", "unknown"),  # B may be 1
+        ("a = Constant <value_ints = [2, 3]> ()  p = GlobalAveragePool (x)  y = Squeeze (p, a)", "B, 8"),
         # no shape rule: ONNX's inference
         ("y = LpNormalization (x)", "B, 8, H, W"),
         ("l = Constant <value_int = 9> ()  y = HannWindow (l)", "9"),

@@ -173,7 +173,7 @@ def test_a_change_is_written_over_the_last_one(
     models.open(MODULES)
     loras.apply(models, loras.deltas({"a": 1.0}))
     models.open(MODULES)
-    before = {name: dict(numbers) for name, numbers in models.weights.items()}
+    before = {name: dict(numbers) for name, numbers in models.overrides.weights.items()}
     opened: list[str] = []
     monkeypatch.setattr(models, "_open", opened.append)
     changes = loras.deltas({"a": -0.5})
@@ -183,11 +183,13 @@ def test_a_change_is_written_over_the_last_one(
     assert sorted(opened) == sorted(MODULES)
     for component, change in changes.items():
         for name, numbers in loras.updated_weights(component, component, change).items():
-            np.testing.assert_array_equal(models.weights[component][name], numbers)
-    shared = [np.shares_memory(models.weights[n][key], a) for n, some in before.items() for key, a in some.items()]
+            np.testing.assert_array_equal(models.overrides.weights[component][name], numbers)
+    shared = [
+        np.shares_memory(models.overrides.weights[n][key], a) for n, some in before.items() for key, a in some.items()
+    ]
     assert sum(shared) >= 6  # the rest is no plain product: packed, a table, a vector
     assert loras.apply(models, {})
-    assert not models.weights
+    assert not models.overrides.weights
 
 
 @pytest.mark.parametrize("target", ["cuda", "rocm"])
@@ -220,28 +222,30 @@ def test_packed_and_hoisted_weights(
     assert loras.apply(models, changes)
     touched = set()
     for part, numbers in changed.items():
-        assert models.held[part].changed == numbers.keys()
+        assert models.overrides.updatable[part].changed == numbers.keys()
         for name, array in numbers.items():
             recipe = loras.recipes["unet"][name]
             touched |= set(recipes.sources(recipe))
             wanted = recipes.evaluate(recipe, new.__getitem__)
             assert array.dtype == wanted.dtype
-            for made in (array, models.held[part].values[name].numpy()):
+            for made in (array, models.overrides.updatable[part].values[name].numpy()):
                 np.testing.assert_allclose(made.astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=1e-3)
     assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
-    held = [models.held[part].values[name] for part, numbers in changed.items() for name in numbers]
+    held = [models.overrides.updatable[part].values[name] for part, numbers in changed.items() for name in numbers]
     assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
     check_other_scales(loras, models)
     told.clear()
     open_files = [os.path.realpath(file) for file in Path("/proc/self/fd").glob("*")]
     assert sum(str(out) in file for file in open_files) <= len(changed)  # a data file is opened once
     assert not loras.apply(models, {})
-    assert not any(models.held[part].originals for part in changed)
+    assert not any(models.overrides.updatable[part].originals for part in changed)
     assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
     for part, numbers in changed.items():
         values = load(out / part / "model.onnx").graph.initializers
         for name in numbers:
-            np.testing.assert_array_equal(models.held[part].values[name].numpy(), values[name].const_value.numpy())
+            np.testing.assert_array_equal(
+                models.overrides.updatable[part].values[name].numpy(), values[name].const_value.numpy()
+            )
 
 
 def check_other_scales(loras: LoraManager, models: Components) -> None:
@@ -252,9 +256,9 @@ def check_other_scales(loras: LoraManager, models: Components) -> None:
     assert not loras.apply(models, deltas)
     assert {key: id(update) for key, update in loras._device_updates.items()} == {k: id(u) for k, u in updates.items()}
     for part, name in updates:
-        assert name in models.held[part].originals
+        assert name in models.overrides.updatable[part].originals
         array = loras.updated_weights("unet", part, deltas["unet"], [name])[name]
-        made = models.held[part].values[name].numpy()
+        made = models.overrides.updatable[part].values[name].numpy()
         np.testing.assert_allclose(made.astype(np.float32), array.astype(np.float32), rtol=2e-3, atol=1e-3)
 
 
@@ -377,11 +381,11 @@ def test_who_reads_in_place() -> None:
 def test_filters_are_shared_if_the_provider_follows_them(
     monkeypatch: pytest.MonkeyPatch, reads: Callable[[np.ndarray, np.ndarray], np.ndarray], expected: bool
 ) -> None:
-    def open_graph(graph: bytes, provider: str, options: Any, held: dict[str, Any]) -> Any:
-        first = held["weight"].numpy().copy()
+    def open_graph(graph: bytes, provider: str, options: Any, updatable: dict[str, Any]) -> Any:
+        first = updatable["weight"].numpy().copy()
 
         def run(_: None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
-            return [reads(held["weight"].numpy(), first).reshape(8, 72) @ feed["x"].ravel()]
+            return [reads(updatable["weight"].numpy(), first).reshape(8, 72) @ feed["x"].ravel()]
 
         return SimpleNamespace(run=run)
 

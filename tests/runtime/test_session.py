@@ -64,7 +64,7 @@ def test_weights_in_bfloat16_are_replaced(tmp_path: Path) -> None:
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(4, ml_dtypes.bfloat16), "w"))
     onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=0)
     weights = {"w": np.arange(4).astype(ml_dtypes.bfloat16)}
-    replaced = session.Model(session.create_session(path, weights=weights))
+    replaced = session.Model(session.create_session(path, override=session.ModelOverride(weights=weights)))
     assert replaced(x=np.ones(4, np.float32))["y"].tolist() == [1, 2, 3, 4]
 
 
@@ -93,12 +93,12 @@ def test_other_element_types_are_refused(tmp_path: Path) -> None:
 
 
 def test_threads_reach_the_session(model: Path) -> None:
-    opened = session.create_session(model, threads=1)
+    opened = session.create_session(model, options=session.SessionOptions(threads=1))
     assert opened.get_session_options().intra_op_num_threads == 1
 
 
 def test_profile_is_written(model: Path, tmp_path: Path) -> None:
-    opened = session.create_session(model, profile=tmp_path / "profile")
+    opened = session.create_session(model, options=session.SessionOptions(profile=tmp_path / "profile"))
     opened.run(None, {"x": np.ones((1, 4), np.float16)})
     assert Path(opened.end_profiling()).stat().st_size > 0
 
@@ -204,7 +204,9 @@ def test_overloads_become_functions_of_their_own(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *a, **k: opened.append(a[0]) or own(*a, **k))
     for version, source in (("1.27.0", str(path)), ("1.26.0", renamed.SerializeToString())):
         monkeypatch.setattr(onnxruntime, "__version__", version)
-        run = session.create_session(path, library=False).run(None, {"x": np.ones(2, np.float32)})
+        run = session.create_session(path, options=session.SessionOptions(library=False)).run(
+            None, {"x": np.ones(2, np.float32)}
+        )
         assert opened[-1] == source
         np.testing.assert_array_equal(run, [[2, 2], [-1, -1]])
         session.check_opens(path)
@@ -253,7 +255,9 @@ def test_dropped_provider_is_a_warning_when_allowed(
     pretend(monkeypatch, [])
     providers.warn_once.cache_clear()
     for _ in range(2):
-        opened = session.create_session(model, "rocm", allow_fallback=True, library=False)  # no word on the op library
+        opened = session.create_session(
+            model, "rocm", session.SessionOptions(allow_fallback=True, library=False)
+        )  # no word on the op library
         assert opened.get_providers() == [CPU]
     assert [r.message.partition(":")[0] for r in caplog.records] == [
         "ONNX Runtime dropped the rocm provider and would run on the CPU"
@@ -293,7 +297,7 @@ def test_broken_op_library(model: Path, tmp_path: Path) -> None:
     library = tmp_path / "libsd_ort_ops.so"
     library.write_bytes(os.urandom(64))
     with pytest.raises(ProviderError, match="cannot be loaded"):
-        session.create_session(model, library=library)
+        session.create_session(model, options=session.SessionOptions(library=library))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")

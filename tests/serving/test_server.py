@@ -254,3 +254,16 @@ def test_no_image_is_lost_when_a_replica_dies(server: tuple[subprocess.Popen[str
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 130
     assert psutil.wait_procs(processes, timeout=120)[1] == []
+
+
+def test_nothing_of_ray_outlives_a_killed_server(server: tuple[subprocess.Popen[str], str]) -> None:
+    """The watchdog ends when all others have: no process is waited for that would have ended later by itself."""
+    process, _ = server
+    children = psutil.Process(process.pid).children(recursive=True)
+    (watchdog,) = [child for child in children if any("ray_watchdog" in word for word in child.cmdline())]
+    folder = Path(watchdog.cmdline()[-1])
+    assert folder.is_dir()
+    process.kill()
+    assert psutil.wait_procs([watchdog], timeout=600)[1] == []
+    assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert not folder.exists()

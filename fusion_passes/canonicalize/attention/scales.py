@@ -48,8 +48,10 @@ def feeds_scores(value: ir.Value, depth: int = 4) -> bool:
 
 
 def _scale(op: Any, scale: float, like: ir.Value, out: ir.Value) -> Any:
-    """Return an initializer of one element in the dtype of `like`, named after `out`."""
-    dtype = like.dtype or ir.DataType.FLOAT
+    """Return an initializer of one element in the dtype of the constant `like`, named after `out`."""
+    constant = ir.convenience.get_const_tensor(like)
+    assert constant is not None
+    dtype = constant.dtype
     return op.initializer(ir.tensor(np.array(scale, dtype.numpy())), name=unique_name(out, "scale"))
 
 
@@ -65,7 +67,7 @@ class ScaledQuery(Rule):
         return None if values.scalar(s) is not None else "the scale is not a constant scalar"
 
     def rewrite(self, op: Any, x: ir.Value, y: ir.Value, s: ir.Value, out: ir.Value) -> Any:
-        return op.Mul(op.MatMul(x, y), _scale(op, values.scalar(s) or 0.0, out, out))
+        return op.Mul(op.MatMul(x, y), _scale(op, values.scalar(s) or 0.0, s, out))
 
 
 class ScaledKey(ScaledQuery):
@@ -91,7 +93,7 @@ class MergeScales(Rule):
         )
 
     def rewrite(self, op: Any, x: ir.Value, a: ir.Value, b: ir.Value, out: ir.Value) -> Any:
-        return op.Mul(x, _scale(op, (values.scalar(a) or 0.0) * (values.scalar(b) or 0.0), x, out))
+        return op.Mul(x, _scale(op, (values.scalar(a) or 0.0) * (values.scalar(b) or 0.0), a, out))
 
 
 class DivisionIsScale(Rule):
@@ -106,7 +108,7 @@ class DivisionIsScale(Rule):
         return None if feeds_softmax(out) or feeds_scores(out) else "not the scores of an attention"
 
     def rewrite(self, op: Any, x: ir.Value, s: ir.Value, out: ir.Value) -> Any:
-        return op.Mul(x, _scale(op, 1 / (values.scalar(s) or math.nan), x, out))
+        return op.Mul(x, _scale(op, 1 / (values.scalar(s) or math.nan), s, out))
 
 
 class ScaleBehindReshape(Rule):
@@ -122,7 +124,7 @@ class ScaleBehindReshape(Rule):
         return None if is_number else "the scale is not a constant scalar"
 
     def rewrite(self, op: Any, x: ir.Value, s: ir.Value, shape: ir.Value, out: ir.Value, **_: Any) -> Any:
-        return op.Mul(op.Reshape(x, shape), _scale(op, values.scalar(s) or 0.0, out, out))
+        return op.Mul(op.Reshape(x, shape), _scale(op, values.scalar(s) or 0.0, s, out))
 
 
 class ScaleBehindTranspose(ScaleBehindReshape):
@@ -132,7 +134,7 @@ class ScaleBehindTranspose(ScaleBehindReshape):
         return op.Transpose(op.Mul(x, s, _outputs=["scaled"]), _outputs=["out"])
 
     def rewrite(self, op: Any, x: ir.Value, s: ir.Value, out: ir.Value, **_: Any) -> Any:
-        return op.Mul(op.Transpose(x, perm=values.perm(out)), _scale(op, values.scalar(s) or 0.0, out, out))
+        return op.Mul(op.Transpose(x, perm=values.perm(out)), _scale(op, values.scalar(s) or 0.0, s, out))
 
 
 class WeightsFirst(Rule):

@@ -15,6 +15,7 @@ from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine,
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime import bound_run, ort_wheel, providers, session
+from sd_ort.runtime.session import SessionOptions
 
 
 def record_run_times(ort_session: Any) -> list[float]:
@@ -34,13 +35,10 @@ def record_run_times(ort_session: Any) -> list[float]:
     return seconds
 
 
-def _session_options(engine: Engine, settings: BenchmarkSettings) -> dict[str, Any]:
-    return {
-        "threads": settings.threads,
-        "tuning": settings.tuning,
-        "allow_fallback": settings.allow_fallback,
-        "library": engine.library,
-    }
+def _session_options(engine: Engine, settings: BenchmarkSettings, profile: Path | None = None) -> SessionOptions:
+    return SessionOptions(
+        settings.threads, settings.allow_fallback, settings.tuning, library=engine.library, profile=profile
+    )
 
 
 def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
@@ -52,8 +50,10 @@ def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
 
     if engine.engine == "tensorrt":
         raise SdOrtError("TensorRT is measured on one component: use --component.")
-    options = _session_options(engine, settings) | {"graph": engine.pipeline_graph}
-    pipeline = StableDiffusionPipeline.from_pretrained(engine.directory, settings.provider, **options)
+    pipeline = StableDiffusionPipeline.from_pretrained(
+        engine.directory, settings.provider, graph=engine.pipeline_graph, threads=settings.threads,
+        allow_fallback=settings.allow_fallback, tuning=settings.tuning, library=engine.library,
+    )  # fmt: skip
     for name in ("text_encoder", "text_encoder_2", "unet_prompt", "unet_time", "unet", "vae_decoder"):
         if name in pipeline.models:
             assert pipeline.models[name]  # opens the session, which is part of the load time
@@ -101,7 +101,7 @@ def all_feeds(engine: Engine, settings: BenchmarkSettings, feeds: Mapping[str, n
         return feeds
     complete = {**feeds, "timestep": np.repeat(feeds["timestep"], len(feeds["sample"]))}
     for part in ("unet_prompt", "unet_time"):
-        model = session.load(folder, part, settings.provider, **_session_options(engine, settings))
+        model = session.load(folder, part, settings.provider, _session_options(engine, settings))
         complete |= model(**{name: complete[name] for name in model.inputs})
     return complete
 
@@ -132,10 +132,10 @@ def open_model(engine: Engine, settings: BenchmarkSettings, profile: Path | None
     path = Path(engine.directory) / str(settings.component) / MODEL
     if engine.engine == "tensorrt":
         return session.Model(_tensorrt_session(path))
-    options = _session_options(engine, settings)
+    options = _session_options(engine, settings, profile)
     if engine.graph:
-        return bound_run.open_gpu_graph_model(path, settings.provider, profile=profile, **options)
-    return session.Model(session.create_session(path, settings.provider, profile=profile, **options))
+        return bound_run.open_gpu_graph_model(path, settings.provider, options)
+    return session.Model(session.create_session(path, settings.provider, options))
 
 
 def _tensorrt_session(path: Path) -> Any:

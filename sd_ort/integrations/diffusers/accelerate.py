@@ -44,7 +44,7 @@ def accelerate(pipe: Any, folder: Path | str | None = None, *, provider: str | N
             folder that does not exist is written from the loaded pipeline. None: a folder in sd-ort's cache, by the
             hash of the weights.
         provider: None for the best one that runs here.
-        options: options of `runtime.components.Components` (low_memory, graph, threads, tuning, ...).
+        options: options of `TorchComponentSessions` (low_memory, graph, threads, tuning, ...).
 
     Raises:
         InputError: if the folder is of another model, or the pipeline has no UNet.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def open_loop(models: Components) -> DeviceLoop:
     """Return the loop of components on one device, or on two."""
-    return DeviceLoop(models) if models.partner is None else SplitGuidanceLoop(models, models.partner)
+    return DeviceLoop(models) if models.guidance_peer is None else SplitGuidanceLoop(models, models.guidance_peer)
 
 
 class SplitGuidanceLoop(DeviceLoop):

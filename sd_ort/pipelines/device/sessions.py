@@ -57,7 +57,7 @@ class DeviceSessions:
         """
         name = (build.__name__, key, capture)
         if name not in self._graphs:
-            options = self.models.options["provider_options"]
+            options = self.models.options.provider_options
             options = {k: v for k, v in options.items() if k in ("device_id", "user_compute_stream")}
             provider = "cpu" if self.models.device == "cpu" else self.models.provider
             self._graphs[name] = open_graph(build(key), provider, options, capture=capture)

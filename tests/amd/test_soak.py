@@ -1,0 +1,83 @@
+"""The soak of a pipeline folder in small: on a CPU, and on our provider for AMD on the simulated GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hip_library import hip_library
+from safetensors.numpy import save_file
+from simulation import ROOT, simulate
+
+from sd_ort.checkpoints.presets import open_preset
+from sd_ort.stages import optimize
+
+SOAK = str(ROOT / "scripts/checks/soak_gpu.py")
+MODULES = "mid_block.attentions.0.proj_in", "mid_block.resnets.0.conv1", "time_embedding.linear_1"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of rank 2 for sd15-small: a 1x1 and a 3x3 convolution and a product of the time embedding."""
+    rng, tensors = np.random.default_rng(0), {}
+    weights = open_preset("sd15-small", 0).load("unet").state_dict()
+    for module in MODULES:
+        out, *kernel = weights[f"{module}.weight"].shape
+        tensors[f"unet.{module}.lora_A.weight"] = rng.standard_normal((2, *kernel), np.float32)
+        tensors[f"unet.{module}.lora_B.weight"] = rng.standard_normal((out, 2, *[1] * (len(kernel) - 1)), np.float32)
+    path = tmp_path_factory.mktemp("lora") / "adapter.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+def soak(folder: Path, provider: str, *options: object) -> list[str]:
+    command = [sys.executable, SOAK, folder, "--provider", provider, "--scale", "0.125", *options]
+    return [*map(str, command), "--out", str(folder.with_suffix(".json"))]
+
+
+def check(folder: Path, result: subprocess.CompletedProcess[str], tasks: list[str]) -> None:
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    report: dict[str, Any] = json.loads(folder.with_suffix(".json").read_text())
+    assert report["failures"] == []
+    assert report["other_tasks"] == tasks
+    assert set(report["lora_seconds"]) == {"load", "scale", "unload"}
+    assert len(report["stages"]) == 10
+
+
+def test_cpu(small_export: Path, controlled: Path, adapter: Path, tmp_path: Path) -> None:
+    folder, with_control = tmp_path / "cpu", tmp_path / "controlnet"
+    optimize(small_export, folder, target="cpu", calibrate=False)
+    optimize(controlled, with_control, target="cpu", calibrate=False)
+    options = [
+        "--controlnet",
+        with_control,
+        "--lora",
+        adapter,
+        "--lora-rounds",
+        "4",
+        "--sizes",
+        "3",
+        "--pipelines",
+        "2",
+    ]
+    command = soak(folder, "cpu", *options)
+    check(
+        folder,
+        subprocess.run(command, capture_output=True, text=True, check=False),
+        ["image to image", "inpainting", "ControlNet"],
+    )
+
+
+@pytest.mark.usefixtures("tinygrad")
+def test_simulated_gpu(small_export: Path, adapter: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hip"
+    optimize(small_export, folder, target="hip", dtype="float16", calibrate=False)
+    hip_library()
+    options = ["--steps", "1", "--lora", adapter, "--lora-rounds", "2", "--sizes", "1", "--pipelines", "1"]
+    result = simulate("gfx1100", soak(folder, "hip", *options))
+    check(folder, result, ["image to image", "inpainting"])
