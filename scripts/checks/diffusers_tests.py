@@ -167,11 +167,15 @@ def stand_in(theirs: Any, recorder: Recorder, cache: Path) -> type:
 
 def exported(source: Any, cache: Path) -> Path:
     """Return the export of a diffusers pipeline, one for all pipelines of the same class and weights."""
+    import sd_ort
+    from sd_ort.core.files import code_hash
     from sd_ort.export.exporter import export
+
+    code = code_hash(*(Path(str(sd_ort.__file__)).parent / part for part in ("checkpoints", "export")))
 
     with tempfile.TemporaryDirectory() as folder:
         source.save_pretrained(folder)
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(code.encode())
         for file in sorted(Path(folder).rglob("*")):
             if file.is_file() and "scheduler" not in str(file):
                 digest.update(file.name.encode() + file.read_bytes())
