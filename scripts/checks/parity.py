@@ -89,6 +89,16 @@ NOTES = """
 - Inpainting with a U-Net of 4 channels samples noise for the masked image too, which the U-Net does not read.
 - Latent consistency models ignore `interrupt`, and latents that a callback returns after the last step.
 
+## What changed since diffusers 0.30.0
+
+No argument or default of these classes did.
+
+- `StableDiffusionPipeline` ignores height or width alone; the U-Net's `sample_size` may be a pair.
+- Callbacks of SDXL's classes without ControlNet no longer read the negative tensors; those of ControlNets read the
+  control image too, and for inpainting the mask and `masked_image_latents`, and set `interrupt`.
+- SDXL's `denoising_start` ignores `strength` and sets the scheduler's first step.
+- Schedulers have exponential and beta sigmas, `flow_prediction`, and betas of a Laplace distribution.
+
 ## Refused, with the reason in one line
 
 - `callback` and `callback_steps`: deprecated in diffusers; use `callback_on_step_end`.
