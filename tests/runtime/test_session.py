@@ -337,3 +337,11 @@ def test_an_op_library_of_another_hip_runtime(
     if clash:
         assert "libsd_ort_hip.so needs libamdhip64.so.6 and the rocm provider libamdhip64.so.7" in problem
         assert "sd-ort build-ops --hip" in problem
+
+
+def test_more_threads_than_cores_do_not_spin() -> None:
+    """1,024 that spin take minutes for an image of seconds."""
+    key = "session.intra_op.allow_spinning"
+    assert session._ort_options("cpu", session.SessionOptions(threads=1024)).get_session_config_entry(key) == "0"
+    with pytest.raises(RuntimeError, match=key):
+        session._ort_options("cpu", session.SessionOptions(threads=1)).get_session_config_entry(key)
