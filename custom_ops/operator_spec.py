@@ -1,7 +1,7 @@
 """Python description of a custom operator: test cases, the ctypes structure of its Params, and a NumPy reference.
 
-The module `cases` of an operator defines NAME, INPUTS, OUTPUTS, params(), output_shapes() and CASES, and optionally
-FLOAT32_INPUTS, INTEGERS and generate_special_input(); `reference` defines reference(). `load` combines both.
+The module `cases` of an operator defines NAME, INPUTS, OUTPUTS, params(), output_shapes(), reference() and CASES, and
+optionally FLOAT32_INPUTS, INTEGERS and generate_special_input().
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class CustomOperator:
 def load(folder: str) -> CustomOperator:
     """Return the operator of `custom_ops/operators/<folder>`."""
     cases = importlib.import_module(f"custom_ops.operators.{folder}.cases")
-    reference = importlib.import_module(f"custom_ops.operators.{folder}.reference")
     return CustomOperator(
         folder=folder,
         name=cases.NAME,
@@ -89,7 +88,7 @@ def load(folder: str) -> CustomOperator:
         cases=tuple(cases.CASES),
         params=cases.params,
         output_shapes=cases.output_shapes,
-        reference=reference.reference,
+        reference=cases.reference,
         integers=getattr(cases, "INTEGERS", {}),
         generate_special_input=getattr(cases, "generate_special_input", None),
     )

@@ -89,6 +89,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "reshape": lambda shape, a: a.reshape(shape),
     "rows": lambda span, a: a[slice(*span)],
     "matrix": lambda filters, a: a.reshape(filters, -1).T,
+    "concat": lambda _, *parts: np.concatenate(parts),
     "repeat": lambda times, a: np.repeat(a, times),
     "add": lambda _, a, b: as_float32(a) + as_float32(b),
     "conv1x1_bias": conv1x1_bias,

@@ -31,6 +31,8 @@ MODULES = {
 FAMILIES = [f"StableDiffusion{family}{task}Pipeline"
             for family in ("XL", "ControlNet", "XLControlNet") for task in ("", "Img2Img", "Inpaint")]  # fmt: skip
 FAMILIES += ["LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline"]
+MODULES |= {f"{family}{task}Pipeline": "sd_ort.pipelines.transformer_image_to_image"
+            for family in ("StableDiffusion3", "Flux") for task in ("Img2Img", "Inpaint")}  # fmt: skip
 FAMILIES += ["AutoPipelineForText2Image", "AutoPipelineForImage2Image", "AutoPipelineForInpainting"]
 MODULES |= dict.fromkeys(FAMILIES, "sd_ort.pipelines.families")
 

@@ -290,7 +290,7 @@ def _optimize_file(
     model, name = load(source), pipeline_folder.model_name(source)
     load_recorded_inputs(options.inputs, name, list(model.graph.inputs), required=True)
     tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    embed = not any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
+    embed = all(Path(tensor.path).samefile(source) for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
     if note:
         on_progress(note)
     if count := model.metadata_props.get(CONSTANT_INPUTS):

@@ -18,7 +18,7 @@ from fusion_passes.canonicalize import (
     sums,
     transposes,
 )
-from fusion_passes.canonicalize.attention import concatenated_keys, onnx_attention, scales, three_axis
+from fusion_passes.canonicalize.attention import concatenated_keys, onnx_attention, packed_heads, scales, three_axis
 from fusion_passes.canonicalize.opset import OPSET, SHAPES_SINCE, declare_opset, why_not_fused
 from fusion_passes.canonicalize.shape_folding import fold_shapes, set_channel_counts, simplify_reshape_targets
 from fusion_passes.graph_pass import Pass, PassOutcome
@@ -40,6 +40,7 @@ CANONICAL: tuple[Pass, ...] = (
     attention.PASS,
     three_axis.PASS,
     concatenated_keys.PASS,
+    packed_heads.PASS,
 )
 
 
@@ -73,6 +74,7 @@ def canonicalize(model: ir.Model) -> dict[str, PassOutcome]:
     _run(model, attention.PASS, outcomes)
     _run(model, three_axis.PASS, outcomes)
     _run(model, concatenated_keys.PASS, outcomes)
+    _run(model, packed_heads.PASS, outcomes)
     apply_rules(model, scales.SDPA_RULES)
     while sum(_run(model, each, outcomes) for each in (transposes.PASS, splits.PASS)):
         pass

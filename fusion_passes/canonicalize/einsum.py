@@ -1,7 +1,8 @@
-"""Einsum: rewrites the contraction of two operands over one axis as a MatMul between Transposes.
+"""Einsum: rewrites the contraction of two operands over one axis as a MatMul between Transposes, and a permutation.
 
     Einsum(a, b; "bthd,bshd->bhts")  =>  MatMul(Transpose(a, 0213), Transpose(b, 0231))
     Einsum(a, b; "bts,bcs->bct")     =>  Transpose(MatMul(a, Transpose(b, 021)), 021)
+    Einsum(a; "nhwpqc->nchpwq")      =>  Transpose(a, 051324)
 
 Rejected: a label that is summed but occurs in one operand only, several contracted or free axes, an ellipsis, a
 diagonal, and batch axes whose sizes may differ: Einsum broadcasts a 1 on any axis, MatMul on batch axes only.
@@ -19,8 +20,17 @@ from fusion_passes.shapes.indexing_rules import einsum_labels
 
 
 def einsum(model: ir.Model) -> PassOutcome:
-    """Replace Einsums that are matrix multiplications by MatMul, in place."""
+    """Replace Einsums that are matrix multiplications by MatMul, and permutations by Transpose, in place."""
     return rewrite_nodes(model, "einsum", "Einsum", _reject_reason, _rewrite)
+
+
+def _permutation(node: ir.Node) -> list[int] | None:
+    """Return the axes of the operand in output order if an Einsum only permutes them, else None."""
+    parsed = einsum_labels(node)
+    if parsed is None or len(parsed[0]) != 1:
+        return None
+    (a,), out = parsed
+    return [a.index(label) for label in out] if len(set(a)) == len(a) and sorted(a) == sorted(out) else None
 
 
 def _matmul_labels(node: ir.Node) -> tuple[list[str], str, str, str] | None:
@@ -41,6 +51,8 @@ def _matmul_labels(node: ir.Node) -> tuple[list[str], str, str, str] | None:
 
 def _reject_reason(node: ir.Node) -> str | None:
     labels, parsed = _matmul_labels(node), einsum_labels(node)
+    if _permutation(node) is not None:
+        return None
     if labels is None or parsed is None:
         return "the Einsum is not a matrix multiplication of two operands"
     batch, _, contracted, _ = labels
@@ -54,6 +66,11 @@ def _reject_reason(node: ir.Node) -> str | None:
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
+    if (perm := _permutation(node)) is not None:
+        node.op_type = "Transpose"
+        node.attributes.clear()
+        node.attributes["perm"] = ir.AttrInt64s("perm", perm)
+        return
     labels, parsed = _matmul_labels(node), einsum_labels(node)
     assert labels is not None
     assert parsed is not None
@@ -110,11 +127,21 @@ CASES = [
     _case("weights and channels first", _graph("bts,bcs->bct", "B,S,L", "B,4,L", "B,4,S"), ops=_ONE),
     _case("rows times columns", _graph("bij,bjk->bik", "B,S,4", "B,4,L", "B,S,L"), ops=_ONE | {"Transpose": 0}),
     _case("no batch", _graph("ij,kj->ik", "S,4", "L,4", "S,L"), ops=_ONE),
+    _case(
+        "a permutation",
+        _graph("nhwc->nchw").replace("(a, b)", "(a)").replace("B,2,S,L", "B,4,S,2"),
+        ops={"Transpose": 1, "Einsum": 0},
+    ),
     _case("implicit result", _graph("ij,jk", "S,4", "4,L", "S,L"), ops=_ONE),
     _rejected("two contracted axes", _graph("bthd,bshd->bts", y="B,S,L"), rejection="not a matrix multiplication"),
     _rejected(
         "a sum over one operand alone",
         _graph("bct,bcs->bs", "B,4,S", "B,4,L", "B,L"),
+        rejection="not a matrix multiplication",
+    ),
+    _rejected(
+        "a sum over one axis",
+        _graph("bsnd->bnd").replace("(a, b)", "(a)").replace("B,2,S,L", "B,2,4"),
         rejection="not a matrix multiplication",
     ),
     _rejected("a diagonal", _graph("btt,bts->bs", "B,S,S", "B,S,L", "B,L"), rejection="not a matrix multiplication"),

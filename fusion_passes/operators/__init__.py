@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusion_passes.operators import (
+    adaptive_norm,
     bfloat16_attention,
     bfloat16_conv,
     bfloat16_matmul,
@@ -36,6 +37,7 @@ OPERATORS: tuple[FusedOperator, ...] = (
     skip_layer_normalization.OPERATOR,
     quick_gelu.OPERATOR,
     rotary_embedding.OPERATOR,
+    adaptive_norm.OPERATOR,
     upsample_nearest.OPERATOR,
     subpixel_shuffle.OPERATOR,
     nhwc_conv.OPERATOR,

@@ -1,5 +1,6 @@
-"""MultiHeadAttention(query, key, value, -, -, mask?; num_heads, scale): multi-head attention on [B,S,N*D].
+"""MultiHeadAttention(query, key, value, bias?, -, mask?; num_heads, scale): multi-head attention on [B,S,N*D].
 
+bias [3*N*D] is added to query, key and value, which then have one width; only ONNX Runtime's own kernels take it.
 query without key and value is packed QKV [B,S,N,3,D]; key without value is packed KV [B,L,N,2,D].
 """
 
@@ -23,6 +24,9 @@ def body_parts(node: ir.Node, suffix: str = "") -> tuple[str, str, str]:
     mask = has(node, 5)
     packed = "qkv" if len(node.inputs) < 2 or node.inputs[1] is None else "kv" if not has(node, 2) else ""
     inputs = {"qkv": "query", "kv": "query, key", "": "query, key, value"}[packed]
+    bias = has(node, 3)
+    if bias:
+        inputs += ", bias"
     if mask:
         inputs = "query, key, value, bias, key_padding_mask, attention_bias"
     split = """
@@ -42,7 +46,11 @@ def body_parts(node: ir.Node, suffix: str = "") -> tuple[str, str, str]:
             three = Constant <value_ints = [3]> ()
             q4 = Reshape (query{suffix}, split)  k4 = Squeeze (k5, three)  v4 = Squeeze (v5, three)"""
     else:
-        parts = "  ".join(f"{name[0]}4 = Reshape ({name}{suffix}, split)" for name in ("query", "key", "value"))
+        parts = "bq, bk, bv = Split <axis = 0, num_outputs = 3> (bias)" if bias else ""
+        for name in ("query", "key", "value"):
+            whole = f"{name[0]}b" if bias else f"{name}{suffix}"
+            parts += f"  {whole} = Add ({name}{suffix}, b{name[0]})" if bias else ""
+            parts += f"  {name[0]}4 = Reshape ({whole}, split)"
     statements = f"""
         {split}
         {parts}
@@ -54,7 +62,8 @@ def body_parts(node: ir.Node, suffix: str = "") -> tuple[str, str, str]:
         flat = Constant <value_ints = [0, 0, -1]> ()
         output = Reshape (merged, flat)
     """
-    return "_".join(filter(None, (attention_overload(node, mask), packed))), inputs, statements
+    overload = "_".join(filter(None, (attention_overload(node, mask), packed, "bias" if bias else "")))
+    return overload, inputs, statements
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:

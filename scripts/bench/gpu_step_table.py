@@ -2,7 +2,7 @@
 """Tables from what scripts/bench/bench_gpu_step.py measured: those of results/gpu_step.md, and the README's.
 
     python scripts/bench/gpu_step_table.py results/gpu_step --out results/gpu_step.md
-    python scripts/bench/gpu_step_table.py results/gpu_provider --readme README.md      # puts it there
+    python scripts/bench/gpu_step_table.py results/gpu_provider --page docs/explanation/speed.md  # puts it there
 
 Standard library only.
 """
@@ -56,18 +56,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     to = parser.add_mutually_exclusive_group(required=True)
     to.add_argument("--out", type=Path)
-    to.add_argument("--readme", type=Path, help="replace the table of single calls there")
+    to.add_argument("--page", type=Path, help="replace the table of single calls there: docs/explanation/speed.md")
     options = parser.parse_args()
     files = (json.loads(path.read_text()) for path in options.folder.glob("*.json"))
     runs = sorted((run for run in files if "component" in run), key=order)  # others are of whole images
     if not runs:
         raise SystemExit(f"{options.folder} has no results: run scripts/bench/bench_gpu_step.py first")
-    if options.readme:
-        before, _, rest = options.readme.read_text().partition(BEGIN)
+    if options.page:
+        before, _, rest = options.page.read_text().partition(BEGIN)
         _, end, after = rest.partition(END)
         if not end:
-            raise SystemExit(f"{options.readme} lacks {BEGIN} and {END}: put them where the table goes")
-        options.readme.write_text(f"{before}{BEGIN}\n" + "\n".join(single_calls(runs)) + f"\n{end}{after}")
+            raise SystemExit(f"{options.page} lacks {BEGIN} and {END}: put them where the table goes")
+        options.page.write_text(f"{before}{BEGIN}\n" + "\n".join(single_calls(runs)) + f"\n{end}{after}")
         return
     lines = [HEAD.format(folder=options.folder), *summary(runs)]
     for run in runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,38 @@ class FlowMatchSchedule:
         """Return the latents after step i."""
         after: np.ndarray = latents + (self.sigmas[i + 1] - self.sigmas[i]) * prediction
         return after
+
+    def add_noise(self, i: int, image: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """Return the latents before step i, or after the last one, of an image's latents."""
+        noisy: np.ndarray = self.sigmas[i] * noise + (1 - self.sigmas[i]) * image
+        return noisy
+
+    def last_part(self, strength: float) -> FlowMatchSchedule:
+        """Return the last `strength` (0..1) of the steps. Raises InputError if none are left."""
+        steps = len(self.timesteps)
+        first = int(max(steps - min(steps * strength, steps), 0)) if 0 <= strength <= 1 else steps
+        if first == steps:
+            raise InputError(f"{steps} steps at strength {strength} leave none: strength must be above 0, at most 1.")
+        return FlowMatchSchedule(self.timesteps[first:], self.sigmas[first:])
+
+
+@dataclass(frozen=True)
+class InpaintBlend:
+    """Latents and noise that restore the region outside of the mask after each step, and the mask, all of one shape."""
+
+    image: np.ndarray
+    noise: np.ndarray
+    mask: np.ndarray
+
+    def apply(self, schedule: FlowMatchSchedule, i: int, latents: np.ndarray) -> np.ndarray:
+        """Return the latents after step i with the image, as noisy as they are, outside of the mask."""
+        image = schedule.add_noise(i + 1, self.image, self.noise)
+        blended: np.ndarray = (1 - self.mask) * image + self.mask * latents
+        return blended
+
+    def packed(self, pack: Callable[[np.ndarray], np.ndarray]) -> InpaintBlend:
+        """Return the arrays in another layout."""
+        return InpaintBlend(pack(self.image), pack(self.noise), pack(self.mask))
 
 
 def check_config(config: Mapping[str, Any]) -> None:

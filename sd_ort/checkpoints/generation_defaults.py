@@ -19,13 +19,21 @@ class GenerationDefaults(NamedTuple):
     guidance: float
 
 
+def demo_defaults(folder: Path) -> GenerationDefaults | None:
+    """Return the defaults of models of the demo family, which a large scale overdraws; None for other folders."""
+    is_demo = component_config(folder, "text_encoder").get("vocab_size") == demo.VOCABULARY
+    return GenerationDefaults(demo.STEPS, demo.GUIDANCE) if is_demo else None
+
+
 def generation_defaults(folder: Path, *, inpaint: bool = False) -> GenerationDefaults:
-    """Return the defaults of diffusers' pipeline of the folder's class and family; models of the demo family, which a
-    large scale overdraws, have their own. `inpaint`: of the pipeline for inpainting."""
+    """Return the defaults of diffusers' pipeline of the folder's class and family, or `demo_defaults`.
+
+    `inpaint`: of the pipeline for inpainting.
+    """
     if family := FAMILIES.get(str(component_config(folder, "transformer").get("_class_name"))):
         return GenerationDefaults(family.steps, family.guidance)
-    if component_config(folder, "text_encoder").get("vocab_size") == demo.VOCABULARY:
-        return GenerationDefaults(demo.STEPS, demo.GUIDANCE)
+    if own := demo_defaults(folder):
+        return own
     kind = str(read_index(folder).get("_class_name", ""))
     unet = component_config(folder, "unet")
     if unet.get("time_cond_proj_dim"):  # a distilled UNet, which reads the scale

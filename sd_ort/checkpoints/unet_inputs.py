@@ -43,10 +43,12 @@ def time_ids_split(unet: Config) -> tuple[int, int]:
     """Return (width of text_embeds, number of time_ids) of an SDXL UNet, from its embedding widths.
 
     `projection_class_embeddings_input_dim = pooled + ids * addition_time_embed_dim`; base SDXL has 6 ids (original
-    size, crop, target size), the refiner 5 (original size, crop, aesthetic score).
+    size, crop, target size), the refiner 5 (original size, crop, aesthetic score). With 5, the pooled prompt has the
+    width of the prompt's embeddings, or half of it with two text encoders of equal width.
     """
     total, width = unet["projection_class_embeddings_input_dim"], unet["addition_time_embed_dim"]
-    ids = 5 if (total - 5 * width) == unet["cross_attention_dim"] else 6
+    pooled, context = total - 5 * width, unet["cross_attention_dim"]
+    ids = 5 if context in (pooled, 2 * pooled) else 6
     return total - ids * width, ids
 
 

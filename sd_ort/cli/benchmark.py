@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.core.errors import InputError, OutputError
@@ -78,6 +79,7 @@ def _check_settings(folder: Path, component: str | None, *sides: int | None) -> 
 @click.option("--prompt", default="a red circle on a blue background", show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches drawn before timing.")
+@click.option("--inputs", type=click.Path(path_type=Path), help="With .onnx files: .npz of recorded inputs.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Batches timed.")
 @click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="With --mlperf: per scenario.")
 @click.option(
@@ -134,12 +136,15 @@ def command(
     torch_model: str | None,
     jobs: int,
     remarks: tuple[str, ...],
+    inputs: Path | None,
     work: Path | None,
     out: Path,
     overwrite: bool,
     **options: Any,
 ) -> None:
     """Measure pipeline folders DIR... side by side, and torch eager beside them.
+
+    DIR... may also be .onnx files of one model: they are called in turn on the same inputs.
 
     For an optimized folder given alone, the raw export it was made from joins. "faster", PSNR and error compare with
     the first engine. What was measured is kept when the run is interrupted or an engine fails.
@@ -162,6 +167,11 @@ def command(
     from sd_ort.pipelines.arguments import check_text
     from sd_ort.runtime.providers import check_provider
 
+    if any(folder.suffix == ".onnx" for folder in folders):
+        _benchmark_files(ctx, folders, inputs)
+        return
+    if inputs is not None:
+        raise InputError("--inputs goes with .onnx files: a pipeline folder is measured with --prompt.")
     for folder in folders:
         _check_settings(folder, options["component"], options["height"], options["width"])
     check_text([options["prompt"]])
@@ -214,3 +224,22 @@ def command(
     click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out, overwrite)}")
     if all(row["status"] == "failed" for row in result["engines"]):
         ctx.exit(1)
+
+
+FILE_OPTIONS = frozenset({"folders", "inputs", "provider", "threads", "warmup", "runs"})
+
+
+def _benchmark_files(ctx: click.Context, files: tuple[Path, ...], inputs: Path | None) -> None:
+    """Print times of .onnx files. Raises InputError for options that only pipelines have."""
+    from sd_ort.benchmark import model_files
+    from sd_ort.cli.model_options import choose_provider
+
+    given = [p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE]
+    if foreign := [p.opts[0] for p in given if p.name not in FILE_OPTIONS]:
+        raise InputError(f"{', '.join(foreign)} goes with pipeline folders: leave it out for .onnx files.")
+    if wrong := [str(file) for file in files if file.suffix != ".onnx"]:
+        raise InputError(f"{', '.join(wrong)} is no .onnx file: measure pipeline folders by themselves.")
+    provider = ctx.params["provider"]
+    provider = choose_provider(files[0], "auto") if provider == "auto" else provider
+    options = {name: ctx.params[name] for name in ("threads", "warmup", "runs")}
+    click.echo(model_files.to_table(model_files.compare_files(files, provider, inputs, **options)))

@@ -172,7 +172,9 @@ def command(
     from sd_ort.core.errors import InputError
     from sd_ort.core.pictures import read_picture
     from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
+    from sd_ort.runtime.warm_up import warm_up
 
+    warm_up(load_options["provider"])
     check_text([prompt, negative or ""])
     check_files(loras, embedding_files)
     check_numbers(height, width, num_images, guidance=guidance, strength=strength)
@@ -228,16 +230,15 @@ def open_pipeline(folder: Path, kind: str, load_options: dict[str, Any]) -> Any:
 
     Raises InputError for a merged folder that is to start from an image.
     """
+    import sd_ort
     from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
     from sd_ort.core.errors import InputError
     from sd_ort.core.pipeline_folder import MERGED, components, read_index
 
     if (name := str(read_index(folder).get("_class_name"))) in ("StableDiffusion3Pipeline", "FluxPipeline"):
-        from sd_ort.pipelines.transformer_pipelines import PIPELINES
-
-        if kind:
-            raise InputError(f"{folder} holds a {name}, which generates images from text only.")
-        return PIPELINES[name].from_pretrained(folder, **load_options)
+        if kind == "ControlNet":
+            raise InputError(f"{folder} holds a {name}, for which ControlNets are not supported.")
+        return getattr(sd_ort, name.replace("Pipeline", f"{kind}Pipeline")).from_pretrained(folder, **load_options)
     by_kind = {"Img2Img": StableDiffusionImg2ImgPipeline, "Inpaint": StableDiffusionInpaintPipeline}
     pipeline: type[StableDiffusionPipeline] = by_kind.get(kind, StableDiffusionPipeline)
     if MERGED in components(folder):

@@ -7,6 +7,7 @@ ONNX operator exists in the model's opset, with attributes of the right types. F
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sd_ort.core import embedded_weights
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import read_regular
 from sd_ort.core.paths import inside
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 # Generous limits: the largest known graph, merged SDXL, has 12,000 nodes and 600 inputs.
 FILE_LIMIT = (1 << 31) - 1  # bytes, protobuf's limit; larger weights are external
+EMBEDDED_LIMIT = 1 << 24  # bytes of a file whose weights are not read with it
 NODE_LIMIT = 100_000  # nodes after inlining all functions
 ARITY_LIMIT = 10_000  # inputs or outputs of one node
 TENSOR_LIMIT = 1 << 40  # bytes of one tensor
@@ -51,7 +54,7 @@ def read(path: Path) -> onnx.ModelProto:
     try:
         if path.stat().st_size > FILE_LIMIT:
             raise _Invalid("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")
-        model = onnx.ModelProto.FromString(read_regular(path))
+        model = onnx.ModelProto.FromString(_content(path))
         if not model.graph.node:
             raise _Invalid("is truncated or empty: export it again")
         _check_model(model)
@@ -69,6 +72,14 @@ def read(path: Path) -> onnx.ModelProto:
     except _Invalid as error:
         raise InputError(f"{path} {error}.") from error
     return model
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a file, of a large one with its weights as external data in the file itself."""
+    if path.stat().st_size > EMBEDDED_LIMIT and path.is_file():
+        with contextlib.suppress(ValueError):  # the parser says what is wrong
+            return embedded_weights.skeleton(path)
+    return read_regular(path)
 
 
 # --- Tensors --------------------------------------------------------------------------------------------------------

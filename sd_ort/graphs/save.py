@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import CONTRIB, DOMAIN
+from sd_ort.core import embedded_weights
 from sd_ort.graphs import external_data_writer
 
 MAX_EMBEDDED = 256  # maximum bytes of a weight that is stored in the model file
@@ -28,7 +29,7 @@ def save(
     """Write `path` and its external data file `<path>.data`, one tensor at a time; return the data file's SHA-256.
 
     Afterwards the model's weights refer to the data file, in which large tensors are aligned. `on_tensor` is called
-    before each tensor is written; its exceptions end the writing. With `embed` the weights, which must not be external,
+    before each tensor is written; its exceptions end the writing. With `embed` the weights
     are stored in `path` itself, and None is returned.
     """
     fix_names(model)
@@ -44,7 +45,7 @@ def save(
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
     path.parent.mkdir(parents=True, exist_ok=True)
     if embed:
-        ir.save(model, path)
+        _save_embedded(model, path)
         return None
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     weights = [(value, tensor) for value in values if (tensor := value.const_value) is not None]
@@ -59,3 +60,23 @@ def save(
         value.const_value = tensor
     ir.save(model, path)
     return digest
+
+
+def _save_embedded(model: ir.Model, path: Path) -> None:
+    """Write `path` with its weights, of the main graph one at a time."""
+    tensors = []
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes > MAX_EMBEDDED:
+            tensors.append((value, tensor))
+            value.const_value = ir.ExternalTensor(
+                "", 0, 0, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name, base_dir=""
+            )
+    proto = ir.to_proto(model)
+    for value, tensor in tensors:
+        value.const_value = tensor
+    names = {str(value.name) for value, _ in tensors}
+    kept = [initializer for initializer in proto.graph.initializer if initializer.name not in names]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(kept)
+    embedded_weights.write(path, proto, {str(value.name): tensor for value, tensor in tensors})

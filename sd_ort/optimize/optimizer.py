@@ -24,7 +24,7 @@ from fusion_passes import CONTRIB, DOMAIN, weight_recipes
 from fusion_passes.canonicalize import canonicalize, why_not_fused
 from fusion_passes.canonicalize.opset import lower_opset
 from fusion_passes.fuse import fuse
-from fusion_passes.graph_pass import run_all, totals
+from fusion_passes.graph_pass import PassOutcome, run_all, totals
 from fusion_passes.operators import OPERATORS, function_bodies
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
@@ -49,6 +49,7 @@ FUSED_SITES = {
     "attentions": ("Softmax", "Attention"),
     "group normalizations": ("InstanceNormalization", "GroupNormalization"),
 }
+SITE_PASSES = frozenset({"attention", "group_normalization", "group_norm", "multi_head_attention", "three_axis"})
 REWRITING = threading.Lock()
 OPTIONS_KEY = "sd_ort.options"  # metadata of an optimized graph: its target, dtype and values in float32, as JSON
 
@@ -167,6 +168,8 @@ def rewrite(
         not_fused = why_not_fused(model)
         fused = fuse(model, target.fusions)
         low_coverage = low_coverage_message(before, Counter(node.op_type for node in model.graph))
+        if low_coverage is not None and (reasons := main_reasons(canonical, fused)):
+            low_coverage += f" ({'; '.join(reasons)})"
         lowered = run_all(model, target.passes_for(dtype))
     _raise_if_cancelled(cancel_event)
     computes_half = dtype != "float32" and not target.half_storage_only
@@ -223,6 +226,15 @@ def low_coverage_message(before: Mapping[str, int], after: Mapping[str, int]) ->
         if sites and unfused > sites / 2:
             messages.append(f"{max(sites - unfused, 0)} of {sites} {name}")
     return ", ".join(messages) or None
+
+
+def main_reasons(*outcomes: Mapping[str, PassOutcome]) -> list[str]:
+    """Return the three most frequent reasons why an attention or group normalization was not fused, with numbers."""
+    reasons: Counter[str] = Counter()
+    for by_name in outcomes:
+        for name in SITE_PASSES & by_name.keys():
+            reasons.update(r.reason for r in by_name[name].rejections if r.node.graph is not None)
+    return [f"{count} times {reason}" for reason, count in reasons.most_common(3)]
 
 
 def lower_operators(model: ir.Model, target: Target) -> list[str]:

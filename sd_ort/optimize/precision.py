@@ -1,7 +1,10 @@
 """Conversion of a graph to float16 or bfloat16, except for nodes that must stay in float32.
 
-These are detected from the graph and from values, not from a list of names:
+Angles of rotary embeddings in float64 become float32. The other nodes are detected from the graph and from values, not
+from a list of names:
     sinusoids        inputs of Sin and Cos: 1000 timesteps (or 1024 pixels) do not fit a mantissa of 11 bits
+    spectra          inputs of Log that no activation computes: their smallest sums are lost
+    large weights    BatchNormalization with a variance above the largest float16, which would be clamped
     measured sites   nodes whose outputs came near the dtype's largest number on calibration inputs (`float32_nodes`)
     no such kernel   operators that the standard does not define for the dtype, such as Range
     kernel inputs    (operator, input) pairs of the target's kernels, such as GroupNorm's gamma and beta
@@ -14,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import CONTRIB
+from fusion_passes import CONTRIB, value_queries
 from fusion_passes import weight_recipes as recipes
 from fusion_passes.canonicalize.opset import OPSET
 from fusion_passes.cleanup import subgraphs
@@ -29,10 +33,15 @@ from fusion_passes.shapes.types import is_float32_output
 from sd_ort.core.errors import InputError
 from sd_ort.runtime.contrib_types import declare_float32_outputs, operator_takes
 
-FLOAT = ir.DataType.FLOAT
+FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 BFLOAT16_OPSET = 22
 MIN_STORED_ELEMENTS = 1024
+ACTIVATIONS = frozenset(
+    "Elu Erf GRU Gelu HardSigmoid HardSwish LSTM LeakyRelu PRelu RNN Relu Sigmoid Softmax Softplus Tanh".split()
+)
+# Operators on float64 values that compute angles of rotary embeddings and their cosines.
+ANGLE_OPS = frozenset("Add Cast Concat Cos Div Expand Gather Mul Neg Reciprocal Reshape Sin Slice Transpose".split())
 # Inputs that are float32 in the standard, or no data of the model, whatever the dtype of the first input.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
 # Weights (operator, input) whose kernels read bfloat16, and round float32.
@@ -55,14 +64,17 @@ def convert(
     Python API have no bfloat16. If, Loop and Scan stay in float32 with their subgraphs.
     """
     half, graph = HALF[dtype], model.graph
+    _angles_in_float32(graph)
     if half == ir.DataType.BFLOAT16:
         _declare_bfloat16_opset(graph)
     for node in graph:
         if node.domain == CONTRIB and node.op_type not in BY_NAME:
             declare_float32_outputs(node)
     float32 = (
-        _before_sinusoids(graph)
+        _with_ancestors(graph, "Sin", "Cos")  # small tensors of one angle for each timestep
+        | _before_logarithms(graph)
         | {node for node in graph if not _is_defined(node, half, graph)}
+        | {node for node in graph if node.op_type == "BatchNormalization" and _exceeds(node, half)}
         | set(float32_nodes)
         | {node for outer in graph if (nodes := inner_nodes(outer)) for node in (outer, *nodes)}
     )
@@ -143,15 +155,54 @@ def _is_defined(node: ir.Node, half: ir.DataType, graph: ir.Graph) -> bool:
     return True
 
 
+def _angles_in_float32(graph: ir.Graph) -> None:
+    """Compute the angles of rotary embeddings in float32 in place of float64, for which GPU providers lack kernels.
+
+    The error of an angle is 2^-24 of it, far below the precision of half. Other uses of float64 stay.
+    """
+    doubles = [node for node in graph if DOUBLE in {v.dtype for v in (*node.inputs, *node.outputs) if v is not None}]
+    boundary = any(value.dtype == DOUBLE for value in (*graph.inputs, *graph.outputs))
+    if boundary or any(node.op_type not in ANGLE_OPS for node in doubles) or any(map(inner_nodes, graph)):
+        return
+    for name, value in list(graph.initializers.items()):
+        if value.dtype == DOUBLE:
+            new = _half_tensor(f"{name}.float32", value, FLOAT)
+            graph.register_initializer(new)
+            ir.convenience.replace_all_uses_with(value, new)
+            del graph.initializers[name]
+    for node in doubles:
+        if node.op_type == "Cast" and node.attributes["to"].as_int() == DOUBLE:
+            node.attributes["to"] = ir.AttrInt64("to", int(FLOAT))
+        for output in node.outputs:
+            if output.dtype == DOUBLE:
+                output.type = ir.TensorType(FLOAT)
+
+
 def inner_nodes(node: ir.Node) -> list[ir.Node]:
     """Return the nodes of all subgraphs of a node."""
     return [each for graph in subgraphs(node) for inner in graph for each in (inner, *inner_nodes(inner))]
 
 
-def _before_sinusoids(graph: ir.Graph) -> set[ir.Node]:
-    """Return Sin and Cos, and the nodes that compute their angles: small tensors of one value for each timestep."""
+def _exceeds(node: ir.Node, half: ir.DataType) -> bool:
+    """Return whether a constant of a node is larger than `half` represents: Paddle's text detector has a variance of
+    1e8."""
+    constants = [values for v in node.inputs if (values := value_queries.constant(v)) is not None]
+    return any(np.abs(values).max(initial=0) > float(ml_dtypes.finfo(half.numpy()).max) for values in constants)
+
+
+def _before_logarithms(graph: ir.Graph) -> set[ir.Node]:
+    """Return Log and the nodes that compute its input, if these are a spectrum: sums and products without activation.
+
+    The logarithm of a small sum amplifies its relative error: basic-pitch's float16 error falls from 1.3e-2 to 2.3e-3.
+    """
+    nodes = _with_ancestors(graph, "Log")
+    return set() if any(node.op_type in ACTIVATIONS for node in nodes) else nodes
+
+
+def _with_ancestors(graph: ir.Graph, *op_types: str) -> set[ir.Node]:
+    """Return the nodes of these operators and all float32 nodes that they depend on."""
     nodes: set[ir.Node] = set()
-    stack = [n for n in graph if n.op_type in ("Sin", "Cos")]
+    stack = [n for n in graph if n.op_type in op_types]
     while stack:
         node = stack.pop()
         if node in nodes:

@@ -17,10 +17,12 @@ from fusion_passes import value_queries as c
 from fusion_passes.fuse import FUSIONS, TRANSFORMER_FUSIONS
 from fusion_passes.graph_pass import Pass
 from fusion_passes.lower import (
+    adaptive_norm,
     bfloat16_activations,
     bfloat16_attention,
     bfloat16_layout,
     bfloat16_matmul_conv,
+    contrib_kernels,
     fold_bias,
     layer_norm,
     linear_add,
@@ -134,7 +136,7 @@ _FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i i
 
 _NO_SDPA = inline_fused_ops("ScaledDotProductAttention")  # no provider has a kernel
 
-# TRANSFORMER_FUSIONS write RMSNormalization of opset 23: of targets with such kernels, these two were tested.
+# TRANSFORMER_FUSIONS write RMSNormalization of opset 23, for which rocm and migraphx have no kernels.
 PORTABLE = Target("portable", fusions=(*FUSIONS, *TRANSFORMER_FUSIONS))
 
 # onnxruntime 1.31's SkipLayerNormalization and InstanceNormalization are slower than the kernels of the op library, and
@@ -142,7 +144,7 @@ PORTABLE = Target("portable", fusions=(*FUSIONS, *TRANSFORMER_FUSIONS))
 CPU = Target(
     "cpu",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
-    lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
+    lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS, contrib_kernels.PASS),
     contrib_constraints=dict.fromkeys(("QuickGelu", "MultiHeadAttention", "RotaryEmbedding"), _any),
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each
     bfloat16_passes=(
@@ -174,8 +176,10 @@ CUDA_CONTRIB: Mapping[str, KernelConstraint] = {
 # Uses the kernels of CUDA_CONTRIB that are faster than ours on an H200 (results/gpu_step.md).
 CUDA = Target(
     "cuda",
+    fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
     lowering_passes=(
         _NO_SDPA,
+        adaptive_norm.PASS,
         nhwc_layout.PASS,
         fold_bias.PASS,
         pack_qkv.PASS,
@@ -230,8 +234,10 @@ MIGRAPHX = Target(
 # normalizations run in place if their input has no other consumer.
 HIP = Target(
     "hip",
+    fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
     lowering_passes=(
         _NO_SDPA,
+        adaptive_norm.PASS,
         nhwc_layout.PASS,
         fold_bias.PASS,
         pack_qkv.PASS,

@@ -15,6 +15,21 @@ IMAGES_LIMIT = 4096  # images of one call
 SEEDS = range(-(1 << 63), 1 << 64)  # torch's
 
 
+class DefaultNumber:
+    """Default of an argument in diffusers; the folder's own takes its place (`demo_defaults`)."""
+
+
+class DefaultInt(int, DefaultNumber):
+    """Default number of steps."""
+
+
+class DefaultFloat(float, DefaultNumber):
+    """Default guidance scale."""
+
+
+STEPS, GUIDANCE, XL_GUIDANCE = DefaultInt(50), DefaultFloat(7.5), DefaultFloat(5.0)
+
+
 def is_integer(value: Any) -> bool:
     """Whether a value is an integer, of NumPy too, and no boolean."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What the ControlNets of a call are shown, and how much each of them says at each step."""
+"""Images and conditioning scales of the ControlNets of a call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ MIDDLE = {"mid_block_res_sample": "mid_block_additional_residual"}
 
 @dataclass
 class ControlNetInput:
-    """Of one ControlNet: its component's `name`, image (rows, 3, H, W) in 0..1, the factor of its residuals at each
-    step. `guess`: it sees the positive rows alone and its outer residuals count less, as diffusers' guess_mode."""
+    """Inputs of one ControlNet.
+
+    `name`: its component. `image` (rows, 3, H, W) in 0..1. `scales`: the factor of its residuals in each step. `guess`:
+    diffusers' guess_mode, where it reads the positive rows only and its outer residuals are scaled down.
+    """
 
     name: str
     image: np.ndarray
@@ -28,41 +31,41 @@ class ControlNetInput:
 
 
 def names(components: Any) -> list[str]:
-    """The ControlNets of a pipeline: controlnet, controlnet_2, ..."""
-    found = ["controlnet"] if "controlnet" in components else []
-    while found and (following := f"controlnet_{len(found) + 1}") in components:
-        found.append(following)
-    return found
+    """Return the names of a pipeline's ControlNets: controlnet, controlnet_2, ..."""
+    names = ["controlnet"] if "controlnet" in components else []
+    while names and (following := f"controlnet_{len(names) + 1}") in components:
+        names.append(following)
+    return names
 
 
-def controls(request: Request, there: Sequence[str], steps: int) -> list[ControlNetInput]:
-    """Of each ControlNet in `there` that has an image; [] without one. Raises InputError where counts differ."""
+def controls(request: Request, controlnets: Sequence[str], steps: int) -> list[ControlNetInput]:
+    """Return the inputs of all ControlNets; [] without an image. Raises InputError if counts differ."""
     if request.control_image is None:
         return []
-    if not there:
+    if not controlnets:
         raise InputError("this folder has no ControlNet for the control image: export with --controlnet.")
-    count = len(there)
+    count = len(controlnets)
     images = [request.control_image] if count == 1 else list(request.control_image)
     if len(images) != count:
         raise InputError(f"{len(images)} control images for {count} ControlNets: give one each.")
     scale = request.controlnet_conditioning_scale
-    scales = _each(1.0 if scale is None else scale, count, "controlnet_conditioning_scale")
-    starts = _each(request.control_guidance_start, count, "control_guidance_start")
-    ends = _each(request.control_guidance_end, count, "control_guidance_end")
-    made = []
-    for name, image, factor, start, end in zip(there, images, scales, starts, ends, strict=True):
+    scales = _per_controlnet(1.0 if scale is None else scale, count, "controlnet_conditioning_scale")
+    starts = _per_controlnet(request.control_guidance_start, count, "control_guidance_start")
+    ends = _per_controlnet(request.control_guidance_end, count, "control_guidance_end")
+    inputs = []
+    for name, image, factor, start, end in zip(controlnets, images, scales, starts, ends, strict=True):
         if not 0 <= start < end <= 1:
             raise InputError(f"control_guidance from {start} to {end} is no part of the schedule between 0 and 1.")
         height, width = request.size
-        shown = for_batch(preprocess(image, height, width, signed=False), request, "control images")
-        rows = shown if request.guidance is None or request.guess_mode else np.concatenate([shown, shown])
+        pixels = for_batch(preprocess(image, height, width, signed=False), request, "control images")
+        rows = pixels if request.guidance is None or request.guess_mode else np.concatenate([pixels, pixels])
         by_step = [factor * (i / steps >= start and (i + 1) / steps <= end) for i in range(steps)]
-        made.append(ControlNetInput(name, rows, by_step, request.guess_mode))
-    return made
+        inputs.append(ControlNetInput(name, rows, by_step, request.guess_mode))
+    return inputs
 
 
-def _each(given: float | Sequence[float], count: int, what: str) -> list[float]:
-    listed = [float(each) for each in given] if isinstance(given, Sequence) else [float(given)] * count
-    if len(listed) != count:
-        raise InputError(f"{what} has {len(listed)} numbers for {count} ControlNets: give one, or one each.")
-    return listed
+def _per_controlnet(value: float | Sequence[float], count: int, argument: str) -> list[float]:
+    values = [float(number) for number in value] if isinstance(value, Sequence) else [float(value)] * count
+    if len(values) != count:
+        raise InputError(f"{argument} has {len(values)} numbers for {count} ControlNets: give one, or one each.")
+    return values

@@ -1,4 +1,4 @@
-"""Which device each part of a pipeline runs on, where they are several."""
+"""Placement of a pipeline's components on several devices."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ class DevicePlacement:
     unet_on: Sequence[int] | None = None
     decode_on: int | None = None
 
-    def check(self, apart: bool, low_memory: bool, device_loop: bool | None) -> None:
-        """Raise InputError for devices that do not go together, or with the other options. `apart`: the folder has a
-        UNet of its own, and is not merged."""
-        if self.decode_on is not None and not apart:
+    def check(self, separate: bool, low_memory: bool, device_loop: bool | None) -> None:
+        """Raise InputError for devices that do not go together, or with the other options. `separate`: the
+        folder has a UNet component and is not merged."""
+        if self.decode_on is not None and not separate:
             raise InputError("a merged model is one session: decode elsewhere with the folder it was made from.")
         if self.unet_on is not None:
-            _check_numbers(self.unet_on, "a UNet is spread over two or more different devices, such as 0 and 1", apart)
+            _check_numbers(
+                self.unet_on, "a UNet is spread over two or more different devices, such as 0 and 1", separate
+            )
             if self.split_guidance is not None:
                 raise InputError("guidance is split between whole UNets: choose split_guidance or unet_on.")
         if self.split_guidance is None:
             return
-        _check_numbers(self.split_guidance, "guidance is split between two different devices, such as 0 and 1", apart)
+        _check_numbers(
+            self.split_guidance, "guidance is split between two different devices, such as 0 and 1", separate
+        )
         if len(self.split_guidance) > 2:
             raise InputError(f"guidance is split between two devices, not {len(self.split_guidance)}.")
         if low_memory:
@@ -39,8 +43,8 @@ class DevicePlacement:
             raise InputError("split guidance runs in the loop on the devices: leave device_loop on.")
 
     def options(self, provider: str, options: SessionOptions) -> SessionOptions:
-        """A session's options for the first device; on a CPU a side of guidance has half of the threads, where no
-        number of them is given."""
+        """Return the session options of the first device. On a CPU each side of guidance has half of the threads if
+        their number is not set."""
         first = self.split_guidance or self.unet_on
         if first is None:
             return options
@@ -51,8 +55,8 @@ class DevicePlacement:
         return replace(options, threads=threads, provider_options=settings)
 
     def place(self, models: Components) -> None:
-        """Have the components on these devices. Raises ProviderError for a device that is not there, or a provider that
-        drives one device."""
+        """Place the components on these devices. Raises ProviderError for a device that does not exist, or a provider
+        that supports only one device."""
         if self.split_guidance is not None:
             models.open_guidance_peer(self.split_guidance[1])
         if self.unet_on is not None:
@@ -63,8 +67,8 @@ class DevicePlacement:
             models.run_on_device("vae_decoder", self.decode_on)
 
 
-def _check_numbers(numbers: Sequence[int], wanted: str, apart: bool) -> None:
+def _check_numbers(numbers: Sequence[int], rule: str, separate: bool) -> None:
     if len(numbers) < 2 or len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        raise InputError(f"{wanted}, not {', '.join(map(str, numbers))}.")
-    if not apart:
+        raise InputError(f"{rule}, not {', '.join(map(str, numbers))}.")
+    if not separate:
         raise InputError("a merged model is one session: take the folder it was made from for several devices.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sd_ort.pipelines.arguments import GUIDANCE, STEPS, XL_GUIDANCE
 from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
 from sd_ort.pipelines.request import Generator, Picture, Prompt, Size, StepCallback
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
@@ -25,8 +26,8 @@ class StableDiffusionXLPipeline(StableDiffusionPipeline):
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = 50, timesteps: Sequence[int] | None = None,
-        sigmas: Sequence[float] | None = None, denoising_end: float | None = None, guidance_scale: float = 5.0,
+        width: int | None = None, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
+        sigmas: Sequence[float] | None = None, denoising_end: float | None = None, guidance_scale: float = XL_GUIDANCE,
         negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
         num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
         latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
@@ -52,9 +53,9 @@ class StableDiffusionXLImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        strength: float = 0.3, num_inference_steps: int = 50, timesteps: Sequence[int] | None = None,
+        strength: float = 0.3, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
         sigmas: Sequence[float] | None = None, denoising_start: float | None = None,
-        denoising_end: float | None = None, guidance_scale: float = 5.0, negative_prompt: Prompt | None = None,
+        denoising_end: float | None = None, guidance_scale: float = XL_GUIDANCE, negative_prompt: Prompt | None = None,
         negative_prompt_2: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
         generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
@@ -84,8 +85,8 @@ class StableDiffusionXLInpaintPipeline(StableDiffusionInpaintPipeline):
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
         mask_image: Picture | None = None, masked_image_latents: Tensor | None = None, height: int | None = None,
         width: int | None = None, padding_mask_crop: int | None = None, strength: float = 0.9999,
-        num_inference_steps: int = 50, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        denoising_start: float | None = None, denoising_end: float | None = None, guidance_scale: float = 7.5,
+        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
+        denoising_start: float | None = None, denoising_end: float | None = None, guidance_scale: float = GUIDANCE,
         negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
         num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
         latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
@@ -112,8 +113,8 @@ class StableDiffusionControlNetPipeline(StableDiffusionPipeline):
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = 50, timesteps: Sequence[int] | None = None,
-        sigmas: Sequence[float] | None = None, guidance_scale: float = 7.5, negative_prompt: Prompt | None = None,
+        width: int | None = None, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
+        sigmas: Sequence[float] | None = None, guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None,
         num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
         latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
@@ -136,8 +137,8 @@ class StableDiffusionControlNetImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, control_image: Picture | None = None,
-        height: int | None = None, width: int | None = None, strength: float = 0.8, num_inference_steps: int = 50,
-        guidance_scale: float = 7.5, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
+        height: int | None = None, width: int | None = None, strength: float = 0.8, num_inference_steps: int = STEPS,
+        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
         eta: float = 0.0, generator: Generator = None, latents: Tensor | None = None,
         prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
         ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
@@ -164,8 +165,8 @@ class StableDiffusionControlNetInpaintPipeline(StableDiffusionInpaintPipeline):
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
         control_image: Picture | None = None, height: int | None = None, width: int | None = None,
-        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = 50,
-        guidance_scale: float = 7.5, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
+        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = STEPS,
+        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
         eta: float = 0.0, generator: Generator = None, latents: Tensor | None = None,
         prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
         ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
@@ -191,9 +192,9 @@ class StableDiffusionXLControlNetPipeline(StableDiffusionXLPipeline):
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        height: int | None = None, width: int | None = None, num_inference_steps: int = 50,
+        height: int | None = None, width: int | None = None, num_inference_steps: int = STEPS,
         timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        denoising_end: float | None = None, guidance_scale: float = 5.0, negative_prompt: Prompt | None = None,
+        denoising_end: float | None = None, guidance_scale: float = XL_GUIDANCE, negative_prompt: Prompt | None = None,
         negative_prompt_2: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
         generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
@@ -224,7 +225,7 @@ class StableDiffusionXLControlNetImg2ImgPipeline(StableDiffusionXLImg2ImgPipelin
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
         control_image: Picture | None = None, height: int | None = None, width: int | None = None,
-        strength: float = 0.8, num_inference_steps: int = 50, guidance_scale: float = 5.0,
+        strength: float = 0.8, num_inference_steps: int = STEPS, guidance_scale: float = XL_GUIDANCE,
         negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
         num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
         latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
@@ -258,10 +259,10 @@ class StableDiffusionXLControlNetInpaintPipeline(StableDiffusionXLInpaintPipelin
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
         mask_image: Picture | None = None, control_image: Picture | None = None, height: int | None = None,
         width: int | None = None, padding_mask_crop: int | None = None, strength: float = 0.9999,
-        num_inference_steps: int = 50, denoising_start: float | None = None, denoising_end: float | None = None,
-        guidance_scale: float = 5.0, negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
+        num_inference_steps: int = STEPS, denoising_start: float | None = None, denoising_end: float | None = None,
+        guidance_scale: float = XL_GUIDANCE, negative_prompt: Prompt | None = None,
+        negative_prompt_2: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
+        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
         ip_adapter_image_embeds: Sequence[Tensor] | None = None, pooled_prompt_embeds: Tensor | None = None,
         negative_pooled_prompt_embeds: Tensor | None = None, output_type: str | None = "pil", return_dict: bool = True,

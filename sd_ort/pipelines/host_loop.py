@@ -41,7 +41,7 @@ class Denoiser:
         timesteps: np.ndarray,
         controls: Sequence[ControlNetInput] = (),
     ) -> None:
-        """Run what runs once. Raises InputError when the UNet wants a ControlNet and there is no image for it."""
+        """Run the hoisted parts. Raises InputError if the UNet needs a ControlNet and there is no image for it."""
         self.models = models
         self.conditioning = conditioning
         self.timesteps = timesteps
@@ -53,9 +53,9 @@ class Denoiser:
         if "unet_prompt" in models:
             self._hoist()
         unet = models["unet"]
-        given = {**self.conditioning, **self.fixed}
-        self.fixed = {name: given[name].astype(unet.dtype(name)) for name in unet.inputs if name in given}
-        self.shown = [self._shown(control) for control in controls]
+        inputs = {**self.conditioning, **self.fixed}
+        self.fixed = {name: inputs[name].astype(unet.dtype(name)) for name in unet.inputs if name in inputs}
+        self.control_inputs = [self._control_inputs(control) for control in controls]
 
     def __call__(self, index: int, sample: np.ndarray) -> np.ndarray:
         """Predicted noise (rows, C, h, w), float32, for the scaled latents `sample` (rows, C, h, w) of step `index`."""
@@ -63,8 +63,8 @@ class Denoiser:
         feed = {"sample": sample, **self.fixed, **{name: v[index] for name, v in self.by_step.items()}}
         if "timestep" in unet.inputs:
             feed["timestep"] = unet.one("timestep", self.timesteps[index])
-        for control, shown in zip(self.controls, self.shown, strict=True):
-            for name, residual in self._residuals(control, shown, index, sample).items():
+        for control, inputs in zip(self.controls, self.control_inputs, strict=True):
+            for name, residual in self._residuals(control, inputs, index, sample).items():
                 feed[name] = feed[name] + residual if name in feed else residual
         return unet(**feed)["out_sample"].astype(np.float32)
 
@@ -82,34 +82,38 @@ class Denoiser:
         }
         self.by_step = {name: v.reshape(steps, rows, *v.shape[1:]) for name, v in time(**feed).items()}
 
-    def _shown(self, control: ControlNetInput) -> dict[str, np.ndarray]:
-        """What a ControlNet is given at every step; in guess mode, of the positive rows alone, the last ones."""
+    def _control_inputs(self, control: ControlNetInput) -> dict[str, np.ndarray]:
+        """Return the inputs of a ControlNet that all steps share; in guess mode those of the positive rows, the last
+        ones."""
         controlnet = self.models[control.name]
-        given = {name: value[-len(control.image) :] for name, value in self.conditioning.items()}
-        given["controlnet_cond"] = control.image
-        return {name: given[name].astype(controlnet.dtype(name)) for name in controlnet.inputs if name in given}
+        inputs = {name: value[-len(control.image) :] for name, value in self.conditioning.items()}
+        inputs["controlnet_cond"] = control.image
+        return {name: inputs[name].astype(controlnet.dtype(name)) for name in controlnet.inputs if name in inputs}
 
     def _residuals(
-        self, control: ControlNetInput, shown: Mapping[str, np.ndarray], index: int, sample: np.ndarray
+        self, control: ControlNetInput, inputs: Mapping[str, np.ndarray], index: int, sample: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """What a ControlNet adds to the UNet's skip connections and its middle block, by the UNet's names."""
+        """Return a ControlNet's residuals for the UNet's skip connections and middle block, by the UNet's names."""
         controlnet = self.models[control.name]
-        seen = sample[-len(control.image) :, : controlnet.inputs["sample"].shape[1]]
+        sample_rows = sample[-len(control.image) :, : controlnet.inputs["sample"].shape[1]]
         scale = np.full((1,), control.scales[index])
         time = controlnet.one("timestep", self.timesteps[index])
-        outputs = controlnet(sample=seen, timestep=time, conditioning_scale=scale, **shown)
+        outputs = controlnet(sample=sample_rows, timestep=time, conditioning_scale=scale, **inputs)
         named = {MIDDLE.get(name, name): value for name, value in outputs.items()}
         return scale_guess_mode_residuals(named, len(sample)) if control.guess else named
 
 
 def scale_guess_mode_residuals(residuals: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-    """Residuals of guess mode: from 0.1 of the outermost to all of the middle block's, evenly on a logarithmic scale,
-    as the authors of ControlNet have it, and zeros in front for the negative ones of `rows`."""
-    made = {}
+    """Return the residuals of guess mode, scaled from 0.1 for the outermost to 1 for the middle block's.
+
+    The factors are evenly spaced on a logarithmic scale, as in ControlNet's own code. The negative ones of `rows`, in
+    front, are zeros.
+    """
+    scaled = {}
     for factor, (name, value) in zip(np.logspace(-1, 0, len(residuals)), residuals.items(), strict=True):
-        made[name] = np.zeros((rows, *value.shape[1:]), value.dtype)
-        made[name][rows - len(value) :] = value * value.dtype.type(factor)
-    return made
+        scaled[name] = np.zeros((rows, *value.shape[1:]), value.dtype)
+        scaled[name][rows - len(value) :] = value * value.dtype.type(factor)
+    return scaled
 
 
 class LinearSteps:
@@ -167,11 +171,11 @@ def denoise(
     denoiser: Denoiser,
     request: Request,
     channels: np.ndarray | None,
-    kept: InpaintBlend | None,
+    blend: InpaintBlend | None,
 ) -> np.ndarray:
     """Return the latents (B, C, h, w) after the last step. With guidance the UNet reads 2B rows, negative first.
 
-    `pipeline`: given to callbacks. `noise`: the noise samples of a linear schedule. `channels`, `kept`: see
+    `pipeline`: argument of callbacks. `noise`: the noise samples of a linear schedule. `channels`, `blend`: see
     `pipelines.sampling`.
     """
     pipeline._num_timesteps = len(schedule.timesteps)
@@ -180,7 +184,7 @@ def denoise(
         steps = LinearSteps(schedule, noise)
     else:
         steps = NonlinearSteps(schedule, request.generator)
-    state = StepState(latents, denoiser, request.guidance, request.guidance_rescale, channels, kept)
+    state = StepState(latents, denoiser, request.guidance, request.guidance_rescale, channels, blend)
     with step_bar(range(len(schedule.timesteps)), request.progress) as bar:
         for index in bar:
             sample = steps.scale(index, state.latents)
@@ -191,8 +195,8 @@ def denoise(
             else:
                 prediction = guided(state.denoiser(index, np.concatenate([sample, sample])), state)
             state.latents = steps.step(index, prediction, state.latents)
-            if state.kept is not None:
-                state.latents = state.kept.after_step(state.latents, index)
+            if state.blend is not None:
+                state.latents = state.blend.after_step(state.latents, index)
             if request.callback_on_step_end is not None:
                 result = state.latents
                 state.call_back(pipeline, request, index, schedule.timesteps[index])
@@ -210,7 +214,7 @@ CONDITIONING_TENSORS = {
     "add_time_ids": "time_ids",
     "w_embedding": "timestep_cond",
 }
-# Its negative rows, which a callback can read; diffusers ignores a change of them.
+# The negative rows of these inputs, which a callback can read; diffusers ignores changes of them.
 NEGATIVE_TENSORS = {
     "negative_prompt_embeds": "encoder_hidden_states",
     "negative_pooled_prompt_embeds": "text_embeds",
@@ -221,18 +225,18 @@ NEGATIVE_TENSORS = {
 
 @dataclass
 class StepState:
-    """What a step reads and callback_on_step_end can change."""
+    """State of the loop that a step reads and callback_on_step_end can change."""
 
     latents: np.ndarray
     denoiser: Denoiser
     guidance: float | None
     guidance_rescale: float
     channels: np.ndarray | None
-    kept: InpaintBlend | None
+    blend: InpaintBlend | None
 
     def call_back(self, pipeline: Any, request: Request, index: int, timestep: Any) -> None:
-        """Call callback_on_step_end with the tensors that it reads, and take over what it changes: tensors, and the
-        pipeline's `_guidance_scale` and `_guidance_rescale`."""
+        """Call callback_on_step_end with the tensors that it reads. Apply its changes of tensors and of the pipeline's
+        `_guidance_scale` and `_guidance_rescale`."""
         import torch
 
         assert request.callback_on_step_end is not None
@@ -245,8 +249,8 @@ class StepState:
         self.guidance_rescale = pipeline._guidance_rescale
         self.latents = changed.pop("latents", self.latents)
         count = len(self.latents)
-        if self.kept is not None and "mask" in changed:
-            self.kept = replace(self.kept, mask=changed["mask"][:count])
+        if self.blend is not None and "mask" in changed:
+            self.blend = replace(self.blend, mask=changed["mask"][:count])
         elif self.channels is not None:
             mask, image = np.split(self.channels, [1], 1)
             mask, image = changed.get("mask", mask)[:count], changed.get("masked_image_latents", image)[:count]
@@ -257,25 +261,27 @@ class StepState:
         """Return a tensor that a callback reads, by diffusers' name. Raises InputError if this call has none."""
         import torch
 
-        rows, given = len(self.latents), self.denoiser.conditioning
+        rows, conditioning = len(self.latents), self.denoiser.conditioning
         doubled = 1 if self.guidance is None else 2
         if name == "latents":
             return torch.from_numpy(self.latents)
-        if given_name := CONDITIONING_TENSORS.get(name):
-            return torch.from_numpy(given[given_name])
-        if given_name := NEGATIVE_TENSORS.get(name):
-            return None if self.guidance is None else torch.from_numpy(given[given_name][:rows])
+        if input_name := CONDITIONING_TENSORS.get(name):
+            return torch.from_numpy(conditioning[input_name])
+        if input_name := NEGATIVE_TENSORS.get(name):
+            return None if self.guidance is None else torch.from_numpy(conditioning[input_name][:rows])
         if name in ("image", "control_image") and len(self.denoiser.controls) == 1:
             return torch.from_numpy(self.denoiser.controls[0].image)
-        if name == "mask" and self.kept is not None:
-            return torch.from_numpy(np.concatenate([self.kept.mask] * doubled))
+        if name == "mask" and self.blend is not None:
+            return torch.from_numpy(np.concatenate([self.blend.mask] * doubled))
+        if name == "masked_image_latents" and self.blend is not None and self.blend.masked_image is not None:
+            return torch.from_numpy(np.concatenate([self.blend.masked_image] * doubled))
         if name in ("mask", "masked_image_latents") and self.channels is not None:
-            part = self.channels[:, :1] if name == "mask" else self.channels[:, 1:]
-            return torch.from_numpy(np.concatenate([part] * doubled))
+            channels = self.channels[:, :1] if name == "mask" else self.channels[:, 1:]
+            return torch.from_numpy(np.concatenate([channels] * doubled))
         raise InputError(f"callback_on_step_end_tensor_inputs: this call has no {name} to give.")
 
     def _condition(self, changed: Mapping[str, np.ndarray]) -> None:
-        """Have the next steps read changed conditioning and control images; without guidance, the positive rows."""
+        """Apply changed conditioning and control images to the next steps; without guidance, the positive rows."""
         denoiser, rows = self.denoiser, len(self.latents) * (1 if self.guidance is None else 2)
         inputs = {CONDITIONING_TENSORS[name]: value for name, value in changed.items() if name in CONDITIONING_TENSORS}
         image = changed.get("image", changed.get("control_image"))
@@ -289,16 +295,16 @@ class StepState:
 
 
 def guided(noise: np.ndarray, state: StepState) -> np.ndarray:
-    """The prediction of 2B rows, negative first -> the guided one of B rows.
+    """Return the guided prediction (B rows) for predictions of 2B rows, negative first.
 
-    `guidance_rescale` gives it back some of the positive prediction's deviation (Lin et al., 2023, section 3.4).
+    `guidance_rescale` restores a share of the positive prediction's deviation (Lin et al., 2023, section 3.4).
     """
     assert state.guidance is not None
     negative, positive = np.split(noise, 2)
-    made = negative + np.float32(state.guidance) * (positive - negative)
+    prediction = negative + np.float32(state.guidance) * (positive - negative)
     if not state.guidance_rescale:
-        return made
-    axes, share = tuple(range(1, made.ndim)), np.float32(state.guidance_rescale)
-    deviations = (each.std(axes, ddof=1, keepdims=True) for each in (positive, made))
-    rescaled = made * np.divide(*deviations)
-    return share * rescaled + (1 - share) * made
+        return prediction
+    axes, share = tuple(range(1, prediction.ndim)), np.float32(state.guidance_rescale)
+    deviations = (array.std(axes, ddof=1, keepdims=True) for array in (positive, prediction))
+    rescaled = prediction * np.divide(*deviations)
+    return share * rescaled + (1 - share) * prediction

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sd_ort.core.errors import InputError
+from sd_ort.pipelines.arguments import GUIDANCE, STEPS
 from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable, tile
 from sd_ort.pipelines.noise import sources
 from sd_ort.pipelines.output import PipelineOutput
@@ -38,8 +40,8 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, strength: float = 0.8,
-        num_inference_steps: int = 50, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 7.5, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
+        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
+        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
         eta: float = 0.0, generator: Generator = None, prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
         ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
@@ -153,8 +155,8 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
         masked_image_latents: Tensor | None = None, height: int | None = None, width: int | None = None,
-        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = 50,
-        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.5,
+        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = STEPS,
+        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None, guidance_scale: float = GUIDANCE,
         negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
         generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
@@ -181,10 +183,10 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
 
         Without `add_noise`, the latents of `image`. `return_noise` and `return_image_latents` append these.
         """
-        if image is None and (not is_strength_max or not add_noise or return_image_latents):
-            raise InputError("prepare_latents needs an image here.")
-        image_latents = None
+        image_latents: Any = None
         if return_image_latents or not add_noise or (latents is None and not is_strength_max):
+            if image is None:
+                raise InputError("prepare_latents needs an image here.")
             image_latents = self._image_latents(image, batch_size, generator).to(device, dtype)
         shape = batch_size, num_channels_latents, height // self.vae_scale_factor, width // self.vae_scale_factor
         noise = self._prepare_noise(shape, dtype, device, generator, latents if add_noise else None)
@@ -225,9 +227,12 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         more: dict[str, Any] = {}
         if blends:
             assert start is not None
-            if request.masked_image_latents is None:  # diffusers encodes the masked image here too
+            masked = None
+            if "masked_image_latents" in request.callback_tensors:
+                masked = self._masked(pixels, mask, request)
+            elif request.masked_image_latents is None:  # diffusers encodes the masked image here too
                 self.vae.skip_noise(len(pixels), latents.shape, request.generator)
-            more["kept"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors)
+            more["blend"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors, masked)
         else:
             more["channels"] = np.concatenate([small, self._masked(pixels, mask, request)], 1)
         output = self._sample(latents, schedule, conditioning, request, **more)
@@ -238,6 +243,13 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         if channels not in (self.vae.latent_channels, 2 * self.vae.latent_channels + 1):
             raise InputError(f"{self.folder} has a UNet of {channels} channels, which no inpainting takes.")
 
+    @cached_property
+    def mask_processor(self) -> Any:
+        """diffusers' image processor for masks."""
+        from diffusers.image_processor import VaeImageProcessor
+
+        return VaeImageProcessor(self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+
     def _pictures(self, request: Request) -> tuple[np.ndarray, np.ndarray, Any]:
         """Pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the region of the picture that is drawn, if not
         all of it."""
@@ -247,11 +259,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             return pixels, preprocess(request.mask_image, height, width, mask=True), None
         if not hasattr(request.image, "crop") or not hasattr(request.mask_image, "crop"):
             raise InputError("padding_mask_crop takes one PIL image and one PIL mask.")
-        from diffusers.image_processor import VaeImageProcessor
-
-        masks = VaeImageProcessor(
-            self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True
-        )
+        masks = self.mask_processor
         region = masks.get_crop_region(request.mask_image, width, height, pad=request.padding_mask_crop)
 
         def cropped(processor: Any, image: Any) -> torch.Tensor:

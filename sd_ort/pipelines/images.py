@@ -1,4 +1,4 @@
-"""Pictures that a call is given: PIL images, arrays, tensors or latents, one for all, one a prompt or one an image."""
+"""Image arguments of a call: PIL images, arrays, tensors or latents, one for all, one a prompt or one an image."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether it is torch's, which need not be imported to see it."""
+    """Return whether a value is a torch tensor, without importing torch."""
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def as_array(value: Any) -> np.ndarray:
-    """A tensor or an array, float32, on the host."""
+    """Return a tensor or an array as a float32 array on the host."""
     return np.asarray(value.detach().float().cpu().numpy() if is_tensor(value) else value, np.float32)
 
 
 def readable(picture: Picture | None, what: str = "image") -> Any:
-    """The picture as diffusers' image processor takes it; bytes (uint8) become 0..1. Raises InputError for none."""
+    """Return an image as diffusers' image processor takes it; uint8 becomes 0..1. Raises InputError for no image."""
     if isinstance(picture, (list, tuple)) and picture:
-        return [readable(each, what) for each in picture]
+        return [readable(image, what) for image in picture]
     if isinstance(picture, np.ndarray) and picture.ndim in (2, 3, 4) and picture.size:
         return picture.astype(np.float32) / 255 if picture.dtype == np.uint8 else picture
     if is_tensor(picture) and picture.ndim in (2, 3, 4) and picture.numel():
@@ -43,31 +43,31 @@ def readable(picture: Picture | None, what: str = "image") -> Any:
 
 
 def finished(pixels: np.ndarray, output_type: str) -> Any:
-    """Pixels (B, 3, H, W), float32, about -1..1, as a caller wants them: "pil", "np" or "pt"."""
-    bright = np.clip(pixels * np.float32(0.5) + np.float32(0.5), 0, 1)
+    """Return pixels (B, 3, H, W), float32, about -1..1, as images of `output_type`: "pil", "np" or "pt"."""
+    unit = np.clip(pixels * np.float32(0.5) + np.float32(0.5), 0, 1)
     if output_type == "pt":
         import torch
 
-        return torch.from_numpy(bright)
-    rows = np.ascontiguousarray(bright.transpose(0, 2, 3, 1))
-    return rows if output_type == "np" else [Image.fromarray(each) for each in (rows * 255).round().astype(np.uint8)]
+        return torch.from_numpy(unit)
+    rows = np.ascontiguousarray(unit.transpose(0, 2, 3, 1))
+    return rows if output_type == "np" else [Image.fromarray(row) for row in (rows * 255).round().astype(np.uint8)]
 
 
 def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
-    """Height and width in pixels of a `readable` picture, or of the first of several; latents count `factor` each."""
+    """Return height and width in pixels of a `readable` image, or of the first one. A latent is `factor` pixels."""
     first = picture[0] if isinstance(picture, list) else picture
     if isinstance(first, Image.Image):
         return first.height, first.width
     if is_tensor(first):
         height, width = first.shape[-2:]
-        each = factor if is_latents(first, latent_channels) else 1
-        return height * each, width * each
+        scale = factor if is_latents(first, latent_channels) else 1
+        return height * scale, width * scale
     height, width = first.shape[-3:-1] if first.ndim > 2 else first.shape
     return int(height), int(width)
 
 
 def is_latents(picture: Any, latent_channels: int) -> bool:
-    """Whether a `readable` picture is latents already: a tensor of so many channels."""
+    """Return whether a `readable` image is latents: a tensor with that number of channels."""
     first = picture[0] if isinstance(picture, list) else picture
     return is_tensor(first) and first.ndim > 2 and first.shape[-3] == latent_channels
 
@@ -80,17 +80,17 @@ def preprocess(
     `signed`: -1..1 instead of 0..1. `mask`: (B, 1, H, W) of zeros and ones instead. A tensor of `latent_channels`
     channels is returned as it is: latents.
     """
-    every = images if isinstance(images, list) else [images]
-    if isinstance(every[0], Image.Image):
+    listed = images if isinstance(images, list) else [images]
+    if isinstance(listed[0], Image.Image):
         sized = [
-            each.resize((width, height), Image.Resampling.LANCZOS).convert("L" if mask else "RGB") for each in every
+            image.resize((width, height), Image.Resampling.LANCZOS).convert("L" if mask else "RGB") for image in listed
         ]
-        pixels = np.stack([np.asarray(each, np.float32) / 255 for each in sized])
+        pixels = np.stack([np.asarray(image, np.float32) / 255 for image in sized])
         pixels = pixels[:, None] if mask else pixels.transpose(0, 3, 1, 2)
     else:
-        channels_first = is_tensor(every[0])
-        arrays = [as_array(each) if channels_first else each for each in every]
-        if mask and images is not every and arrays[0].ndim == 3 and (channels_first or arrays[0].shape[-1] != 1):
+        channels_first = is_tensor(listed[0])
+        arrays = [as_array(image) if channels_first else image for image in listed]
+        if mask and images is not listed and arrays[0].ndim == 3 and (channels_first or arrays[0].shape[-1] != 1):
             arrays = list(arrays[0])  # (B, H, W): several masks
         pixels = np.concatenate(arrays) if arrays[0].ndim == 4 else np.stack(arrays)
         if pixels.ndim == 3:
@@ -113,7 +113,7 @@ def nearest(x: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
-    """One row for all images, or one a prompt, or one an image -> one an image. Raises InputError for other counts."""
+    """Repeat one row, or one a prompt, to one an image. Raises InputError for other counts."""
     if len(x) == request.batch:
         return x
     if len(x) not in (1, request.count):
@@ -122,16 +122,16 @@ def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
 
 
 def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
-    """One row for all images, or several that are taken in turn as diffusers does, whatever the prompts -> one an
-    image. Raises InputError for other counts."""
+    """Tile rows to one an image, in turn and regardless of the prompts, as diffusers does. Raises InputError for a
+    count that does not divide the batch."""
     if request.batch % len(x):
         raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
     return np.concatenate([x] * (request.batch // len(x)))
 
 
 def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
-    """What CLIP sees of a picture: its central square at size x size pixels, normalized, (3, size, size) float32.
-    `config`: see `feature_extractor`."""
+    """Return CLIP's input for an image: its central square, resized and normalized, (3, size, size) float32. `config`:
+    see `feature_extractor`."""
     sides = [max(size, size * side // min(picture.size)) for side in picture.size]
     picture = picture.resize((sides[0], sides[1]), Image.Resampling.BICUBIC)
     left, top = ((side - size) // 2 for side in sides)
@@ -141,8 +141,8 @@ def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> n
 
 
 def feature_extractor(folder: Path) -> dict[str, Any]:
-    """A pipeline folder's feature_extractor/preprocessor_config.json, {} without one: CLIP's own then. Raises
-    InputError for a damaged one."""
+    """Return a pipeline folder's feature_extractor/preprocessor_config.json; {} without one, for CLIP's own values.
+    Raises InputError for a damaged file."""
     path = folder / "feature_extractor" / "preprocessor_config.json"
     if not path.is_file():
         return {}
@@ -154,4 +154,4 @@ def feature_extractor(folder: Path) -> dict[str, Any]:
 
 
 def _three_numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(isinstance(each, (int, float)) for each in value)
+    return isinstance(value, list) and len(value) == 3 and all(isinstance(number, (int, float)) for number in value)

@@ -1,4 +1,4 @@
-"""A drawn picture as a PNG file that says how it was drawn."""
+"""PNG files with the arguments of their images as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sd_ort.core.files import check_regular, parsing
 
 
 def png_bytes(image: Image.Image, text: Mapping[str, str]) -> bytes:
-    """The file; `text` becomes its PNG text, in UTF-8."""
+    """Return the PNG file of an image, with `text` as UTF-8 text chunks."""
     info = PngImagePlugin.PngInfo()
     info.add_text("Software", "sd-ort")
     for key, value in text.items():
@@ -24,7 +24,7 @@ def png_bytes(image: Image.Image, text: Mapping[str, str]) -> bytes:
 
 
 def read_png_text(path: Path) -> dict[str, str]:
-    """The text of a PNG file; {} for a file that is none."""
+    """Return the text of a PNG file; {} for another file."""
     try:
         with parsing(path, "a picture"), Image.open(check_regular(path), formats=["PNG"]) as image:
             text = getattr(image, "text", {})

@@ -1,12 +1,12 @@
-"""Prompts with weights, as users of the WebUIs write them.
+"""Prompts with weights, in the syntax of the WebUIs.
 
     (word)       counts 1.1 times           [word]       1 / 1.1 times
     (word:1.3)   counts 1.3 times           \\(  \\[       the characters themselves
     BREAK        begins a new chunk of tokens
 
-Prompts longer than an encoder's 75 tokens are cut into chunks of 75, encoded one by one and laid one behind the other.
-A weight multiplies its tokens' embeddings; the chunk is then scaled to the mean it had. A prompt without weights that
-fits into one chunk is what it is without this syntax, to the byte.
+Prompts longer than an encoder's 75 tokens are cut into chunks of 75, which are encoded one by one and concatenated. A
+weight multiplies its tokens' embeddings; the chunk is then scaled to its former mean. A prompt without weights that
+fits into one chunk has the embeddings that it has without this syntax, to the byte.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Chunk:
 
 
 def parse(prompt: str) -> list[tuple[str, float]]:
-    """Fragments of a prompt and their weights, neighbors of equal weight joined. A bracket that is never closed counts
-    to the end; one that was never opened is a character."""
+    """Return the fragments of a prompt with their weights, neighbors of equal weight joined.
+
+    A bracket that is never closed ends with the prompt. A closing bracket without an opening one is a character.
+    """
     parts: list[tuple[str, float]] = []
     opened: list[tuple[str, int]] = []
 
@@ -45,15 +47,15 @@ def parse(prompt: str) -> list[tuple[str, float]]:
         parts[begin:] = [(text, before * weight) for text, before in parts[begin:]]
 
     for match in TOKEN.finditer(prompt):
-        kind, found = str(match.lastgroup), match[0]
+        kind, text = str(match.lastgroup), match[0]
         if kind == "open":
-            opened.append((found, len(parts)))
+            opened.append((text, len(parts)))
         elif kind == "weight" and opened and opened[-1][0] == "(":
             weigh(opened.pop()[1], float(match["weight"]))
-        elif kind == "close" and opened and opened[-1][0] == {")": "(", "]": "["}[found]:
-            weigh(opened.pop()[1], ROUND if found == ")" else SQUARE)
+        elif kind == "close" and opened and opened[-1][0] == {")": "(", "]": "["}[text]:
+            weigh(opened.pop()[1], ROUND if text == ")" else SQUARE)
         else:
-            parts.append((match["escaped"] or found, 1.0))
+            parts.append((match["escaped"] or text, 1.0))
     for bracket, begin in opened:
         weigh(begin, ROUND if bracket == "(" else SQUARE)
     joined: list[tuple[str, float]] = []
@@ -66,11 +68,11 @@ def parse(prompt: str) -> list[tuple[str, float]]:
 
 
 def chunks(tokenizer: Any, prompt: str, length: int) -> list[Chunk]:
-    """A prompt as runs of an encoder of `length` tokens, marks included: one or more."""
+    """Return a prompt as one or more runs of an encoder of `length` tokens, marks included."""
     sections: list[list[tuple[int, float]]] = [[]]
     for text, weight in parse(prompt):
         first, *later = BREAK.split(text)
-        for part in (first, *(part for each in later for part in (None, each))):
+        for part in (first, *(part for section in later for part in (None, section))):
             if part is None:
                 sections.append([])
             else:
@@ -85,7 +87,7 @@ def chunks(tokenizer: Any, prompt: str, length: int) -> list[Chunk]:
 
 
 def chunk(tokenizer: Any, tokens: Sequence[tuple[int, float]], length: int) -> Chunk:
-    """At most `length` - 2 tokens between the marks, padded as the tokenizer pads."""
+    """Return at most `length` - 2 tokens between the marks, padded as the tokenizer pads."""
     padding = length - 2 - len(tokens)
     ids = [tokenizer.bos_token_id, *(token for token, _ in tokens), tokenizer.eos_token_id]
     weights = [1.0, *(weight for _, weight in tokens), 1.0]
@@ -95,10 +97,12 @@ def chunk(tokenizer: Any, tokens: Sequence[tuple[int, float]], length: int) -> C
 
 
 def apply_token_weights(hidden: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Embeddings (N, S, C) of N chunks, float32, each token times its weight of `weights` (N, S), each chunk at the
-    mean it had. Chunks without weights stay as they are."""
-    made = hidden.copy()
+    """Return embeddings (N, S, C) of N chunks, float32, times the weights (N, S) of their tokens.
+
+    Each chunk is scaled to its former mean. Chunks without weights are unchanged.
+    """
+    weighted = hidden.copy()
     for row in np.flatnonzero((weights != 1).any(1)):
-        made[row] *= weights[row][:, None]
-        made[row] *= hidden[row].mean() / made[row].mean()
-    return made
+        weighted[row] *= weights[row][:, None]
+        weighted[row] *= hidden[row].mean() / weighted[row].mean()
+    return weighted

@@ -14,11 +14,11 @@ from PIL import Image
 from sd_ort.pipelines.images import clip_pixels, feature_extractor
 from sd_ort.runtime.session import Model
 
-SIZE = 224  # of what it sees, in a folder that says nothing of it
+SIZE = 224  # pixels a side of clip_input, if the folder does not name them
 
 
 def check(model: Model, folder: Path, images: np.ndarray) -> tuple[np.ndarray, list[bool]]:
-    """(images with the flagged ones black, which were flagged); images (B, H, W, 3), float32, 0..1."""
+    """Return the images (B, H, W, 3), float32, 0..1, with the flagged ones black, and the flags."""
     config = feature_extractor(folder)
     size = config.get("crop_size", SIZE)
     size = size["height"] if isinstance(size, dict) else size

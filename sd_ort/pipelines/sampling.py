@@ -1,4 +1,4 @@
-"""From the first latents to the last, on the device or on the host."""
+"""The choice between the sampling loop on the device and the one on the host."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class SamplingMixin(PipelineState):
-    """Runs the denoising loop, on the device or on the host."""
+    """Runs the sampling loop, on the device or on the host."""
 
     @cached_property
     def loop(self) -> DeviceLoop:
-        """The loop on the device; nothing is opened yet."""
+        """Return the loop on the device, without opened sessions."""
         from sd_ort.pipelines.device.guidance_split import open_loop  # onnx, which the loop on the host does without
 
         return open_loop(self.models)
@@ -38,7 +38,7 @@ class SamplingMixin(PipelineState):
     def _finish(self, latents: np.ndarray, request: Request) -> PipelineOutput:
         raise NotImplementedError
 
-    def _noise(self, request: Request, given: Any = None) -> np.ndarray:
+    def _noise(self, request: Request, latents: Any = None) -> np.ndarray:
         raise NotImplementedError
 
     def _controls(self, request: Request, steps: int) -> list[ControlNetInput]:
@@ -52,58 +52,58 @@ class SamplingMixin(PipelineState):
         request: Request,
         *,
         channels: np.ndarray | None = None,
-        kept: InpaintBlend | None = None,
+        blend: InpaintBlend | None = None,
     ) -> PipelineOutput:
-        """From the first latents to what the caller asked for.
+        """Return the output of a call for its first latents.
 
-        `channels` (B, C', h, w) go behind the latents' channels, unscaled: the mask and the masked picture of an
-        inpainting UNet. `kept`: what every step leaves of a picture.
+        `channels` (B, C', h, w): unscaled channels behind those of the latents, the mask and the masked image of an
+        inpainting UNet. `blend`: applied after every step.
         """
         controls = self._controls(request, len(schedule.timesteps))
         noise = [self._noise(request) for _ in range(getattr(schedule, "noise_count", 0))]
-        # A ControlNet on the device sees what the UNet sees: all rows, and no channels of a mask.
-        alike = not controls or (channels is None and not request.guess_mode)
-        if not self._runs_on_device(request, schedule) or not alike:
+        # A ControlNet on the device reads the UNet's sample: all rows, and no channels of a mask.
+        same_sample = not controls or (channels is None and not request.guess_mode)
+        if not self._runs_on_device(request, schedule) or not same_sample:
             if self.models.guidance_peer is not None:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
             unet = host_loop.Denoiser(self.models, arrays | request.pictures, np.asarray(schedule.timesteps), controls)
-            drawn = host_loop.denoise(self, latents, schedule, noise, unet, request, channels, kept)
-            check_finite(drawn, "unet")
-            return self._finish(drawn, request)
+            result = host_loop.denoise(self, latents, schedule, noise, unet, request, channels, blend)
+            check_finite(result, "unet")
+            return self._finish(result, request)
         assert isinstance(schedule, LinearSchedule)
         if "controlnet" in self.models and not controls:
             raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
-        checked = self.safety_checker and "safety_checker" in self.models
-        apart = checked or self.vae.use_tiling or self.vae.use_slicing or "vae_decoder" in self.models.placed
-        whole = request.output_type == "pil" and not apart
+        has_checker = self.safety_checker and "safety_checker" in self.models
+        separate_vae = has_checker or self.vae.use_tiling or self.vae.use_slicing or "vae_decoder" in self.models.placed
+        decodes = request.output_type == "pil" and not separate_vae
         mean, factor = latent_scale(self.vae.config)
-        made = self.loop.run(
+        result = self.loop.run(
             SamplingJob(
                 latents,
-                (conditioning.given if isinstance(conditioning, PromptTokens) else _arrays(conditioning))
+                (conditioning.conditioning if isinstance(conditioning, PromptTokens) else _arrays(conditioning))
                 | request.pictures,
                 schedule.shortened,
                 guidance=request.guidance,
                 rescale=request.guidance_rescale,
-                draws=np.stack(noise) if noise else None,
+                noise_samples=np.stack(noise) if noise else None,
                 channels=channels,
-                kept=kept,
+                blend=blend,
                 controls=controls,
-                decode=(factor, mean) if whole and not self.models.low_memory else None,
+                decode=(factor, mean) if decodes and not self.models.low_memory else None,
                 progress=request.progress,
                 texts=conditioning if isinstance(conditioning, PromptTokens) else None,
             )
         )
-        if made.dtype == np.uint8:
-            return PipelineOutput([Image.fromarray(picture) for picture in made])
-        return self._finish(made, request)
+        if result.dtype == np.uint8:
+            return PipelineOutput([Image.fromarray(image) for image in result])
+        return self._finish(result, request)
 
     def _condition(self, request: Request) -> Conditioning | PromptTokens:
-        """What the UNet is told about the prompts; tokens where text encoders run on the device too."""
+        """Return the conditioning of the prompts, or their tokens if the text encoders run on the device, too."""
         models = self.models
-        here = self.device_loop and request.callback_on_step_end is None and models.guidance_peer is None
-        if here and not models.low_memory and not {name for _, name in self.texts.encoders} & {*models.placed}:
+        on_device = self.device_loop and request.callback_on_step_end is None and models.guidance_peer is None
+        if on_device and not models.low_memory and not {name for _, name in self.texts.encoders} & {*models.placed}:
             tokens = self.texts.tokens(request)
             if tokens is not None:
                 return tokens

@@ -1,4 +1,4 @@
-"""Prompts -> what the UNet is told about them: embeddings, and what SDXL adds to them."""
+"""Conditioning of the UNet for prompts: embeddings, and the further inputs of SDXL."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ from sd_ort.runtime.session import Model
 
 @dataclass
 class Conditioning:
-    """What the UNet is told about the prompts: embeddings (B, S, C) and, for SDXL, further inputs by name (B, ...);
-    float32."""
+    """Conditioning of prompts: embeddings (B, S, C) and, for SDXL, further inputs by name (B, ...). All float32."""
 
     embeddings: np.ndarray
     added: dict[str, np.ndarray] = field(default_factory=dict)
 
     def repeat(self, count: int) -> Conditioning:
-        """Each prompt's row `count` times in a row, for several images a prompt."""
+        """Repeat each prompt's row `count` times, for several images a prompt."""
         return Conditioning(
             self.embeddings.repeat(count, 0),
             {name: value.repeat(count, 0) for name, value in self.added.items()},
         )
 
     def after(self, first: Conditioning) -> Conditioning:
-        """`first`'s rows, then these: the order of classifier-free guidance (negative, positive)."""
+        """Return the rows of `first`, then these: the order of classifier-free guidance (negative, positive)."""
         if first.embeddings.shape != self.embeddings.shape:
-            shapes = [list(each.embeddings.shape) for each in (self, first)]
+            shapes = [list(rows.embeddings.shape) for rows in (self, first)]
             raise InputError(f"prompt embeddings of {shapes[0]} and negative ones of {shapes[1]} differ in shape.")
         return Conditioning(
             np.concatenate([first.embeddings, self.embeddings]),
@@ -59,11 +58,11 @@ class PromptEncoder:
         self.folder, self.models, self.index, self.unet = folder, models, index, unet
         self.is_xl = is_sdxl(unet)
         self.words: dict[str, LearnedTokens] = {}
-        self.lengths: dict[str, int] = {}  # tokens that an encoder takes
+        self.lengths: dict[str, int] = {}  # number of tokens by encoder
         self.forget()
 
     def forget(self) -> None:
-        """Know no words but those of the tokenizers."""
+        """Remove all words of textual inversion."""
         names = text_encoders(dict(self.index))
         self.encoders = [
             (ClipTokenizer(self.folder / name.replace("text_encoder", "tokenizer")), name) for name in names
@@ -73,7 +72,7 @@ class PromptEncoder:
         self.words = {}
 
     def fix_length(self) -> None:
-        """Have the encoders opened for all their tokens: the mask is then made once, and no kernel runs on the CPU."""
+        """Open the encoders for their full length: the mask is then a constant, and no kernel runs on the CPU."""
         for tokenizer, name in self.encoders:
             sizes = dict.fromkeys(("sequence", "sequence_length"), self._length(tokenizer, name))  # ours, Optimum's
             self.models.overrides.free_dimensions[name] = sizes
@@ -84,48 +83,50 @@ class PromptEncoder:
         return self.lengths[name]
 
     def learn(self, source: Any, token: str | None, tokenizer: Any = None, text_encoder: Any = None) -> None:
-        """A word of textual inversion more, see `pipeline.embeddings`; errors as there."""
-        given = [
+        """Add a word of textual inversion; arguments and errors as in `textual_inversion.read` and `learn`."""
+        chosen = [
             n
             for t, n in self.encoders
             if tokenizer is t or (text_encoder is not None and text_encoder is self.models[n])
         ]
         widths = {n: component_config(self.folder, n, required=True)["hidden_size"] for _, n in self.encoders}
-        for name, (word, rows) in textual_inversion.read(source, token, widths, given[0] if given else None).items():
-            known = next(t for t, n in self.encoders if n == name)
-            self.words[name] = textual_inversion.learn(known, self.words.get(name), word, rows)
+        for name, (word, rows) in textual_inversion.read(source, token, widths, chosen[0] if chosen else None).items():
+            own_tokenizer = next(t for t, n in self.encoders if n == name)
+            self.words[name] = textual_inversion.learn(own_tokenizer, self.words.get(name), word, rows)
             self.models.drop_variants(name)
 
     def condition(self, request: Request) -> Conditioning:
-        """Conditioning of all rows: with guidance 2B, negative first."""
+        """Return the conditioning of all rows: with guidance 2B, negative first."""
         sizes = self._sizes(request)
-        alone = self._positive(request)
-        positive = self._with_sizes(alone, sizes[0]).repeat(request.num_images_per_prompt)
+        prompts = self._positive(request)
+        positive = self._with_sizes(prompts, sizes[0]).repeat(request.num_images_per_prompt)
         if request.embedded_guidance is not None:
             embedding = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
             positive.added["timestep_cond"] = embedding.repeat(request.batch, 0)
         if request.guidance is None:
             return positive
-        negative = self._with_sizes(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
+        negative = self._with_sizes(self._negative(request, prompts), sizes[1]).repeat(request.num_images_per_prompt)
         return positive.after(negative)
 
     def tokens(self, request: Request) -> PromptTokens | None:
-        """What text encoders on the device read in place of `condition`: plain prompts. None for all else: embeddings
-        that are given, weights, skipped layers, learned words."""
-        given = request.prompt_embeds is not None or request.negative_prompt_embeds is not None
-        if given or request.clip_skip or self.words or request.prompt_syntax != "plain":
+        """Return the tokens of plain prompts, for text encoders on the device.
+
+        Returns None for embeddings, prompt weights, skipped layers and words of textual inversion.
+        """
+        has_embeddings = request.prompt_embeds is not None or request.negative_prompt_embeds is not None
+        if has_embeddings or request.clip_skip or self.words or request.prompt_syntax != "plain":
             return None
         texts = self.pair(request.prompts, self._second(request))
         zeroed = request.guidance is not None and self.zero_negative(request)
         negative = [] if request.guidance is None or zeroed else self._negatives(request)
         ids, outputs = {}, {}
-        for (tokenizer, name), positive, before in zip(
+        for (tokenizer, name), positive, negatives in zip(
             self.encoders, texts, negative or [[]] * len(texts), strict=True
         ):
             model = self.models[name]
             if list(model.inputs) != ["input_ids"]:
                 return None
-            ids[name] = token_ids(tokenizer, [*before, *positive], self._length(tokenizer, name))
+            ids[name] = token_ids(tokenizer, [*negatives, *positive], self._length(tokenizer, name))
             outputs[name] = embedding_output(model.outputs, self.is_xl)
         count = len(request.prompts)
         row = np.arange(count) + (len(negative[0]) if negative else 0)
@@ -133,19 +134,19 @@ class PromptEncoder:
         rows = np.concatenate([*first, row]).repeat(request.num_images_per_prompt)
         sizes = self._sizes(request)
         pairs = [sizes[1]] * (request.batch * len(first)) + [sizes[0]] * request.batch
-        more = {"time_ids": np.array(pairs, np.float32)} if self.is_xl else {}
+        conditioning = {"time_ids": np.array(pairs, np.float32)} if self.is_xl else {}
         if request.embedded_guidance is not None:
             embedded = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
-            more["timestep_cond"] = embedded.repeat(len(rows), 0)
-        return PromptTokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & zeroed, more)
+            conditioning["timestep_cond"] = embedded.repeat(len(rows), 0)
+        return PromptTokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & zeroed, conditioning)
 
     def encode(
         self, prompts: Sequence[Sequence[str]], clip_skip: int | None = None, runs: int | None = None
     ) -> Conditioning:
-        """Prompts, a list of B for each encoder -> float32 embeddings (B, S, C); warns of what a prompt loses.
+        """Return float32 embeddings (B, S, C) of prompts, a list of B for each encoder. Warns of truncated prompts.
 
         SDXL concatenates both encoders' penultimate layers on C and adds the second's pooled `text_embeds` (B, D).
-        `runs`: read the prompts with weights, each in so many chunks of S / runs tokens (`pipeline.weighting`).
+        `runs`: parse weights, with this number of chunks of S / runs tokens a prompt (`prompt_weighting`).
         """
         hidden: list[np.ndarray] = []
         added: dict[str, np.ndarray] = {}
@@ -156,19 +157,19 @@ class PromptEncoder:
                 tokens = token_ids(tokenizer, self._spelled(name, texts), length)
             else:
                 parts = [part for text in texts for part in self._chunks(tokenizer, name, text, length, runs)]
-                tokens, weights = (np.stack(each) for each in zip(*((p.ids, p.weights) for p in parts), strict=True))
+                tokens, weights = (np.stack(rows) for rows in zip(*((p.ids, p.weights) for p in parts), strict=True))
             outputs = self._encoder(name, clip_skip or 0)(input_ids=tokens)
-            made = outputs[embedding_output(outputs, self.is_xl)].astype(np.float32)
-            check_finite(made, name)
+            embeddings = outputs[embedding_output(outputs, self.is_xl)].astype(np.float32)
+            check_finite(embeddings, name)
             if weights is not None:
-                made = prompt_weighting.apply_token_weights(made, weights)
-            hidden.append(made.reshape(len(texts), -1, made.shape[-1]))
+                embeddings = prompt_weighting.apply_token_weights(embeddings, weights)
+            hidden.append(embeddings.reshape(len(texts), -1, embeddings.shape[-1]))
             if "text_embeds" in outputs:
                 added["text_embeds"] = outputs["text_embeds"].astype(np.float32)[:: runs or 1]
         return Conditioning(np.concatenate(hidden, -1), added)
 
     def _encoder(self, name: str, skip: int) -> Model:
-        """A text encoder that skips its last layers, and knows the words it was taught."""
+        """Return a text encoder without its last `skip` layers, with the words of textual inversion."""
         words = self.words.get(name)
         if not skip and words is None:
             return self.models[name]
@@ -181,16 +182,16 @@ class PromptEncoder:
         return list(texts) if words is None else [words.spelled_out(text) for text in texts]
 
     def _chunks(self, tokenizer: Any, name: str, text: str, length: int, runs: int) -> list[Chunk]:
-        """The chunks of a prompt, and empty ones up to `runs`."""
-        made = prompt_weighting.chunks(tokenizer, self._spelled(name, [text])[0], length)
-        return made + [prompt_weighting.chunk(tokenizer, [], length)] * (runs - len(made))
+        """Return the chunks of a prompt, and empty ones up to `runs`."""
+        chunks = prompt_weighting.chunks(tokenizer, self._spelled(name, [text])[0], length)
+        return chunks + [prompt_weighting.chunk(tokenizer, [], length)] * (runs - len(chunks))
 
     def _runs(self, request: Request) -> int | None:
-        """Chunks of the longest text of a call whose prompts have weights; None for plain prompts."""
+        """Return the number of chunks of a call's longest text; None for prompts without weights."""
         if request.prompt_syntax == "plain":
             return None
         texts = [request.prompt, request.prompt_2, request.negative_prompt, request.negative_prompt_2]
-        every = [text for given in texts for text in ([given] if isinstance(given, str) else given or [])]
+        every = [text for value in texts for text in ([value] if isinstance(value, str) else value or [])]
         return max(
             len(self._chunks(tokenizer, name, text, self._length(tokenizer, name), 0))
             for tokenizer, name in self.encoders
@@ -198,17 +199,17 @@ class PromptEncoder:
         )
 
     def zero_negative(self, request: Request) -> bool:
-        """Whether the unconditional rows are zeros, as SDXL was trained, and not those of an empty prompt."""
+        """Return whether the unconditional rows are zeros, as in SDXL's training, instead of an empty prompt's rows."""
         zeros = bool(self.index.get("force_zeros_for_empty_prompt", True))
         return self.is_xl and request.negative_prompt is None and zeros
 
     def pair(self, first: Sequence[str], second: Sequence[str] | None) -> list[Sequence[str]]:
-        """The prompts of each encoder: `second` are those of the second one, which SDXL's refiner has not."""
+        """Return the prompts of each encoder: `second` are those of the second one, which SDXL's refiner lacks."""
         return [first, first if second is None else second][: len(self.encoders)]
 
     def _positive(self, request: Request) -> Conditioning:
         if request.prompt_embeds is not None:
-            return self._given(request.prompt_embeds, request.pooled_prompt_embeds, "prompt_embeds")
+            return self._from_embeddings(request.prompt_embeds, request.pooled_prompt_embeds, "prompt_embeds")
         return self.encode(self.pair(request.prompts, self._second(request)), request.clip_skip, self._runs(request))
 
     def _second(self, request: Request) -> Sequence[str] | None:
@@ -216,7 +217,7 @@ class PromptEncoder:
 
     def _negative(self, request: Request, positive: Conditioning) -> Conditioning:
         if request.negative_prompt_embeds is not None:
-            return self._given(
+            return self._from_embeddings(
                 request.negative_prompt_embeds, request.negative_pooled_prompt_embeds, "negative_prompt_embeds"
             )
         if self.zero_negative(request):
@@ -228,8 +229,8 @@ class PromptEncoder:
         second = request.per_prompt(request.negative_prompt_2) if request.negative_prompt_2 else None
         return self.pair(request.per_prompt(request.negative_prompt), second)
 
-    def _given(self, embeddings: Any, pooled: Any, name: str) -> Conditioning:
-        """Embeddings in place of prompts. Raises InputError for shapes that the UNet does not take."""
+    def _from_embeddings(self, embeddings: Any, pooled: Any, name: str) -> Conditioning:
+        """Return the conditioning of embeddings. Raises InputError for shapes that the UNet does not have."""
         width = self.unet["cross_attention_dim"]
         if embeddings.ndim != 3 or embeddings.shape[2] != width:
             raise InputError(
@@ -242,18 +243,17 @@ class PromptEncoder:
         return Conditioning(as_array(embeddings), {"text_embeds": as_array(pooled)})
 
     def _with_sizes(self, conditioning: Conditioning, ids: Sequence[float]) -> Conditioning:
-        """With SDXL's `time_ids` (B, 6), or (B, 5) for its refiner."""
+        """Add SDXL's `time_ids` (B, 6), or (B, 5) for its refiner."""
         if not self.is_xl:
             return conditioning
         rows = np.array([list(ids)] * len(conditioning.embeddings), np.float32)
         return Conditioning(conditioning.embeddings, {**conditioning.added, "time_ids": rows})
 
     def _sizes(self, request: Request) -> tuple[list[float], list[float]]:
-        """SDXL's time_ids of the positive and the negative rows: original size, crop corner, target size, each
+        """Return SDXL's time_ids of the positive and the negative rows: original size, crop corner, target size, each
         (height, width); for the refiner the aesthetic score instead of the target size.
 
-        Text to image tells the negative rows their own only when both negative sizes are given, and pictures always:
-        so does diffusers.
+        As in diffusers, text to image uses the negative sizes only if both are set; image to image always does.
         """
         scored = time_ids_split(self.unet)[1] == 5 if self.is_xl else False
 

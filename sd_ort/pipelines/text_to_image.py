@@ -21,6 +21,7 @@ import numpy as np
 import sd_ort
 from sd_ort.checkpoints.conditioning import text_encoders
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.generation_defaults import demo_defaults
 from sd_ort.checkpoints.signatures import controlnet_scale, default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.aliases import accept_old_names
@@ -29,7 +30,7 @@ from sd_ort.core.pipeline_folder import check_component, read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
-from sd_ort.pipelines.arguments import check_load_options
+from sd_ort.pipelines.arguments import GUIDANCE, STEPS, DefaultNumber, check_load_options
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
@@ -267,8 +268,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     def __call__(
         self, prompt: Prompt | None = None, height: int | None = None, width: int | None = None,
-        num_inference_steps: int = 50, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 7.5, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
+        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
+        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
         eta: float = 0.0, generator: Generator = None, latents: Tensor | None = None,
         prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
         ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
@@ -288,7 +289,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     def _generate(self, call: Mapping[str, Any]) -> Any:
         """Check the arguments of a call, the locals of `__call__`, generate, and return what the caller asked for."""
-        given = {name: value for name, value in call.items() if name not in ("self", "kwargs")} | call["kwargs"]
+        named = {n: v for n, v in call.items() if n not in ("self", "kwargs") and not isinstance(v, DefaultNumber)}
+        given = named | call["kwargs"]
         asked = request(self._defaults, self.REJECTED_ARGUMENTS, given)
         self._read_images(asked)
         return self._answer(asked, self._size(asked))
@@ -347,9 +349,12 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
-        """The defaults of `__call__`, which stand for None."""
+        """The defaults of `__call__`, which stand for None; the folder's where it has its own."""
         parameters = inspect.signature(type(self).__call__).parameters.values()
-        return {p.name: p.default for p in parameters if p.default not in (None, inspect.Parameter.empty)}
+        defaults = {p.name: p.default for p in parameters if p.default not in (None, inspect.Parameter.empty)}
+        if own := demo_defaults(self.folder):
+            defaults |= {"num_inference_steps": own.steps, "guidance_scale": own.guidance}
+        return defaults
 
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
         """Check the rest of a request, draw, and give back what was asked for."""

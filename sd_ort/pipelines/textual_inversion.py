@@ -29,8 +29,8 @@ ENCODER_OF = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
 
 @dataclass
 class LearnedTokens:
-    """What one text encoder has learned: `first`, the id of the first new token, the words and how many vectors each
-    has, and their rows (n, C), float32."""
+    """Words of one text encoder: the id of the `first` new token, the number of vectors by word, and the rows (n, C) of
+    the words, float32."""
 
     first: int
     counts: dict[str, int] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class LearnedTokens:
         return np.concatenate(self.rows)
 
     def spelled_out(self, prompt: str) -> str:
-        """The prompt, each word of several vectors followed by the names of the others."""
+        """Return the prompt with each word of several vectors followed by the names of its other vectors."""
         for word, count in self.counts.items():
             if count > 1:
                 names = " ".join([word, *(f"{word}_{i}" for i in range(1, count))])
@@ -52,11 +52,11 @@ class LearnedTokens:
 def read(
     source: Any, token: str | None, widths: Mapping[str, int], encoder: str | None
 ) -> dict[str, tuple[str, np.ndarray]]:
-    """Text encoder -> word and rows (n, C) of an embedding, a .safetensors file or a dict of tensors.
+    """Return word and rows (n, C) by text encoder of an embedding, a .safetensors file or a dict of tensors.
 
     `token`: the word; None for the one in the file, or the file's name. `widths`: C of each text encoder. `encoder`:
-    the one it is for, None to find it by name or width. Raises InputError for a file that is no embedding, or that does
-    not fit.
+    its text encoder, None to choose one by name or width. Raises InputError for a file that is no embedding, or that is
+    for another model.
     """
     with parsing("the dict" if isinstance(source, Mapping) else source, "an embedding"):
         return _read(source, token, widths, encoder)
@@ -66,15 +66,15 @@ def _read(
     source: Any, token: str | None, widths: Mapping[str, int], encoder: str | None
 ) -> dict[str, tuple[str, np.ndarray]]:
     tensors, described = _tensors(source)
-    found: dict[str, tuple[str, np.ndarray]] = {}
+    words: dict[str, tuple[str, np.ndarray]] = {}
     for name, tensor in tensors.items():
         rows = np.asarray(tensor, np.float32)
         rows = rows[None] if rows.ndim == 1 else rows
-        fitting = [each for each, width in widths.items() if rows.ndim == 2 and rows.shape[1] == width]
-        place = encoder or ENCODER_OF.get(name) or (fitting[0] if fitting else None)
+        fitting = [name for name, width in widths.items() if rows.ndim == 2 and rows.shape[1] == width]
+        target = encoder or ENCODER_OF.get(name) or (fitting[0] if fitting else None)
         if rows.ndim != 2 or not rows.size or len(tensors) > len(ENCODER_OF):
             raise InputError(f"{described} is no embedding of textual inversion.")
-        if place not in fitting:
+        if target not in fitting:
             raise InputError(
                 f"{described} was made for another model: its rows are {rows.shape[1]} wide, and the text encoders "
                 f"take {', '.join(map(str, widths.values()))}."
@@ -82,22 +82,22 @@ def _read(
         if not np.isfinite(rows).all():
             raise InputError(f"{described} has numbers that are not finite: get it again.")
         word = token or (name if name not in UNNAMED else Path(described).stem)
-        found[str(place)] = (word, rows)
-    if not found:
+        words[str(target)] = (word, rows)
+    if not words:
         raise InputError(f"{described} is empty: get it again.")
-    return found
+    return words
 
 
 def learn(tokenizer: Any, words: LearnedTokens | None, word: str, rows: np.ndarray) -> LearnedTokens:
-    """The words with one more, which the tokenizer then knows. Raises InputError for a word that is there already."""
-    made = words or LearnedTokens(len(tokenizer))
+    """Add a word to `words` and to the tokenizer. Raises InputError if the word exists."""
+    words = words or LearnedTokens(len(tokenizer))
     names = [word, *(f"{word}_{i}" for i in range(1, len(rows)))]
     if not isinstance(word, str) or not word.strip() or any(name in tokenizer.get_vocab() for name in names):
         raise InputError(f"{word!r} is a word of this model already: give another token.")
     tokenizer.add_tokens(names)
-    made.counts[word] = len(rows)
-    made.rows.append(rows)
-    return made
+    words.counts[word] = len(rows)
+    words.rows.append(rows)
+    return words
 
 
 def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -128,19 +128,19 @@ class TextualInversionMixin(PipelineState):
         tokenizer: Any = None,
         text_encoder: Any = None,
     ) -> None:
-        """Teach the text encoders a word: a file, a dict of tensors, or a list of such.
+        """Add words to the text encoders from a file, a dict of tensors, or a list of these.
 
-        `tokenizer` or `text_encoder`: the pipeline's own, where a file is for one of SDXL's two that are as wide.
-        Raises InputError for what is no embedding, one of another model, or a word that is known already.
+        `tokenizer` or `text_encoder`: the pipeline's own, for a file that fits both of SDXL's.
+        Raises InputError for a file that is no embedding or is for another model, and for a word that exists.
         """
         source = pretrained_model_name_or_path
         sources = list(source) if isinstance(source, (list, tuple)) else [source]
         tokens = list(token) if isinstance(token, (list, tuple)) else [token] * len(sources)
         if len(tokens) != len(sources) or (isinstance(token, str) and len(sources) > 1):
             raise InputError(f"{len(sources)} embeddings need as many tokens.")
-        for each, word in zip(sources, tokens, strict=True):
-            self.texts.learn(each, word, tokenizer, text_encoder)
+        for embedding, word in zip(sources, tokens, strict=True):
+            self.texts.learn(embedding, word, tokenizer, text_encoder)
 
     def unload_textual_inversion(self) -> None:
-        """Forget all words that were loaded."""
+        """Remove all words that were loaded."""
         self.texts.forget()

@@ -1,7 +1,7 @@
-"""Large images in little memory: a VAE that works on overlapping tiles, blended into one another, or image by image.
+"""Tiling and slicing of a VAE: overlapping, blended tiles of large images, or one image of a batch after the other.
 
 Neighboring tiles share a quarter of their side; across the shared strip one fades linearly into the other. Sizes and
-blending are those of diffusers' `enable_tiling`, so the picture is the same.
+blending are those of diffusers' `enable_tiling`, so the image is the same.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Run = Callable[[np.ndarray], np.ndarray]
 
 
 def tiled(run: Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
-    """`run` over tiles of `tile` x `tile` pixels of x (B, C, H, W), each of which becomes `tile_out` x `tile_out`.
+    """Apply `run` to tiles of `tile` x `tile` pixels of x (B, C, H, W); its outputs are `tile_out` x `tile_out`.
 
-    Returns (B, C', H', W') float32 with H' = H * tile_out / tile. Only the tiles of two rows are in memory at once, and
-    of the upper ones their last lines. An `x` no larger than a tile is run whole.
+    Returns (B, C', H', W') float32 with H' = H * tile_out / tile. In memory at once are one row
+    of tiles and the last lines of the row above. An `x` no larger than a tile is run at once.
     """
     height, width = x.shape[2:]
     if height <= tile and width <= tile:
         return run(x)
     stride = int(tile * (1 - OVERLAP))
     overlap = int(tile_out * OVERLAP)
-    shown = tile_out - overlap
+    step = tile_out - overlap
     result: np.ndarray | None = None
     above: list[np.ndarray] = []
     for row, top in enumerate(range(0, height, stride)):
@@ -41,9 +41,9 @@ def tiled(run: Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
             if result is None:
                 batch, channels = part.shape[:2]
                 result = np.empty((batch, channels, height * tile_out // tile, width * tile_out // tile), np.float32)
-            y, x_out = row * shown, column * shown
-            place = result[:, :, y : y + shown, x_out : x_out + shown]
-            place[...] = part[:, :, : place.shape[2], : place.shape[3]]
+            y, x_out = row * step, column * step
+            target = result[:, :, y : y + step, x_out : x_out + step]
+            target[...] = part[:, :, : target.shape[2], : target.shape[3]]
             lower.append(part[:, :, -overlap:].copy())
             left = part[:, :, :, -overlap:]
         above = lower
@@ -63,5 +63,5 @@ def fade(before: np.ndarray, after: np.ndarray, overlap: int, axis: int) -> None
 
 
 def sliced(run: Run, x: np.ndarray) -> np.ndarray:
-    """`run` over one image of x (B, C, H, W) after the other."""
+    """Apply `run` to one image of x (B, C, H, W) after the other."""
     return np.concatenate([run(x[i : i + 1]) for i in range(len(x))])

@@ -46,7 +46,9 @@ class TransformerPipeline:
     """Components, text encoding and sampling loop of the pipelines of this module."""
 
     CLASS = ""  # the model class of the transformer
+    INDEX_CLASS = ""  # the pipeline class of the folder
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without
+    REQUIRED_COMPONENTS: tuple[str, ...] = ("transformer", "vae_decoder")
 
     def __init__(
         self, folder: Path, models: Components, *, vae_tiling: bool = False, vae_slicing: bool = False
@@ -96,12 +98,12 @@ class TransformerPipeline:
         if choice.reason:
             announce(choice.line)
         index = read_index(folder)
-        if index.get("_class_name") != cls.__name__:
+        if index.get("_class_name") != cls.INDEX_CLASS:
             raise InputError(f"{folder} holds a {index.get('_class_name')}, not a {cls.__name__}.")
         session_options = loading_options(options, folder)
         models = Components(folder, choice.provider, session_options, low_memory=low_memory, graph=False)
         names = [*dict.fromkeys((*cls.ENCODERS, *(n for n in models if n.startswith("text_encoder"))))]
-        needed = [*names, "transformer", "vae_decoder"]
+        needed = [*names, *cls.REQUIRED_COMPONENTS]
         models.require(*needed)
         pipeline = cls(folder, models, vae_tiling=vae_tiling, vae_slicing=vae_slicing)
         if not low_memory:
@@ -183,6 +185,19 @@ class TransformerPipeline:
             raise InputError(f"{len(generator)} generators were given for {count} images.")
         return draw_noise(shape, sources(generator))
 
+    def _start(
+        self, shape: tuple[int, ...], generator: Generator, latents: Any, schedule: flow_match.FlowMatchSchedule,
+        size: tuple[int, int], **images: Any,
+    ) -> tuple[np.ndarray, flow_match.InpaintBlend | None]:  # fmt: skip
+        """Return the latents (B, C, h, w) before the first step, and what inpainting needs after each. size: in pixels.
+
+        images: none here; those of the pipelines that start from an image.
+        """
+        sample = self._noise(shape, generator, shape[0]) if latents is None else as_array(latents)
+        if sample.shape != shape:
+            raise InputError(f"latents of shape {sample.shape} were given where {shape} are needed.")
+        return sample, None
+
     def _predict(self, **inputs: Any) -> np.ndarray:
         prediction = self.models["transformer"](**inputs)["out_hidden_states"].astype(np.float32)
         check_finite(prediction, "transformer")
@@ -203,6 +218,11 @@ def _latents_as_output(latents: np.ndarray, return_dict: bool) -> Any:
     return PipelineOutput(tensor) if return_dict else (tensor,)
 
 
+def named(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a method from its `locals()`."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+
+
 def prompt_list(prompt: Prompt, other: Prompt | None = None, count: int | None = None) -> list[str]:
     """Return prompts as a list; `other` replaces `prompt` if it is not empty. `count`: of prompts, for a single text.
 
@@ -219,7 +239,7 @@ def prompt_list(prompt: Prompt, other: Prompt | None = None, count: int | None =
 class StableDiffusion3Pipeline(TransformerPipeline):
     """Text to image with Stable Diffusion 3 and 3.5 pipeline folders. Make one with `from_pretrained`."""
 
-    CLASS = "SD3Transformer2DModel"
+    CLASS, INDEX_CLASS = "SD3Transformer2DModel", "StableDiffusion3Pipeline"
     ENCODERS = ("text_encoder", "text_encoder_2")
 
     def encode_prompt(
@@ -268,6 +288,17 @@ class StableDiffusion3Pipeline(TransformerPipeline):
         A `guidance_scale` of 1 or less disables guidance. Returns a `PipelineOutput`, a tuple without `return_dict`.
         Raises InputError for arguments that cannot be used.
         """
+        return self._generate(**named(locals()))
+
+    def _generate(
+        self, prompt: Prompt, prompt_2: Prompt | None, prompt_3: Prompt | None, height: int | None, width: int | None,
+        num_inference_steps: int | None, sigmas: Sequence[float] | None, guidance_scale: float,
+        negative_prompt: Prompt | None, negative_prompt_2: Prompt | None, negative_prompt_3: Prompt | None,
+        num_images_per_prompt: int, generator: Generator, latents: Any, output_type: str, return_dict: bool,
+        max_sequence_length: int, mu: float | None, progress: bool, unsupported: Mapping[str, Any],
+        strength: float = 1.0, **images: Any,
+    ) -> Any:  # fmt: skip
+        """The arguments as in `__call__` and, of a pipeline that starts from an image, its images and `strength`."""
         height, width, steps = self._check(
             height, width, num_inference_steps, num_images_per_prompt, output_type, max_sequence_length, unsupported,
             guidance_scale=guidance_scale,
@@ -288,11 +319,9 @@ class StableDiffusion3Pipeline(TransformerPipeline):
         )
         count, factor = prompts * num_images_per_prompt, self.vae_scale_factor
         shape = (count, self.transformer_config["in_channels"], height // factor, width // factor)
-        sample = self._noise(shape, generator, count) if latents is None else as_array(latents)
-        if sample.shape != shape:
-            raise InputError(f"latents of shape {sample.shape} were given where {shape} are needed.")
         tokens = shape[2] * shape[3] // self.transformer_config["patch_size"] ** 2
-        schedule = flow_match.make_schedule(self.scheduler_config, steps, tokens, sigmas, mu)
+        schedule = flow_match.make_schedule(self.scheduler_config, steps, tokens, sigmas, mu).last_part(strength)
+        sample, blend = self._start(shape, generator, latents, schedule, (height, width), strength=strength, **images)
         with step_bar(range(len(schedule.timesteps)), progress) as bar:
             for i in bar:
                 prediction = self._predict(
@@ -305,6 +334,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
                     negative, positive = np.split(prediction, 2)
                     prediction = negative + np.float32(guidance_scale) * (positive - negative)
                 sample = schedule.step(i, prediction, sample)
+                sample = sample if blend is None else blend.apply(schedule, i, sample)
         if output_type == "latent":
             return _latents_as_output(sample, return_dict)
         return self._output(sample, output_type, return_dict)
@@ -313,8 +343,9 @@ class StableDiffusion3Pipeline(TransformerPipeline):
 class FluxPipeline(TransformerPipeline):
     """Text to image with FLUX.1 pipeline folders. Make one with `from_pretrained`."""
 
-    CLASS = "FluxTransformer2DModel"
+    CLASS, INDEX_CLASS = "FluxTransformer2DModel", "FluxPipeline"
     ENCODERS = ("text_encoder", "text_encoder_2")
+    TAKES_UNPACKED_LATENTS = False  # (B, C, h, w), as diffusers does for inpainting
 
     def encode_prompt(
         self, prompt: Prompt, prompt_2: Prompt | None = None, max_sequence_length: int = 512, count: int | None = None
@@ -354,6 +385,16 @@ class FluxPipeline(TransformerPipeline):
         `true_cfg_scale` above 1, which doubles the time of a step. Latents, given or returned, are packed (B, S, C).
         Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
         """
+        return self._generate(**named(locals()))
+
+    def _generate(
+        self, prompt: Prompt, prompt_2: Prompt | None, negative_prompt: Prompt | None,
+        negative_prompt_2: Prompt | None, true_cfg_scale: float, height: int | None, width: int | None,
+        num_inference_steps: int | None, sigmas: Sequence[float] | None, guidance_scale: float,
+        num_images_per_prompt: int, generator: Generator, latents: Any, output_type: str, return_dict: bool,
+        max_sequence_length: int, progress: bool, unsupported: Mapping[str, Any], strength: float = 1.0, **images: Any,
+    ) -> Any:  # fmt: skip
+        """The arguments as in `__call__` and, of a pipeline that starts from an image, its images and `strength`."""
         height, width, steps = self._check(
             height, width, num_inference_steps, num_images_per_prompt, output_type, max_sequence_length, unsupported,
             guidance_scale=guidance_scale, true_cfg_scale=true_cfg_scale,
@@ -367,18 +408,20 @@ class FluxPipeline(TransformerPipeline):
         ]
         count, side = prompts * num_images_per_prompt, 2 * self.vae_scale_factor
         rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
-        if latents is None:
-            noise = self._noise((count, channels // 4, 2 * rows, 2 * columns), generator, count)
-            sample = pack(noise)
-        else:
-            sample = as_array(latents)
-        if sample.shape != (count, rows * columns, channels):
-            raise InputError(
-                f"latents of shape {sample.shape} were given where {(count, rows * columns, channels)} are needed."
-            )
         if sigmas is None:
             sigmas = list(np.linspace(1.0, 1 / steps, steps))
-        schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas)
+        schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas).last_part(strength)
+        shape = (count, channels // 4, 2 * rows, 2 * columns)
+        if latents is None or self.TAKES_UNPACKED_LATENTS:
+            sample, blend = self._start(
+                shape, generator, latents, schedule, (height, width), strength=strength, **images
+            )
+            sample, blend = pack(sample), None if blend is None else blend.packed(pack)
+        else:
+            sample, blend = as_array(latents), None
+            if sample.shape != (count, rows * columns, channels):
+                needed = (count, rows * columns, channels)
+                raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
         fixed = {"img_ids": image_ids(rows, columns), "txt_ids": np.zeros((max_sequence_length, 3), np.float32)}
         if self.transformer_config.get("guidance_embeds"):
             fixed["guidance"] = np.full(count, guidance_scale, np.float32)
@@ -399,6 +442,7 @@ class FluxPipeline(TransformerPipeline):
                 if len(predictions) == 2:
                     prediction = predictions[1] + np.float32(true_cfg_scale) * (predictions[0] - predictions[1])
                 sample = schedule.step(i, prediction, sample)
+                sample = sample if blend is None else blend.apply(schedule, i, sample)
         if output_type == "latent":
             return _latents_as_output(sample, return_dict)
         return self._output(unpack(sample, rows, columns), output_type, return_dict)
@@ -422,8 +466,3 @@ def image_ids(rows: int, columns: int) -> np.ndarray:
     """Return (0, row, column) of each patch (rows * columns, 3), float32."""
     grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).reshape(-1, 2)
     return np.pad(grid, ((0, 0), (1, 0))).astype(np.float32)
-
-
-PIPELINES: Mapping[str, type[TransformerPipeline]] = {
-    cls.__name__: cls for cls in (StableDiffusion3Pipeline, FluxPipeline)
-}

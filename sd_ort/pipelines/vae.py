@@ -1,4 +1,4 @@
-"""The VAE of a folder: pictures to latents and back, whole, in tiles or one after the other."""
+"""The VAE of a folder: images to latents and back, with optional tiling and slicing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 
 class Vae:
-    """`decode` and `encode` are diffusers': the VAE's own latents. The pipelines' latents, scaled to unit variance,
-    are those of `to_pixels` and `to_latents`, in arrays. Pixels (B, 3, H, W) float32, -1..1; latents (B, C, h, w)
-    float32."""
+    """The VAE's components. Pixels are (B, 3, H, W) float32, -1..1; latents (B, C, h, w) float32.
+
+    `decode` and `encode` are those of diffusers, for the VAE's own latents. `to_pixels` and `to_latents` are for the
+    pipelines' latents, which are scaled to unit variance.
+    """
 
     def __init__(
         self, models: Mapping[str, Model], config: Mapping[str, Any], *, tiling: bool = False, slicing: bool = False
@@ -38,19 +40,18 @@ class Vae:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what the decoder reads."""
+        """Return the dtype of the decoder's input."""
         import torch
 
         return getattr(torch, np.dtype(self.models["vae_decoder"].dtype("latent_sample")).name)
 
     def to_pixels(self, latents: np.ndarray) -> np.ndarray:
-        """Latents as the scheduler leaves them -> pixels."""
+        """Return the pixels of a pipeline's latents."""
         mean, factor = latent_scale(self.config)
         return self._decoded(latents * factor + mean)
 
     def to_latents(self, pixels: np.ndarray, generator: Any) -> np.ndarray:
-        """Pixels -> latents as the scheduler takes them, drawn from the VAE's distribution. `generator`: torch's, or a
-        list of one an image."""
+        """Return a pipeline's latents, sampled from the VAE's distribution. `generator`: as in `draw_noise`."""
         latents = self._encoded(pixels)
         if latents.shape[1] == 2 * self.latent_channels:  # a distribution, where a tiny autoencoder has latents
             mean, log_variance = np.split(latents, 2, axis=1)
@@ -67,55 +68,54 @@ class Vae:
             draw_noise((count, *shape[1:]), generator[:count] if isinstance(generator, list) else generator)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
-        """The VAE's own latents -> pixels, as `.sample` or, without `return_dict`, in a tuple."""
+        """Return the pixels of the VAE's own latents as `.sample` or, without `return_dict`, in a tuple."""
         import torch
 
         sample = torch.from_numpy(self._decoded(as_array(z)))
         return SimpleNamespace(sample=sample) if return_dict else (sample,)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """Pixels -> the VAE's own latents, as `.latent_dist`, or `.latents` of a tiny autoencoder."""
+        """Return the VAE's own latents of pixels as `.latent_dist`, or as `.latents` of a tiny autoencoder."""
         import torch
 
-        made = torch.from_numpy(self._encoded(as_array(x)))
-        if made.shape[1] == self.latent_channels:
-            return SimpleNamespace(latents=made) if return_dict else (made,)
+        latents = torch.from_numpy(self._encoded(as_array(x)))
+        if latents.shape[1] == self.latent_channels:
+            return SimpleNamespace(latents=latents) if return_dict else (latents,)
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        distribution = DiagonalGaussianDistribution(made)
+        distribution = DiagonalGaussianDistribution(latents)
         return SimpleNamespace(latent_dist=distribution) if return_dict else (distribution,)
 
     def enable_tiling(self, use_tiling: bool = True) -> None:
-        """Work on images larger than those it was trained on in overlapping tiles."""
+        """Run images larger than those of the training in overlapping tiles."""
         self.use_tiling = use_tiling
 
     def disable_tiling(self) -> None:
         self.use_tiling = False
 
     def enable_slicing(self) -> None:
-        """Work on one image of a batch after the other."""
+        """Run one image of a batch after the other."""
         self.use_slicing = True
 
     def disable_slicing(self) -> None:
         self.use_slicing = False
 
     def _decoded(self, latents: np.ndarray) -> np.ndarray:
-        def run(part: np.ndarray) -> np.ndarray:
-            return self.models["vae_decoder"](latent_sample=part)["sample"]
+        def run(latents: np.ndarray) -> np.ndarray:
+            return self.models["vae_decoder"](latent_sample=latents)["sample"]
 
-        return self._parts(run, latents, self.tile // self.scale_factor, self.tile)
+        return self._run(run, latents, self.tile // self.scale_factor, self.tile)
 
     def _encoded(self, pixels: np.ndarray) -> np.ndarray:
-        def run(part: np.ndarray) -> np.ndarray:
-            return next(iter(self.models["vae_encoder"](sample=part).values()))
+        def run(pixels: np.ndarray) -> np.ndarray:
+            return next(iter(self.models["vae_encoder"](sample=pixels).values()))
 
-        return self._parts(run, pixels, self.tile, self.tile // self.scale_factor)
+        return self._run(run, pixels, self.tile, self.tile // self.scale_factor)
 
-    def _parts(self, run: tiling.Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
-        """`run` on all of x (B, C, H, W), or in parts."""
+    def _run(self, run: tiling.Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
+        """Apply `run` to x (B, C, H, W), with tiling and slicing if they are enabled."""
 
-        def one(part: np.ndarray) -> np.ndarray:
-            return tiling.tiled(run, part, tile, tile_out) if self.use_tiling else run(part)
+        def run_tiled(x: np.ndarray) -> np.ndarray:
+            return tiling.tiled(run, x, tile, tile_out) if self.use_tiling else run(x)
 
-        made = tiling.sliced(one, x) if self.use_slicing else one(x)
-        return made.astype(np.float32)
+        return (tiling.sliced(run_tiled, x) if self.use_slicing else run_tiled(x)).astype(np.float32)

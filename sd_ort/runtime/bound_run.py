@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,7 +18,7 @@ from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.gpu_graphs import GpuGraph
-from sd_ort.runtime.ort_values import device_value, empty_value, place, read_value, write_value
+from sd_ort.runtime.ort_values import device_arguments, device_value, empty_value, read_value, write_value
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.providers import provider_named, warn_once
 from sd_ort.runtime.session import DEFAULT_OPTIONS, DTYPES, Model, SessionOptions, create_session
@@ -115,7 +115,7 @@ class BoundRun:
         missing = [name for name in declared if name not in outputs]
         if missing:
             # What has no shape yet cannot be bound to a plugin's memory; on the CPU it gets its shape as well.
-            where = place("cpu" if ":" in device else device)
+            where = device_arguments("cpu" if ":" in device else device)
             for name in declared:
                 self.binding.bind_output(name, where["device_type"], where["device_id"])
             self._run(NO_GRAPH_ID, wait=True)
@@ -218,14 +218,30 @@ def failed_captures() -> list[str]:
         return []
 
 
+T = TypeVar("T")
+
+
+class ShapeCache(dict[Any, T]):
+    """Values by input shapes, at most `MAX_SHAPES`; the least recently used one is dropped."""
+
+    MAX_SHAPES = 8
+
+    def get_or_make(self, key: Any, make: Callable[[], T], drop: Callable[[T], object] = lambda _: None) -> T:
+        """Return the value of `key`, made if there is none; `drop` is called with a value that leaves the cache."""
+        value = self.pop(key, None)
+        if value is None:
+            if len(self) == self.MAX_SHAPES:
+                drop(self.pop(next(iter(self))))
+            value = make()
+        self[key] = value
+        return value
+
+
 class GpuGraphModel(Model):
-    """A component whose runs are captured: a `BoundRun` for each set of input shapes, at most `MAX_RUNS` of them.
+    """A component whose runs are captured: a `BoundRun` for each set of input shapes.
 
-    A call copies its inputs to the buffers of their shapes, runs, and copies the outputs out. The least recently used
-    shapes are dropped.
+    A call copies its inputs to the buffers of their shapes, runs, and copies the outputs out.
     """
-
-    MAX_RUNS = 8
 
     def __init__(
         self,
@@ -237,7 +253,7 @@ class GpuGraphModel(Model):
         """`stream`: as of `BoundRun`. Without one the provider itself captures runs by their graph_id."""
         super().__init__(session, lock)
         self.device, self.stream = device, stream
-        self.runs: dict[tuple[Any, ...], BoundRun] = {}
+        self.runs: ShapeCache[BoundRun] = ShapeCache()
         self.graph_ids = itertools.count()
 
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
@@ -254,13 +270,7 @@ class GpuGraphModel(Model):
     def bind(self, feed: Mapping[str, np.ndarray]) -> BoundRun:
         """Return the cached run for the shapes of `feed`; the inputs of a new one have the values of `feed`."""
         key = tuple((name, array.shape) for name, array in sorted(feed.items()))
-        bound = self.runs.pop(key, None)
-        if bound is None:
-            if len(self.runs) == self.MAX_RUNS:
-                self.runs.pop(next(iter(self.runs))).release()
-            bound = self.capture(feed)
-        self.runs[key] = bound
-        return bound
+        return self.runs.get_or_make(key, lambda: self.capture(feed), BoundRun.release)
 
     def capture(self, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundRun:
         """Return a captured run over `feed` and `outputs` as of `BoundRun`, which the caller keeps."""

@@ -18,13 +18,14 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL, check_component, components
 from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
-from sd_ort.runtime.glibc_malloc import disable_trim, kept, return_heap, trim_heap
+from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap, trim_heap
 from sd_ort.runtime.op_library import op_library
-from sd_ort.runtime.partitioned import Link, PartitionedModel, Range
+from sd_ort.runtime.partitioned import Partition, PartitionedModel, PlacedPartition
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named
 from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, ModelOverride, SessionOptions, create_session
 from sd_ort.runtime.stream import DeviceLock, Stream, open_stream
 from sd_ort.runtime.updatable_weights import UpdatableWeights, supports_in_place_update, update_callback
+from sd_ort.runtime.warm_up import warm_up
 
 # Components of every step. With --low-memory they stay in memory together, and their runs are captured as GPU graphs.
 # Measured on an H200, SD 1.5: the UNet gains 0.7 ms per step; the VAE nothing. A text encoder would gain 2 ms an image,
@@ -41,7 +42,7 @@ class ComponentOverrides:
     updatable: dict[str, UpdatableWeights] = field(default_factory=dict)
     free_dimensions: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
-    def of(self, name: str, partition: Range | None = None) -> ModelOverride:
+    def of(self, name: str, partition: Partition | None = None) -> ModelOverride:
         """Return the override of a component, or of a partition of its graph."""
         weights = self.weights.get(name, {})
         updatable = self.updatable[name].shared if name in self.updatable else {}
@@ -89,12 +90,14 @@ class Components(MutableMapping[str, Model]):
         self.closed: set[str] = set()  # closed when their weights were replaced: opened again together
         self.checked: set[str] = set()
         self.overrides = ComponentOverrides()
+        settings = dict(options.provider_options)
+        device_id, handle = int(settings.get("device_id", 0)), settings.get("user_compute_stream")
+        if not options.tuning:
+            warm_up(provider, device_id)
         check_provider(provider, allow_fallback=options.allow_fallback)
         entry = provider_named(provider)
         if graph and entry.graph is None:
             raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-        settings = dict(options.provider_options)
-        device_id, handle = int(settings.get("device_id", 0)), settings.get("user_compute_stream")
         self.stream = open_stream(provider, device_id, None if handle is None else int(handle))
         if self.stream is not None:
             settings["user_compute_stream"] = str(self.stream.handle)
@@ -107,7 +110,7 @@ class Components(MutableMapping[str, Model]):
             self.lock = DeviceLock(self.stream)
         self.guidance_peer: Components | None = None
         self.placed: dict[str, Components] = {}
-        self.partitioned: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Range]]]] = {}
+        self.partitioned: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Partition]]]] = {}
 
     @property
     def capture_stream(self) -> Stream | None:
@@ -127,7 +130,9 @@ class Components(MutableMapping[str, Model]):
         Raises as `_open_on_device`."""
         self.placed[name] = self._open_on_device(number)
 
-    def partition_over(self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Range]]) -> None:
+    def partition_over(
+        self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Partition]]
+    ) -> None:
         """Run the partitions of a component's graph that `cut` returns on this device and then on devices `numbers`.
         Raises as `_open_on_device`."""
         self.partitioned[name] = [self, *(self._open_on_device(number) for number in numbers)], cut
@@ -195,11 +200,11 @@ class Components(MutableMapping[str, Model]):
     def open(self, names: Sequence[str]) -> None:
         """Open components at once, and those that were closed for their weights' sake: most of that time each reads its
         own file. The last one, a U-Net where it is among them, is opened by this thread: of threads only the main one
-        finds again what was freed (`kept`). Raises what opening one of them raises."""
+        finds again what was freed (`retain_heap`). Raises what opening one of them raises."""
         every = sorted({*names, *self.closed}, key=lambda name: (_kind(name) in STEP_COMPONENTS, name))
-        memory = nullcontext() if self.provider != "cpu" else kept() if self.closed else return_heap()
+        memory = nullcontext() if self.provider != "cpu" else retain_heap() if self.closed else return_heap()
         was_kept, self.closed = bool(self.closed), set()
-        beside = [] if self.low_memory or is_plugin(self.provider) else every[:-1]
+        beside = [] if self.low_memory else every[:-1]
         with memory, ThreadPoolExecutor(max(1, len(beside))) as threads:
             opening = [threads.submit(self.__getitem__, name) for name in beside]
             for name in every[len(beside) :]:
@@ -209,7 +214,7 @@ class Components(MutableMapping[str, Model]):
         if was_kept and not self.overrides.weights:
             trim_heap()
 
-    def _open(self, name: str, partition: Range | None = None) -> Model:
+    def _open(self, name: str, partition: Partition | None = None) -> Model:
         if partition is None and name in self.partitioned:
             return self._open_partitions(name)
         if self.device != "cpu" and self.graph is not False and _kind(name) in STEP_COMPONENTS:
@@ -225,11 +230,11 @@ class Components(MutableMapping[str, Model]):
     def _open_partitions(self, name: str) -> Model:
         devices, cut = self.partitioned[name]
         folder, component = self._folder_of(name)
-        links = []
+        placed = []
         for device, partition in zip(devices, cut(folder / component / MODEL, len(devices)), strict=True):
             device.overrides = replace(device.overrides, weights=self.overrides.weights)
-            links.append(Link(device._open(name, partition), device.device, device.stream))
-        return PartitionedModel(links)
+            placed.append(PlacedPartition(device._open(name, partition), device.device, device.stream))
+        return PartitionedModel(placed)
 
     def variant(self, name: str, label: str, make: Callable[[Path], bytes]) -> Model:
         """A component with another graph over its own weights: `make` is given the path of its model and returns the
@@ -282,12 +287,19 @@ class Components(MutableMapping[str, Model]):
         self.replace_weights({})
         return weights
 
-    def make_updatable(self, name: str, weights: Mapping[str, np.ndarray]) -> UpdatableWeights:
-        """Close a component's session; open it from now on over these initializers in updatable memory."""
-        self._close(name)
-        updatable = UpdatableWeights(weights, self.device, update_callback(self.provider))
-        self.overrides.updatable[name] = updatable
-        return updatable
+    def make_updatable(self, name: str, weights: Mapping[str, np.ndarray]) -> bool:
+        """Have these initializers of a component in updatable memory from now on.
+
+        Returns whether its session was closed, to be opened over that memory: not if it prefetched them there.
+        """
+        prefetched = getattr(getattr(self.opened.get(name), "session", None), "prefetched", None)
+        if prefetched is not None and not weights.keys() <= prefetched.values.keys():
+            prefetched = None
+        if prefetched is None:
+            self._close(name)
+        callback = update_callback(self.provider)
+        self.overrides.updatable[name] = UpdatableWeights(weights, self.device, callback, prefetched)
+        return prefetched is None
 
     def _close(self, name: str) -> None:
         if name in self.opened and not self.low_memory:

@@ -1,10 +1,9 @@
-"""The C library's allocator, while sessions are opened.
+"""glibc's malloc settings while sessions are opened. Without glibc these functions do nothing.
 
-ONNX Runtime makes large tensors then and frees them again: float32 weights out of a folder's float16 ones, and packed
-ones out of these. glibc learns from the first that is freed to take the next from its heap (mallopt(3),
-M_MMAP_THRESHOLD), which keeps the holes: 0.2 GB of SD 1.5's UNet. Where a session is closed to be opened with other
-weights, what it gives back is what the next one asks for: to get that from the system again takes a quarter of the
-processor's time. Nothing here does anything without glibc.
+ONNX Runtime allocates and frees large tensors then: float32 weights of a folder's float16 ones, and packed ones of
+these. After the first free glibc takes such blocks from its heap (mallopt(3), M_MMAP_THRESHOLD), which retains the
+holes: 0.2 GB for SD 1.5's UNet. If a session is closed to be opened with other weights, the next one asks for the same
+blocks: getting them from the system again takes a quarter of the CPU time.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # glibc's malloc.h
-_AT_FIRST, _AT_MOST = 128 << 10, 32 << 20  # what M_MMAP_THRESHOLD is in a new process, and what it grows to by itself
-_MAPPINGS = 65536  # what M_MMAP_MAX is in a new process
+_INITIAL, _LARGEST = 128 << 10, 32 << 20  # M_MMAP_THRESHOLD in a new process, and the most it grows to
+_MAPPINGS = 65536  # M_MMAP_MAX in a new process
 _LOCK = threading.Lock()
-_lasting = 0  # `kept` and `return_heap`
+_active = 0  # number of entered contexts of `retain_heap` and `return_heap`
 
 
 def _set(*options: tuple[int, int]) -> None:
@@ -28,39 +27,39 @@ def _set(*options: tuple[int, int]) -> None:
 
 
 def disable_trim() -> None:
-    """Large blocks are taken from the heap, and what is freed stays there for the next, until sessions were opened."""
+    """Take large blocks from the heap, and retain freed ones there, until the next sessions are open."""
     _set((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 
 
 def trim_heap() -> None:
-    """What the heap keeps free goes back to the system."""
+    """Return the heap's free memory to the system."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(ctypes.c_size_t(0))
 
 
-def kept() -> AbstractContextManager[None]:
-    """While it lasts, as after `disable_trim`."""
+def retain_heap() -> AbstractContextManager[None]:
+    """Return the context in which malloc behaves as after `disable_trim`."""
     return _while_opening(disable_trim)
 
 
 def return_heap() -> AbstractContextManager[None]:
-    """While it lasts, what is freed of 128 kB and more goes back to the system at once."""
-    return _while_opening(lambda: _set((_MMAP_MAX, _MAPPINGS), (_MMAP_THRESHOLD, _AT_FIRST)))
+    """Return the context in which freed blocks of 128 kB and more go back to the system at once."""
+    return _while_opening(lambda: _set((_MMAP_MAX, _MAPPINGS), (_MMAP_THRESHOLD, _INITIAL)))
 
 
 @contextmanager
 def _while_opening(begin: Callable[[], None]) -> Iterator[None]:
-    """Of those that last at once, nested or in threads, the first to begin decides. After the last one blocks are taken
-    from the heap as large as they would be in a process that ran for a while, and the heap's end is given back."""
-    global _lasting
+    """Of several contexts at once, nested or in threads, the settings of the first hold. After the last one, large
+    blocks are taken from the heap as in a process that ran for a while, and the heap's end is trimmed."""
+    global _active
     with _LOCK:
-        _lasting += 1
-        if _lasting == 1:
+        _active += 1
+        if _active == 1:
             begin()
     try:
         yield
     finally:
         with _LOCK:
-            _lasting -= 1
-            if not _lasting:
-                _set((_MMAP_MAX, _MAPPINGS), (_MMAP_THRESHOLD, _AT_MOST), (_TRIM_THRESHOLD, 2 * _AT_MOST))
+            _active -= 1
+            if not _active:
+                _set((_MMAP_MAX, _MAPPINGS), (_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, 2 * _LARGEST))

@@ -1,8 +1,8 @@
-"""Devices by name, and memory on them as ONNX Runtime takes a weight that it is to read where it lies.
+"""OrtValue views over existing device memory, and device names in the form that ONNX Runtime expects.
 
-ONNX Runtime refuses values that own their memory as weights (`AddInitializer`), and takes its file's own instead of one
-that is not on exactly the device of the session, vendor included. What it makes of DLPack's tensors is always NVIDIA's.
-A value that is bound as an output is on the device that it is said to be on, and owns nothing.
+`AddInitializer` rejects values that own their memory. A value that is not on exactly the session's device, vendor
+included, is ignored in favor of the file's. OrtValues from DLPack are always on NVIDIA's devices. A value that is bound
+as an output is on the device that the caller names, and owns nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 
 @cache
 def _any_session() -> Any:
-    """A session that has an output to bind."""
+    """Return a session with an output to bind."""
     import onnx
 
     graph = onnx.parser.parse_model(
@@ -34,19 +34,20 @@ def _any_session() -> Any:
     return runtime().InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def place(device: str) -> dict[str, Any]:
-    """A device's name as ONNX Runtime's OrtValue takes it: "cpu" and "cuda", or "gpu:VENDOR" of a plugin provider; the
-    second one is "cuda@1"."""
+def device_arguments(device: str) -> dict[str, Any]:
+    """Return OrtValue's arguments for a device: "cpu" and "cuda", or "gpu:VENDOR" of a plugin provider; "cuda@1" is the
+    second one."""
     name, _, number = device.partition("@")
-    kind, _, vendor = name.partition(":")
-    return {"device_type": kind, "device_id": int(number or 0), **({"vendor_id": int(vendor)} if vendor else {})}
+    device_type, _, vendor = name.partition(":")
+    return {"device_type": device_type, "device_id": int(number or 0), **({"vendor_id": int(vendor)} if vendor else {})}
 
 
 def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
     """Return an OrtValue with undefined values on `device`."""
     with device_calls(device):
         try:
-            return runtime().OrtValue.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, **place(device))
+            allocate = runtime().OrtValue.ortvalue_from_shape_and_type
+            return allocate(list(shape), np.dtype(dtype).type, **device_arguments(device))
         except Exception:  # onnxruntime-rocm allocates nothing on "cuda" by shape and type, but copies an array there
             return device_value(np.empty(shape, dtype), device)
 
@@ -54,7 +55,7 @@ def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
 def device_value(array: np.ndarray, device: str) -> Any:
     """Return an OrtValue on `device` with a copy of `array`; on the CPU over the array itself if it is contiguous."""
     with device_calls(device):
-        return runtime().OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"), **place(device))
+        return runtime().OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"), **device_arguments(device))
 
 
 def write_value(value: Any, array: np.ndarray) -> None:
@@ -71,7 +72,7 @@ def read_value(value: Any) -> np.ndarray:
 
 
 def host_value(array: np.ndarray) -> Any:
-    """An OrtValue over a contiguous array of the host, which must outlive it, of any type that weights have."""
+    """Return an OrtValue over a contiguous host array, which must outlive it, of any dtype that weights have."""
     value = runtime().OrtValue
     if array.dtype == ml_dtypes.bfloat16:
         return value.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
@@ -87,24 +88,34 @@ def unowned(value: Any) -> Any:
     return runtime().OrtValue(type(c_value).from_dlpack(c_value.to_dlpack(), False))
 
 
-def view(device: str, address: int, element: int, shape: Sequence[int], owner: object = None) -> Any:
-    """An OrtValue over numbers of onnx.TensorProto's type `element` at an address of a device with a vendor
-    ("gpu:VENDOR"). It keeps `owner`; sessions that read it do not: see `keep`."""
+def value_at(device: str, address: int, element: int, shape: Sequence[int], owner: object = None) -> Any:
+    """Return an OrtValue over an address of a device with a vendor ("gpu:VENDOR"). `element`: onnx.TensorProto's type.
+
+    It references `owner`; sessions that read it do not: see `keep`.
+    """
     onnxruntime = runtime()
-    where = place(device)
+    where = device_arguments(device)
     memory = onnxruntime.OrtDevice.make(where["device_type"], where["device_id"], where["vendor_id"])
     binding = _any_session().io_binding()._iobinding  # its public methods know no vendor
     binding.bind_output("y", memory._get_c_device(), element, list(shape), address)
-    made = onnxruntime.OrtValue(binding.get_outputs()[0])
-    made.owner = owner
-    return made
+    value = onnxruntime.OrtValue(binding.get_outputs()[0])
+    value.owner = owner
+    return value
+
+
+def memory_view(device: str, address: int, dtype: Any, shape: Sequence[int]) -> Any:
+    """Return an OrtValue over memory at an address of a device without a vendor, which must outlive it."""
+    binding = _any_session().io_binding()
+    where = device_arguments(device)
+    binding.bind_output("y", where["device_type"], where["device_id"], dtype, list(shape), address)
+    return binding.get_outputs()[0]
 
 
 def keep(session: Any, owner: object) -> Any:
-    """The session; `owner` stays as long as any part of ONNX Runtime has it."""
-    weakref.finalize(session._sess, _let_go, owner).atexit = False  # type: ignore[misc]  # a property
+    """Return the session, after tying the lifetime of `owner` to that of ONNX Runtime's session."""
+    weakref.finalize(session._sess, _release, owner).atexit = False  # type: ignore[misc]  # a property
     return session
 
 
-def _let_go(_: object) -> None:
-    """Nothing: what is kept goes with the call's arguments."""
+def _release(_: object) -> None:
+    """Finalizer with an empty body: weakref.finalize drops its argument, which releases the object."""

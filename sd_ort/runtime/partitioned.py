@@ -1,4 +1,4 @@
-"""A component whose graph is cut into ranges, each on a device of its own: what one gives, the next ones read."""
+"""A component whose graph is cut into partitions, one on each device; later ones read the outputs of earlier ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from sd_ort.runtime.stream import Stream
 
 
-class Range(Protocol):
-    """A part of a component's graph, as bytes over the whole one's data file, and the names of its initializers."""
+class Partition(Protocol):
+    """A part of a component's graph: the serialized model over the component's data file, and its initializers."""
 
     @property
     def graph(self) -> bytes: ...
@@ -27,8 +27,8 @@ class Range(Protocol):
 
 
 @dataclass
-class Link:
-    """A range of a component on its device."""
+class PlacedPartition:
+    """The session of a partition on its device."""
 
     model: Model
     device: str
@@ -36,121 +36,121 @@ class Link:
 
 
 class PartitionedModel(Model):
-    """The ranges as one function of NumPy arrays; what is handed on goes through the host. `bind` hands it on from
-    device to device."""
+    """The partitions as one function of NumPy arrays, which transfers values through the host. `bind` transfers them
+    from device to device."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
-        self.links = links
+    def __init__(self, partitions: Sequence[PlacedPartition]) -> None:
+        self.partitions = partitions
         self.inputs: dict[str, Any] = {}
-        made: set[str] = set()
-        for link in links:
-            self.inputs |= {name: value for name, value in link.model.inputs.items() if name not in made}
-            made |= set(link.model.outputs)
-        self.outputs = links[-1].model.outputs
+        computed: set[str] = set()
+        for partition in partitions:
+            self.inputs |= {name: value for name, value in partition.model.inputs.items() if name not in computed}
+            computed |= set(partition.model.outputs)
+        self.outputs = partitions[-1].model.outputs
 
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
         """As `Model.__call__`."""
         self.check_names(arrays)
         values = dict(arrays)
-        for link in self.links:
-            values |= link.model(**{name: values[name] for name in link.model.inputs})
+        for partition in self.partitions:
+            values |= partition.model(**{name: values[name] for name in partition.model.inputs})
         return {name: values[name] for name in self.outputs}
 
     def bind(self, feed: Mapping[str, Any]) -> BoundPartitions:
-        """The ranges over buffers; `feed`: OrtValues on the first device."""
-        return BoundPartitions(self.links, feed)
+        """Return the partitions over buffers; `feed`: OrtValues on the first device."""
+        return BoundPartitions(self.partitions, feed)
 
 
 class BoundPartitions(BoundRun):
-    """Ranges over buffers at fixed addresses, each run after what it reads was copied to its device.
+    """Partitions over buffers at fixed addresses. Each runs after its inputs were copied to its device.
 
-    `outputs` of the last range lie on the first device again.
+    `outputs` of the last partition are copied to the first device.
     """
 
-    def __init__(self, links: Sequence[Link], feed: Mapping[str, Any]) -> None:
-        self.links = links
-        self.places = {name: (value, 0) for name, value in feed.items()}
-        self.parts: list[BoundRun] = []
-        self.copies: list[list[Copy]] = []
-        for number, link in enumerate(links):
-            copies: list[Copy] = []
+    def __init__(self, partitions: Sequence[PlacedPartition], feed: Mapping[str, Any]) -> None:
+        self.partitions = partitions
+        values = {name: (value, 0) for name, value in feed.items()}  # with the partition on whose device it is
+        self.runs: list[BoundRun] = []
+        self.copies: list[list[PeerCopy]] = []
+        for index, partition in enumerate(partitions):
+            copies: list[PeerCopy] = []
             inputs = {}
-            for name in link.model.inputs:
-                value, owner = self.places[name]
-                if owner != number:
-                    copies.append(Copy(value, owner, _like(value, link)))
+            for name in partition.model.inputs:
+                value, owner = values[name]
+                if owner != index:
+                    copies.append(PeerCopy(value, owner, _like(value, partition)))
                     value = copies[-1].target
                 inputs[name] = value
-            if link.stream is not None:
-                link.stream.use()
-            self.parts.append(bind(link.model, inputs, link.device))
-            self.places |= {name: (value, number) for name, value in self.parts[-1].outputs.items()}
+            if partition.stream is not None:
+                partition.stream.use()
+            self.runs.append(bind(partition.model, inputs, partition.device))
+            values |= {name: (value, index) for name, value in self.runs[-1].outputs.items()}
             self.copies.append(copies)
-        self.host_inputs = [name for part in self.parts for name in part.host_inputs]
-        last = len(links) - 1
-        back = [Copy(value, last, _like(value, links[0])) for value in self.parts[-1].outputs.values()]
-        self.outputs = {name: copy.target for name, copy in zip(self.parts[-1].outputs, back, strict=True)}
+        self.host_inputs = [name for run in self.runs for name in run.host_inputs]
+        last = len(partitions) - 1
+        back = [PeerCopy(value, last, _like(value, partitions[0])) for value in self.runs[-1].outputs.values()]
+        self.outputs = {name: copy.target for name, copy in zip(self.runs[-1].outputs, back, strict=True)}
         self.copies.append(back)
         self.reserve_events()
-        if links[0].stream is not None:
-            links[0].stream.use()
+        if partitions[0].stream is not None:
+            partitions[0].stream.use()
 
     def reserve_events(self) -> None:
-        """Events of each range, if it has a stream: that what it reads is sent, by each other one, and that it ran."""
-        streams = [link.stream for link in self.links if link.stream is not None]
+        """Create the events of partitions with streams: inputs sent, by sender, and partition run."""
+        streams = [partition.stream for partition in self.partitions if partition.stream is not None]
         self.sent = [[stream.event() for stream in streams] for _ in self.copies]
         self.ran = [stream.event() for stream in streams]
 
     def run(self, wait: bool = True) -> None:
         """As `BoundRun.run`."""
-        for number, part in enumerate(self.parts):
-            self._hand_over(number, number)
-            stream = self.links[number].stream
+        for index, run in enumerate(self.runs):
+            self._transfer(index, index)
+            stream = self.partitions[index].stream
             if stream is not None:
                 stream.use()
-            part.run(wait)
+            run.run(wait)
             if stream is not None:
-                stream.mark(self.ran[number])
-        self._hand_over(len(self.parts), 0)
+                stream.mark(self.ran[index])
+        self._transfer(len(self.runs), 0)
 
-    def _hand_over(self, number: int, to: int) -> None:
-        """Copy what comes before range `number` to the device of range `to`, once that device has read the last one."""
-        receiver = self.links[to].stream
+    def _transfer(self, index: int, to: int) -> None:
+        """Run the copies before partition `index` to the device of partition `to`, after that device's last reads."""
+        receiver = self.partitions[to].stream
         if receiver is None:
-            for copy in self.copies[number]:
+            for copy in self.copies[index]:
                 write_value(copy.target, read_value(copy.source))
             return
-        for sender in dict.fromkeys(copy.source_link for copy in self.copies[number]):
-            stream, event = self.links[sender].stream, self.sent[number][sender]
+        for sender in dict.fromkeys(copy.sender for copy in self.copies[index]):
+            stream, event = self.partitions[sender].stream, self.sent[index][sender]
             assert stream is not None
             stream.use()
             stream.follow(self.ran[to])
-            for copy in self.copies[number]:
-                if copy.source_link == sender:
+            for copy in self.copies[index]:
+                if copy.sender == sender:
                     stream.send(copy.source.data_ptr(), receiver, copy.target.data_ptr(), copy.size)
             stream.mark(event)
             receiver.follow(event)
         receiver.use()
 
     def release(self) -> None:
-        """Give the captured graphs back."""
-        for part in self.parts:
-            part.release()
+        """Free the GPU graphs."""
+        for run in self.runs:
+            run.release()
 
 
-class Copy:
-    """A value of one range, and where another has it."""
+class PeerCopy:
+    """The copy of a value from the device of partition `sender` to another device."""
 
-    def __init__(self, source: Any, source_link: int, target: Any) -> None:
-        self.source, self.source_link, self.target = source, source_link, target
+    def __init__(self, source: Any, sender: int, target: Any) -> None:
+        self.source, self.sender, self.target = source, sender, target
         self.size = math.prod(source.shape()) * np.dtype(DTYPES[source.data_type()]).itemsize  # bytes
 
 
-def _like(value: Any, link: Link) -> Any:
-    """Memory for the same on a range's device."""
-    return empty_value(value.shape(), DTYPES[value.data_type()], link.device)
+def _like(value: Any, partition: PlacedPartition) -> Any:
+    """Return an OrtValue of the same shape and dtype on a partition's device."""
+    return empty_value(value.shape(), DTYPES[value.data_type()], partition.device)
 
 
 def is_captured(model: Model) -> bool:
-    """Whether runs of a component, or of its first range, are captured as graphs."""
-    return isinstance(model.links[0].model if isinstance(model, PartitionedModel) else model, GpuGraphModel)
+    """Return whether runs of a component, or of its first partition, are captured as GPU graphs."""
+    return isinstance(model.partitions[0].model if isinstance(model, PartitionedModel) else model, GpuGraphModel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from sd_ort.runtime.provider_table import OURS, PROVIDERS, Provider
 log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
 PLUGIN = "plugin:"
+_REGISTRATION = threading.Lock()
 
 
 def provider_named(name: str) -> Provider:
@@ -58,12 +60,17 @@ def plugin_library(name: str) -> Path:
     return library
 
 
-@cache
 def plugin_devices(library: Path) -> list[Any]:
     """Register a plugin provider with ONNX Runtime, once a process; the devices that it can run on.
 
     Raises ProviderError for a library that is missing, lacks libraries of its own, is no provider, or sees no device.
     """
+    with _REGISTRATION:
+        return _register(library)
+
+
+@cache
+def _register(library: Path) -> list[Any]:
     if not library.is_file():
         raise ProviderError(f"{library} does not exist: give the provider's shared library as {PLUGIN}LIBRARY.")
     onnxruntime = runtime()

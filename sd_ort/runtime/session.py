@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sd_ort.core import embedded_weights
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
+from sd_ort.core.onnx_file import EMBEDDED_LIMIT
 from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
@@ -130,7 +132,7 @@ def create_session(
         reads_file = entry.vendor and not override.weights and graph is None and not options.skip_optimization
         settings = _provider_settings(entry, options)
         prefetched = begin(provider, settings, model_path, override.updatable) if reads_file else None
-        session = opened(None) if prefetched is None else prefetched.opened(opened)
+        session = opened(None) if prefetched is None else prefetched.open_session(opened)
     except SdOrtError:
         raise
     except Exception as error:  # pybind's exceptions share no base class but Exception
@@ -178,6 +180,7 @@ def _open(
         session = runtime().InferenceSession(graph or str(model_path), ort_options, **arguments)
     # weights in memory that is not ONNX Runtime's
     session.shared = {**shared, **(prefetched.values if prefetched else {})}
+    session.prefetched = prefetched
     return keep(session, (session.shared, prefetched, override.updatable))
 
 
@@ -238,6 +241,9 @@ def check_opens(path: Path) -> None:
     _skip_optimization(options)
     try:
         graph = _with_distinct_functions(options, path)
+        if graph is None and path.stat().st_size > EMBEDDED_LIMIT:
+            options.add_session_config_entry(DATA_FOLDER, str(path.absolute().parent))
+            graph = embedded_weights.skeleton(path)
         onnxruntime.InferenceSession(graph or str(path), options, providers=[CPU_EP])
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if type(error).__name__ != "NotImplemented":
@@ -275,6 +281,8 @@ def _ort_options(provider: str, options: SessionOptions = DEFAULT_OPTIONS) -> An
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
         ort_options.enable_mem_pattern = False
+    else:  # a pool for each session would spin beside the driver's threads
+        ort_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if options.threads:
         ort_options.intra_op_num_threads = options.threads
         if options.threads > (os.cpu_count() or 1):  # that many would spin against each other for minutes

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime.ort_values import device_value, place, unowned, view, write_value
+from sd_ort.runtime.ort_values import device_arguments, device_value, unowned, value_at, write_value
 from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
+from sd_ort.runtime.weight_prefetch import PrefetchedWeights
 
 WRITTEN = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provider/winograd_filter_cache.cc
 
@@ -36,14 +37,22 @@ class UpdatableWeights:
     that hold other numbers than the file; `originals`: copies of the file's numbers on the device, of some of them."""
 
     def __init__(
-        self, weights: Mapping[str, np.ndarray], device: str, renew: Callable[[Any], None] = lambda _: None
+        self,
+        weights: Mapping[str, np.ndarray],
+        device: str,
+        renew: Callable[[Any], None] = lambda _: None,
+        prefetched: PrefetchedWeights | None = None,
     ) -> None:
-        """`weights`: float16 or float32, which are copied. `renew`: the provider's `update_callback`."""
-        self.values = {
-            name: device_value(array.copy() if device == "cpu" else array, device) for name, array in weights.items()
-        }
+        """`weights`: float16 or float32, which are copied, or are all on the device in `prefetched`. `renew`: the
+        provider's `update_callback`."""
+        self.prefetched = prefetched  # owns the memory of its values
         self.originals: dict[str, Any] = {}
-        self.shared = {name: _shared(made, device) for name, made in self.values.items()}
+        if prefetched is None:
+            arrays = {name: array.copy() if device == "cpu" else array for name, array in weights.items()}
+            self.values = {name: device_value(array, device) for name, array in arrays.items()}
+            self.shared = {name: _shared(made, device) for name, made in self.values.items()}
+        else:
+            self.values = self.shared = {name: prefetched.values[name] for name in weights}
         self.changed: set[str] = set()
         self.renew = renew
 
@@ -64,8 +73,8 @@ def _shared(value: Any, device: str) -> Any:
     """A value's memory as a session takes it, which refuses values that own theirs, as those made on a device do."""
     if device == "cpu":
         return value
-    if "vendor_id" in place(device):
-        return view(device, value.data_ptr(), value.element_type(), value.shape(), owner=value)
+    if "vendor_id" in device_arguments(device):
+        return value_at(device, value.data_ptr(), value.element_type(), value.shape(), owner=value)
     return unowned(value)
 
 

@@ -1,8 +1,8 @@
-"""A model's weights on the device of our own provider, read while ONNX Runtime prepares the session that takes them.
+"""Prefetch of a model's weights to the device of the sd-ort provider, while ONNX Runtime prepares the session.
 
-ONNX Runtime maps, copies and unmaps one tensor after another, once all else is done. Here the provider's library reads
-the whole data file into one block of the device with threads of its own, meanwhile the graph is parsed and optimized,
-and the session is given views of the block (`AddInitializer`).
+ONNX Runtime maps, copies and unmaps one tensor after another, after everything else. Here the provider's library reads
+the data file into one block of device memory with its own threads, while the graph is parsed and optimized. The session
+gets views of the block (`AddInitializer`).
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import inside
 from sd_ort.core.pipeline_folder import DATA
-from sd_ort.runtime.ort_values import place, view
+from sd_ort.runtime.ort_values import device_arguments, value_at
 from sd_ort.runtime.providers import log, plugin_library, provider_named
 
 if TYPE_CHECKING:
     import onnx
 
-MIN_FILE = 1 << 24  # bytes; smaller ones are not worth it
-MOST = 0.8  # of a data file that must be weights which are taken
-MIN_TENSOR = 1 << 10  # bytes; what a kernel may want on the host, as scales of a Resize, is smaller
-ALIGNMENT = 256  # bytes that the device's own blocks have, and vectorized kernels count on
+MIN_FILE = 1 << 24  # bytes; smaller files are not prefetched
+MIN_SHARE = 0.8  # of a data file that must be prefetched weights
+MIN_TENSOR = 1 << 10  # bytes; tensors that a kernel may read on the host, as scales of a Resize, are smaller
+ALIGNMENT = 256  # bytes: that of the device's own blocks, which vectorized kernels require
 ELEMENTS = {1: 4, 10: 2, 16: 2}  # bytes of onnx.TensorProto's float32, float16 and bfloat16
 
 T = TypeVar("T")
 
 
 class PrefetchedWeights:
-    """The data file beside a model. `values`: initializer -> OrtValue over its place, once `take` was called. The
-    memory goes with this object: see `sd_ort.runtime.ort_values.keep`."""
+    """The data file of a model in device memory, which this object owns: see `sd_ort.runtime.ort_values.keep`.
+
+    `values`: OrtValue views by initializer, after `add_views`.
+    """
 
     def __init__(self, library: Path, device: str, file: Path) -> None:
-        """Begins to read `file` onto a device, "gpu:VENDOR@NUMBER". Raises MemoryError where it has no room."""
+        """Begin to read `file` to a device, "gpu:VENDOR@NUMBER". Raises MemoryError if its memory is full."""
         self.handle = ctypes.c_void_p()
         self.c: Any = ctypes.CDLL(str(library))
         self.c.sd_ort_WeightsAddress.restype = ctypes.c_void_p
         self.device, self.file, self.size = device, file, file.stat().st_size
         self.values: dict[str, Any] = {}
-        number, path = place(device)["device_id"], os.fsencode(file)
+        number, path = device_arguments(device)["device_id"], os.fsencode(file)
         if self.c.sd_ort_WeightsRead(ctypes.byref(self.handle), number, path, ctypes.c_uint64(self.size)):
             raise MemoryError
 
@@ -53,51 +55,55 @@ class PrefetchedWeights:
 
     @property
     def option(self) -> dict[str, str]:
-        """By which the provider knows them: it refuses a graph that would read one of them on the host."""
+        """Return the provider option that names the weights: the provider rejects graphs that read one on the host."""
         return {"weights": str(self.handle.value)}
 
-    def take(self, model: Path, without: Collection[str]) -> bool:
-        """Make `values` of the floating weights of `model`, a checked file, `without` these names. Returns whether that
-        is most of the data file."""
+    def add_views(self, model: Path, without: Collection[str]) -> bool:
+        """Fill `values` with the floating-point weights of `model`, a checked file, `without` these names.
+
+        Returns whether they are most of the data file.
+        """
         import onnx
 
         graph = onnx.ModelProto.FromString(model.read_bytes()).graph
         skipped = {*without, *(value.name for value in (*graph.input, *graph.output))}
-        taken = 0
+        prefetched = 0
         for tensor in graph.initializer:
-            places = {entry.key: entry.value for entry in tensor.external_data}
-            offset, size = int(places.get("offset", 0)), int(places.get("length", 0))
-            wanted = tensor.data_type in ELEMENTS and size >= MIN_TENSOR and offset % ALIGNMENT == 0
-            if wanted and places.get("location") == DATA and tensor.name not in skipped:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            offset, size = int(entries.get("offset", 0)), int(entries.get("length", 0))
+            is_weight = tensor.data_type in ELEMENTS and size >= MIN_TENSOR and offset % ALIGNMENT == 0
+            if is_weight and entries.get("location") == DATA and tensor.name not in skipped:
                 self.values[tensor.name] = self._view(tensor, offset)
-                taken += size
-        return taken > MOST * self.size
+                prefetched += size
+        return prefetched > MIN_SHARE * self.size
 
     def _view(self, tensor: onnx.TensorProto, offset: int) -> Any:
         size = math.prod(tensor.dims) * ELEMENTS[tensor.data_type]
-        found = self.c.sd_ort_WeightsAddress(
+        address = self.c.sd_ort_WeightsAddress(
             self.handle, tensor.name.encode(), ctypes.c_uint64(offset), ctypes.c_uint64(size)
         )
-        if not found:
+        if not address:
             raise InputError(f"{self.file} changed while it was read: try again.")
-        return view(self.device, found, tensor.data_type, tensor.dims)
+        return value_at(self.device, address, tensor.data_type, tensor.dims)
 
-    def _refusal(self) -> str:
+    def _rejection(self) -> str:
         reason = ctypes.create_string_buffer(500)
         self.c.sd_ort_WeightsRejected(self.handle, reason, len(reason))
         return reason.value.decode(errors="replace")
 
-    def opened(self, opened: Callable[[PrefetchedWeights | None], T]) -> T:
-        """The session that `opened` makes with these weights once all are there, or without where the provider refuses
-        them. Raises InputError when the file could not be read."""
+    def open_session(self, open_with: Callable[[PrefetchedWeights | None], T]) -> T:
+        """Return the session of `open_with` with these weights, once all of them are read.
+
+        Without them if the provider rejects them. Raises InputError if the file cannot be read.
+        """
         try:
-            session = opened(self)
+            session = open_with(self)
         except Exception:
-            if not self._refusal():
+            if not self._rejection():
                 raise
-        if reason := self._refusal():
+        if reason := self._rejection():
             log.info("ONNX Runtime reads the weights itself: %s.", reason)
-            return opened(None)
+            return open_with(None)
         if self.c.sd_ort_WeightsWait(self.handle):
             raise InputError(f"{self.file} cannot be read, or the device failed: try again.")
         return session
@@ -106,10 +112,10 @@ class PrefetchedWeights:
 def begin(
     provider: str, options: Mapping[str, str], model: Path, without: Collection[str] = ()
 ) -> PrefetchedWeights | None:
-    """The weights of `model`, a checked file, on their way to the device, `without` these names.
+    """Begin to prefetch the weights of `model`, a checked file, `without` these names.
 
-    `options`: the provider's. None where there are none worth it, the device has no room, or memory is limited: a limit
-    counts what ONNX Runtime asks for.
+    `options`: the provider's. Returns None for small files, if the device's memory is full, and with a memory limit,
+    which only counts what ONNX Runtime allocates.
     """
     file = model.parent / DATA
     number = options.get("device_id", "0")
@@ -117,7 +123,7 @@ def begin(
         return None
     try:
         device = f"{provider_named(provider).device}@{number}"
-        made = PrefetchedWeights(plugin_library(provider), device, inside(file, model.parent))
+        weights = PrefetchedWeights(plugin_library(provider), device, inside(file, model.parent))
     except MemoryError:
         return None
-    return made if made.take(model, without) else None
+    return weights if weights.add_views(model, without) else None

@@ -155,12 +155,14 @@ class DoraDelta:
     """DoRA: magnitude * (W + inner) / norm(W + inner) - W (Liu et al., 2024, equation 5).
 
     `magnitude`: (out, ...) of the norms of output channels, or (1, in, ...) of input channels, as LyCORIS once stored
-    it. `weight`: returns W, of the inner delta's shape. As in PEFT, the adapter scale is in `inner`, also in the norm.
+    it. `weight`: returns W, of the inner delta's shape. PEFT's adapter scale is in `inner`, so also in the norm; that
+    of ComfyUI and the WebUIs is `scale`, a factor of the delta.
     """
 
     inner: Delta
     magnitude: np.ndarray
     weight: Callable[[], np.ndarray]
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.magnitude.size not in self.shape[:2] or len(self.magnitude) not in (1, self.shape[0]):
@@ -178,7 +180,9 @@ class DoraDelta:
         others = tuple(each for each in range(total.ndim) if each != axis)
         norms = np.sqrt(np.square(total).sum(axis=others, keepdims=True))
         total *= self.magnitude.reshape(norms.shape) / np.maximum(norms, np.finfo(np.float32).tiny)
-        return np.subtract(total, weight, out=total)
+        total -= weight
+        total *= np.float32(self.scale)
+        return total
 
 
 @dataclass(frozen=True)

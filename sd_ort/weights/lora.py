@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.weights.deltas import Delta, add_deltas
@@ -71,12 +72,23 @@ class LoraManager(WeightUpdater):
                 for module, weights in modules.items():
                     if tensor := tensors.get(module):
                         module_scale = scale_of_module(component_scale, module)
-                        for each, delta in self._module_deltas(component, tensor, weights, module_scale):
+                        earlier = None if weights.scales_dora_norm else deltas.get(tensor)
+                        for each, delta in self._module_deltas(component, tensor, weights, module_scale, earlier):
                             deltas[each] = add_deltas(deltas[each], delta) if each in deltas else delta
         return total
 
-    def _module_deltas(self, component: str, tensor: str, module: LoraModule, scale: float) -> list[tuple[str, Delta]]:
-        """Return the deltas of a module's weight `tensor` and bias, by tensor; none if they are zero."""
+    def _module_deltas(
+        self, component: str, tensor: str, module: LoraModule, scale: float, earlier: Delta | None
+    ) -> list[tuple[str, Delta]]:
+        """Return the deltas of a module's weight `tensor` and bias, by tensor; none if they are zero.
+
+        `earlier`: the delta that DoRA's weight has already.
+        """
+
+        def weight() -> np.ndarray:
+            source = self.source(component, tensor)
+            return source if earlier is None else source + earlier.dense().reshape(source.shape)
+
         if scale == 0 and not module.is_dora:
             return []
         bias = tensor.removesuffix("weight") + "bias"
@@ -84,7 +96,7 @@ class LoraManager(WeightUpdater):
         try:
             delta, bias_delta = module.delta(scale, shape), module.bias_delta(scale)
             if delta is not None and module.is_dora:
-                delta = module.delta(scale, shape, partial(self.source, component, tensor))
+                delta = module.delta(scale, shape, weight)
         except (ValueError, IndexError) as error:
             raise InputError(f"the LoRA's tensors of {tensor} do not fit together ({error}): get it again.") from error
         if bias_delta is not None and not self.initializers_of(component, bias):

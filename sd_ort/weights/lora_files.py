@@ -77,12 +77,15 @@ class LoraModule:
     """The tensors of one module, float32, by what they are (KEYS), and its entries of PEFT's config.
 
     `alpha`, `rank`: None for the file's own (by default alpha = rank). `rslora`: alpha is divided by sqrt(rank).
+    `scales_dora_norm`: whether DoRA's norm depends on the adapter scale, as in PEFT. In ComfyUI and the WebUIs it does
+    not, and W is the weight with the deltas of earlier adapters.
     """
 
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     alpha: float | None = None
     rank: float | None = None
     rslora: bool = False
+    scales_dora_norm: bool = True
 
     @property
     def is_complete(self) -> bool:
@@ -107,13 +110,15 @@ class LoraModule:
         kind = self._kind()
         if kind is None:
             return None
-        delta: Any = getattr(self, f"_{kind}")(scale)
+        inside = not self.is_dora or self.scales_dora_norm
+        delta: Any = getattr(self, f"_{kind}")(scale if inside else 1.0)
         if shape is not None and delta.shape != shape and math.prod(delta.shape) == math.prod(shape):
             delta = replace(delta, shape=shape)
         magnitude = self.tensors.get("magnitude", self.tensors.get("output_magnitude"))
         if magnitude is None or weight is None:
             return delta
-        return DoraDelta(delta, magnitude.ravel() if "output_magnitude" in self.tensors else magnitude, weight)
+        magnitude = magnitude.ravel() if "output_magnitude" in self.tensors else magnitude
+        return DoraDelta(delta, magnitude, weight, 1.0 if inside else scale)
 
     def bias_delta(self, scale: float = 1.0) -> Delta | None:
         """Return the delta (out,) of the module's bias, or None."""

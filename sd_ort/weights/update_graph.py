@@ -76,7 +76,7 @@ def build_weight_update(spec: WeightUpdateSpec) -> bytes:
         if isinstance(recipe, int):
             rows, rank, columns = (f"{axis}_{recipe}" for axis in ("rows", "rank", "columns"))
             inputs.append(f"float[{rows}, {rank}] up_{recipe}")  # without ranks, sdcuda leaves MatMul to the CPU
-            inputs += [f"float[{rank}] scale_{recipe}", f"float[{rank}, {columns}] down_{recipe}"]
+            inputs.extend([f"float[{rank}] scale_{recipe}", f"float[{rank}, {columns}] down_{recipe}"])
             scaled = add(f"Mul (up_{recipe}, scale_{recipe})")
             delta = add(f"MatMul ({scaled}, down_{recipe})")
             return add(f"Reshape ({delta}, source_shape)") if spec.has_shape else delta

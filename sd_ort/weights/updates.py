@@ -67,7 +67,6 @@ class WeightUpdater:
         self._modules: dict[str, dict[str, str]] = {}
         self._sources: dict[str, dict[str, list[str]]] = {}  # by component folder and initializer
         self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
-        self._checked: set[tuple[Any, ...]] = set()
         self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
         self._device_updates: dict[tuple[str, str], DeviceUpdate] = {}  # by component folder and initializer
 
@@ -119,11 +118,10 @@ class WeightUpdater:
             blank = {name: np.broadcast_to(np.int8(0), delta.shape) for name, delta in deltas[component].items()}
             for part in self.parts[component]:
                 for name in self._affected_initializers(component, part, blank):
-                    sources = recipes.sources(self.recipes[component][name])
-                    key = part, name, *((each, blank[each].shape) for each in sources if each in blank)
-                    if key not in self._checked:
+                    recipe = self.recipes[component][name]
+                    shapes = {blank[each].shape for each in recipes.sources(recipe) if each in blank}
+                    if shapes != {recipes.source_shape(recipe, self._initializers(part)[name].shape)}:
                         self._dense_delta(component, part, name, blank)
-                        self._checked.add(key)
 
     def apply(self, components: Components, deltas: Mapping[str, Deltas]) -> bool:
         """Let the folder's sessions run with `deltas` (by component) instead of the current ones.
@@ -145,8 +143,7 @@ class WeightUpdater:
                     if names and components.in_place and part not in components.overrides.updatable:
                         weights, transposed = self._initializers(part), components.transposed_operations
                         shareable = {n: self._values(w) for n, w in weights.items() if is_shareable(w, transposed)}
-                        components.make_updatable(part, shareable)
-                        closed = True
+                        closed |= components.make_updatable(part, shareable)
                     if part in components.overrides.updatable:
                         self._update_in_place(components, component, part, added)
                         names = [name for name in names if name not in components.overrides.updatable[part].values]

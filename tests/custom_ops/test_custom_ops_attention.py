@@ -18,7 +18,7 @@ from emulation import DEVICES, ROOT, compile_object, link
 
 from custom_ops.check.memory import Guarded, HostMemory
 from custom_ops.operator_spec import DTYPES, Array, OperatorCase, generate_inputs, load, nmse, nmse_limit
-from custom_ops.operators.multi_head_attention.reference import reference
+from custom_ops.operators.multi_head_attention.cases import reference
 
 OPERATOR = load("multi_head_attention")
 CASES = [case for case in OPERATOR.cases if not case.benchmark]

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 from provider_sessions import placed, session_of, small
 
+from fusion_passes.operators import function_bodies
 from scripts.fixtures import graph_fixtures
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
@@ -125,6 +127,24 @@ def test_whole_component(provider: str, folder: Path, name: str, dtype: str) -> 
     assert elsewhere <= SHAPES | (TOKENS if "text_encoder" in name else set())
     if "text_encoder" not in name:
         assert not [op for op in placed(session)["SdOrtSimulated"] if op.startswith("Memcpy")]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_operators_of_transformers(provider: str, batch: int) -> None:
+    """A gated residual, its norm and the rotary embedding behind it run on the device, with the bodies' results."""
+    model = ir.from_onnx_text("""<ir_version: 10, opset_import: ["" : 23, "sd_ort" : 1]>
+        g (float[B,S,24] x, float[B,S,24] r, float[B,1,24] scale, float[B,1,24] gate, float[S,4] c, float[S,4] s)
+            => (float[B,S,24] y, float[B,S,24] total) <int64[1] first = {0}> {
+            n, total = sd_ort.AdaptiveNorm <epsilon = 0.01, rms = 1> (x, scale, , gate, r)
+            y = sd_ort.RotaryEmbedding <num_heads = 3, interleaved = 1> (n, first, c, s)
+        }""")
+    function_bodies.attach(model, list(model.graph))
+    proto = ir.to_proto(model).SerializeToString()
+    session, bodies = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
+    arrays = made_up(bodies, {"B": batch, "S": 7})
+    for got, wanted in zip(session.run(None, arrays), bodies.run(None, arrays), strict=True):
+        assert relative_error(got, wanted) < BOUND["float32"]
+    assert placed(session) == {"SdOrtSimulated": Counter(AdaptiveNorm=1, RotaryEmbedding=1)}
 
 
 def test_changing_shapes(provider: str, folder: Path) -> None:

@@ -21,7 +21,7 @@ from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import ProviderError
 from sd_ort.core.pipeline_folder import MODEL, read_manifest
 from sd_ort.inspect.node_assignment import assign_nodes
-from sd_ort.runtime import provider_table, providers, tuning
+from sd_ort.runtime import provider_table, providers, tuning, warm_up, weight_prefetch
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
@@ -200,8 +200,10 @@ def test_a_whole_pipeline_by_the_plain_call(
     caplog: pytest.LogCaptureFixture,
     sd_ort: Callable[..., tuple[int, str, str]],
 ) -> None:
-    """Captured and queued, nothing warned of, the CPU's picture; LoRAs change it in place; what was tuned is kept and
-    found again."""
+    """Captured and queued, nothing warned of, the CPU's picture; LoRAs change the prefetched weights under the open
+    session; what was tuned is kept and found again."""
+    monkeypatch.setattr(weight_prefetch, "MIN_FILE", 0)
+    monkeypatch.setattr(weight_prefetch, "MIN_TENSOR", 0)
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
     assert sd_ort("optimize", small_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
@@ -227,7 +229,7 @@ def test_a_whole_pipeline_by_the_plain_call(
         "down_blocks.0.resnets.0.time_emb_proj",  # read once a schedule
         "mid_block.attentions.0.transformer_blocks.0.attn1.to_q",
     )
-    drawn = []
+    drawn, session = [], pipeline.unet.session
     for strength in (1.0, -2.0):
         for each in (pipeline, again):
             each.unload_lora_weights()
@@ -237,6 +239,7 @@ def test_a_whole_pipeline_by_the_plain_call(
         assert np.abs(drawn[-1] - drawn[-2]).max() <= 1
     assert np.abs(drawn[-1] - drawn[0]).max() > 10
     assert pipeline.models.overrides.updatable["unet"].changed
+    assert pipeline.models["unet"].session is session
 
     code, out, err = sd_ort(
         "tune", tmp_path / "ours", "--provider", by_name, "--component", "vae_decoder", "--height", 64
@@ -272,3 +275,19 @@ def test_inputs_that_the_host_reads_are_read_at_each_step(
         assert np.abs(image.astype(int) - expected).max() <= 1
     (buffers,) = pipeline.loop.buffer_cache.values()
     assert buffers.unet.host_inputs == ["sample"]
+
+
+def test_warm_up(by_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once per process, beside a session that registers the provider; every node of its graph runs there."""
+    runs = []
+    monkeypatch.setattr(ort.InferenceSession, "run", lambda *arguments: runs.append(arguments))
+    warm_up.warm_up.cache_clear()
+    thread = warm_up.warm_up(by_name)
+    providers.check_provider(by_name)
+    assert thread is not None
+    assert thread is warm_up.warm_up(by_name)
+    thread.join()
+    assert len(runs) == 1
+    assert [warm_up.warm_up(name) for name in ("cpu", "auto")] == [None, None]
+    onnx.save(onnx.parser.parse_model(warm_up.MODEL), tmp_path / "model.onnx")
+    assert assign_nodes([tmp_path / "model.onnx"], by_name)["unassigned_nodes"] == []

@@ -13,7 +13,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import DATA, MODEL
 from sd_ort.runtime import weight_prefetch
 from sd_ort.runtime.bound_run import GpuGraphModel
-from sd_ort.runtime.ort_values import view
+from sd_ort.runtime.ort_values import value_at
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, SessionOptions, create_session
 
@@ -101,7 +101,7 @@ def test_weights_that_onnx_runtime_does_not_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of another vendor's device: they would lie there beside the file's."""
-    monkeypatch.setattr(weight_prefetch, "view", lambda device, *rest: view("gpu:4318", *rest))
+    monkeypatch.setattr(weight_prefetch, "value_at", lambda device, *rest: value_at("gpu:4318", *rest))
     caplog.set_level("INFO", "sd_ort")
     opened = create_session(saved(tmp_path, weights, "Identity (scaled)"), provider)
     assert opened.shared == {}

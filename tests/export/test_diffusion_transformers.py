@@ -9,10 +9,13 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
+from PIL import Image
 from test_export import check_against_torch
 
+import sd_ort as sd_ort_package
 from sd_ort import FluxPipeline, StableDiffusion3Pipeline
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.diffusers_folder import open_folder
@@ -33,9 +36,9 @@ SIZES = (
 SD3, FLUX = "sd35-medium-mini", "flux-dev-mini"
 WHOLE = {SD3: 20, FLUX: 21}  # opset of the exports that images are generated with
 EXPORTS = {
-    (SD3, 20): ["text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae_decoder"],
+    (SD3, 20): ["text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae_encoder", "vae_decoder"],
     (SD3, 23): ["transformer"],
-    (FLUX, 21): ["text_encoder", "text_encoder_2", "transformer", "vae_decoder"],
+    (FLUX, 21): ["text_encoder", "text_encoder_2", "transformer", "vae_encoder", "vae_decoder"],
     (FLUX, 23): ["transformer", "text_encoder_2"],
 }
 
@@ -100,6 +103,24 @@ def test_fusions(exported, tmp_path, preset, opset, target):
     result = verify(folder, tmp_path / "out", components=tested)
     assert result["passed"], result["rows"]
     assert {row["component"] for row in result["rows"]} == set(tested)
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("gpu", "float16"), ("gpu", "bfloat16"), ("cuda", "float16")])
+@pytest.mark.parametrize("preset", [SD3, FLUX])
+def test_gpu_targets(exported, tmp_path, preset, target, dtype):
+    """Norms with their gated residuals are one node each, nothing computes in float64, the outputs are equal."""
+    folder, out = exported(preset, WHOLE[preset]), tmp_path / "out"
+    manifest = optimize(folder, out, target=target, dtype=dtype, components=["transformer"])
+    assert "exceed" in manifest["components"]["transformer"].get("calibration", "exceed"), "it was calibrated"
+    graph = load(out / "transformer" / "model.onnx").graph
+    counts = Counter(node.op_type for node in graph)
+    norms = FUSED[preset]["RMSNormalization"] + FUSED[preset]["LayerNormalization"]
+    expected = {op: FUSED[preset].get(op, 0) for op in ("MultiHeadAttention", "RotaryEmbedding")}
+    expected |= {"AdaptiveNorm": norms} | dict.fromkeys(("RMSNormalization", "LayerNormalization", "Einsum"), 0)
+    assert {op: counts[op] for op in expected} == expected
+    assert not [value for node in graph for value in node.outputs if value.dtype == ir.DataType.DOUBLE]
+    result = verify(folder, out, components=["transformer"])
+    assert result["passed"], result["rows"]
 
 
 def test_templates_tell_the_encoders_apart(mini_presets):
@@ -212,6 +233,75 @@ def test_the_image_of_diffusers(folder, reference, name):
     assert psnr(other, expected, 0.01, peak=1.0) < 40, "the comparison does not see the seed"
 
 
+def pictures() -> tuple[Image.Image, Image.Image]:
+    """Return an image, and a mask whose edge lies within a latent."""
+    random = np.random.default_rng(3)
+    image = Image.fromarray(random.integers(0, 255, (5, 7, 3), np.uint8)).resize((70, 50))
+    mask = np.zeros((50, 70), np.uint8)
+    mask[:21, 10:44] = 255
+    return image, Image.fromarray(mask)
+
+
+LATENTS = torch.linspace(-2, 2, 2 * 16 * 16 * 24).reshape(2, 16, 16, 24)
+IMAGE_CALLS = {
+    "two prompts": ("Img2Img", {"strength": 0.7}),
+    "strength 1, two images of each": ("Img2Img", {"strength": 1.0, "num_images_per_prompt": 2}),
+    "latents of an image": ("Img2Img", {"image": LATENTS}),
+    "a mask": ("Inpaint", {"strength": 0.7}),
+    "a mask, strength 1": ("Inpaint", {"strength": 1.0, "num_images_per_prompt": 2}),
+    "a mask, latents": ("Inpaint", {"latents": LATENTS}),
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_CALLS)
+@pytest.mark.parametrize("preset", CLASSES)
+def test_images_from_images(folder, reference, preset, name):
+    """Image to image and inpainting are those of diffusers, also the generator afterwards."""
+    import diffusers
+
+    task, arguments = IMAGE_CALLS[name]
+    class_name = CLASSES[preset].__name__.replace("Pipeline", f"{task}Pipeline")
+    image, mask = pictures()
+    call = {
+        "prompt": PROMPTS, "image": image, "height": 32, "width": 48, "num_inference_steps": 4, "guidance_scale": 3.0,
+        "max_sequence_length": 12, "output_type": "np",
+        **({"mask_image": mask} if task == "Inpaint" else {}), **arguments,
+    }  # fmt: skip
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    pipeline = getattr(diffusers, class_name)(**reference(preset).components)
+    pipeline.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        expected = pipeline(**call, generator=generators[0]).images
+    ours = getattr(sd_ort_package, class_name).from_pretrained(folder(preset), "cpu")
+    actual = ours(**call, generator=generators[1]).images
+    assert psnr(actual, expected, 0.01, peak=1.0) >= 60
+    assert torch.equal(*(each.get_state() for each in generators))
+    other = image.transpose(Image.Transpose.ROTATE_180)
+    changed = ours(**call | {"image": other}, generator=5).images
+    replaced = arguments.get("strength") == 1 and task == "Img2Img"  # noise replaces the image
+    assert (psnr(actual, changed, 0.01, peak=1.0) < 40) != replaced, "the comparison does not see the image"
+
+
+@pytest.mark.parametrize("preset", CLASSES)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strength": 0.0}, "strength"),
+        ({"strength": 1.5}, "strength"),
+        ({"image": None}, "no image"),
+        ({"mask_image": None}, "no mask"),
+        ({"padding_mask_crop": 8}, "padding_mask_crop"),
+        ({"prompt": ["a"] * 3, "image": [None] * 2}, "no image"),
+    ],
+)
+def test_arguments_of_inpainting_are_rejected_by_name(folder, preset, arguments, message):
+    name = CLASSES[preset].__name__.replace("Pipeline", "InpaintPipeline")
+    image, mask = pictures()
+    call = {"prompt": "a", "image": image, "mask_image": mask, "height": 32, "width": 32, "num_inference_steps": 2}
+    with pytest.raises(InputError, match=message):
+        getattr(sd_ort_package, name).from_pretrained(folder(preset), "cpu")(**call | arguments, max_sequence_length=4)
+
+
 @pytest.mark.parametrize("preset", ["sd35-medium", "flux-schnell", "flux-dev"])
 @pytest.mark.parametrize("steps", [1, 4, 28])
 def test_schedule(preset, steps):
@@ -296,9 +386,7 @@ def test_sd3_without_t5(folder, reference, tmp_path):
 
 
 def test_generate_command(folder, sd_ort, tmp_path):
-    """Images from the shell with the folder's defaults; what starts from an image is refused."""
-    from PIL import Image
-
+    """Images from the shell with the folder's defaults, from text and from an image."""
     out = tmp_path / "image.png"
     options = ["--model", folder(FLUX), "--height", "32", "--width", "32", "--provider", "cpu", "--seed", "4"]
     assert sd_ort("generate", "a red square", *options, "--steps", "2", "--out", out)[0] == 0
@@ -308,3 +396,7 @@ def test_generate_command(folder, sd_ort, tmp_path):
     with Image.open(out) as image:
         assert np.array_equal(np.asarray(image), np.asarray(expected))
         assert image.info["guidance"] == "3.5"
+    again = tmp_path / "again.png"
+    assert sd_ort("generate", "a red square", *options, "--steps", "4", "--image", out, "--out", again)[0] == 0
+    with Image.open(again) as image:
+        assert image.size == (32, 32)

@@ -37,8 +37,9 @@ def _canonical_ops(body: str, dtype: str = "float") -> list[str]:
         onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
         g ({dtype}[N,4,6] x) => ({dtype} z)
         <int64[3] other = {{0, 6, 4}}, int64[1] flat = {{-1}}, int64[3] back = {{-1, 4, 6}}, int64[1] axis = {{0}},
-         int64[1] last = {{-1}}, int64[1] end = {{9223372036854775807}}, int64[1] before = {{-99}}, int64[1] reverse = {{-1}},
-         float zero = {{0}}, float one = {{1}}, float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
+         int64[1] last = {{-1}}, int64[1] end = {{9223372036854775807}}, int64[1] before = {{-99}},
+         int64[1] reverse = {{-1}}, float zero = {{0}}, float one = {{1}},
+         float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
     )
     canonicalize(model)
     return [node.op_type for node in model.graph]

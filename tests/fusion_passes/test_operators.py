@@ -16,6 +16,7 @@ from fusion_passes.operators.definition import FusedOperator
 # Folders of custom_ops by fused operator. The other operators have bodies of one or two standard operators; the cases
 # of their fusions compare their outputs.
 KERNELS = {
+    "AdaptiveNorm": "adaptive_norm",
     "Bfloat16Attention": "bfloat16_attention",
     "Bfloat16Conv": "bfloat16_conv",
     "Bfloat16MatMul": "bfloat16_matmul",
@@ -25,6 +26,7 @@ KERNELS = {
     "LinearAdd": "linear_add",
     "LinearSplitGelu": "linear_split_gelu",
     "MultiHeadAttention": "multi_head_attention",
+    "RotaryEmbedding": "rotary_embedding",
     "SkipGroupNorm": "skip_group_norm",
     "SkipLayerNormalization": "skip_layer_norm",
     "SubpixelShuffle": "subpixel_shuffle",
@@ -77,11 +79,15 @@ def test_the_body_matches_the_kernels_reference(
     node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in attributes.items())
     expected = kernel.reference(arrays, attributes)
     inputs, outputs = (
-        [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, a.shape) for name, a in values.items()]
+        [
+            onnx.helper.make_tensor_value_info(name, integers or onnx.TensorProto.FLOAT, array.shape)
+            for name, array in values.items()
+            for integers in [onnx.TensorProto.INT64 * (array.dtype == np.int64)]
+        ]
         for values in (arrays, expected)
     )
     graph = onnx.helper.make_graph([node], "g", inputs, outputs)
-    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(DOMAIN, 1)]
+    opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(DOMAIN, 1)]
     model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
     function_bodies.attach(model, list(model.graph))
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])

@@ -181,3 +181,50 @@ def test_prompts_are_on_the_samplers_device(comfy: Path, monkeypatch: pytest.Mon
         assert [getattr(moved[name].cond, "device", None) for name in conditioning] == [torch.device("meta")] * 2 + [
             None
         ]
+
+
+@pytest.mark.parametrize("kind", ["lora", "lora dora", "loha", "loha dora", "lokr", "lokr dora", "diff"])
+def test_patches(comfy: Path, small_export: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """ComfyUI computes a patch on zeros if it is a sum, else on the original weight; the sessions run with it."""
+    patches = importlib.import_module("sd_ort.integrations.comfyui.patches")
+    models = TorchComponentSessions(small_export, "cpu")
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
+    original = torch.tensor(models.original_weight("unet", name))
+    generator = torch.Generator().manual_seed(0)
+    difference = torch.randn(original.shape, generator=generator)
+    magnitude = torch.rand(len(original), 1, generator=generator) if kind.endswith("dora") else None
+    length = {"lora": 6, "loha": 8, "lokr": 9}.get(kind.split()[0], 0)  # of the adapters' tuples, as ComfyUI has them
+    places = {"lora": 4, "loha": 7, "lokr": 8}
+    values: list[Any] = [None] * length
+    if length:
+        values[places[kind.split()[0]]] = magnitude
+    adapter: Any = types.SimpleNamespace(name=kind.split()[0], weights=tuple(values)) if length else ("diff", None)
+    starts = []
+
+    def calculate_weight(patches: Any, weight: torch.Tensor, key: str) -> torch.Tensor:
+        starts.append(weight.clone())
+        strength = patches[0][0]
+        total = weight + difference
+        if magnitude is None:
+            return weight + strength * difference
+        return weight + strength * (total * magnitude / total.norm(dim=1, keepdim=True) - weight)
+
+    monkeypatch.setattr(sys.modules["comfy.lora"], "calculate_weight", calculate_weight, raising=False)
+    callbacks: list[Any] = []
+    calls = types.SimpleNamespace(ON_LOAD=0, ON_PRE_RUN=1)
+    monkeypatch.setattr(patches, "CallbacksMP", calls)
+    patcher = types.SimpleNamespace(
+        patches={"key": [(0.7, adapter, 1.0, None, None)]},
+        patches_uuid="one",
+        model=types.SimpleNamespace(state_dict=lambda: {"key": original}),
+        add_callback=lambda _, call: callbacks.append(call),
+    )
+    patches.apply_patches_on_load(patcher, models, "unet", {"key": name})
+    applied = []
+    monkeypatch.setattr(models, "set_weight_deltas", lambda component, deltas: applied.append(deltas))
+    for callback in callbacks:
+        callback(patcher)
+    expected = calculate_weight([(0.7,)], original.clone(), "key") - original
+    assert len(applied) == 1
+    torch.testing.assert_close(torch.from_numpy(applied[0][name]), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(starts[0], torch.zeros_like(original)) == (magnitude is None)

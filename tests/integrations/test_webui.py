@@ -168,6 +168,77 @@ def test_webui_loras(webui: Any, call_inputs: dict[str, torch.Tensor], lora: Pat
     assert torch.equal(unet.forward(*call), call_inputs["expected"])
 
 
+def host_network(weight: torch.Tensor, tensors: dict[str, torch.Tensor], strength: float) -> torch.Tensor:
+    """Return the difference that AUTOMATIC1111's, Forge's and ComfyUI's networks add: DoRA's is scaled as a whole."""
+    if "lora_up.weight" in tensors:
+        down = tensors["lora_down.weight"]
+        difference, rank = tensors["lora_up.weight"] @ down, len(down)
+    elif "hada_w1_a" in tensors:
+        first, second = (tensors[f"hada_w{n}_a"] @ tensors[f"hada_w{n}_b"] for n in (1, 2))
+        difference, rank = first * second, len(tensors["hada_w1_b"])
+    elif "diff" in tensors:
+        difference, rank = tensors["diff"], 0
+    else:
+        right = tensors["lokr_w2_a"] @ tensors["lokr_w2_b"]
+        difference, rank = torch.kron(tensors["lokr_w1"], right), len(tensors["lokr_w2_b"])
+    if rank and "alpha" in tensors:
+        difference = difference * tensors["alpha"] / rank
+    if (magnitude := tensors.get("dora_scale")) is not None:
+        total = weight + difference
+        difference = total * magnitude / total.norm(dim=0 if len(magnitude) == 1 else 1, keepdim=True) - weight
+    return difference * strength
+
+
+def host_tensors(kind: str, rows: int, columns: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return the tensors of one module of a LoRA file, rank 4 and alpha 2."""
+    shapes = {
+        "lora": {"lora_up.weight": (rows, 4), "lora_down.weight": (4, columns)},
+        "loha": {"hada_w1_a": (rows, 4), "hada_w1_b": (4, columns), "hada_w2_a": (rows, 4), "hada_w2_b": (4, columns)},
+        "lokr": {"lokr_w1": (4, 4), "lokr_w2_a": (rows // 4, 4), "lokr_w2_b": (4, columns // 4)},
+        "full": {"diff": (rows, columns)},
+    }[kind.split()[0]]
+    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    tensors["alpha"] = torch.tensor(2.0)
+    if "dora" in kind:
+        shape = (1, columns) if kind.endswith("columns") else (rows, 1)
+        tensors["dora_scale"] = torch.rand(shape, generator=generator) + 0.5
+    return tensors
+
+
+KINDS = ["lora", "loha", "lokr", "full", "lora dora rows", "lora dora columns", "loha dora rows", "lokr dora columns"]
+
+
+@pytest.mark.parametrize("second", [None, "lora", "lora dora rows"])
+@pytest.mark.parametrize("first", KINDS)
+def test_networks(small_export: Path, tmp_path: Path, first: str, second: str | None) -> None:
+    """Networks change a weight as the WebUI's do, one after the other: DoRA's norm is that of the changed weight."""
+    unet = WebUNet(small_export, "cpu")
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
+    original = torch.tensor(unet.models.original_weight("unet", name))
+    weight, generator, tags = original, torch.Generator().manual_seed(0), []
+    for kind, strength in ((first, 0.7), (second, -0.4)):
+        if kind is None:
+            continue
+        tensors = host_tensors(kind, *original.shape, generator)
+        path = tmp_path / f"{len(tags)}.safetensors"
+        module_name = f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}"
+        save_file({f"{module_name}.{key}": tensor for key, tensor in tensors.items()}, path)
+        weight = weight + host_network(weight, tensors, strength)
+        tags.append((str(path), strength))
+    unet.use_loras(tags)
+    assert unet.models.loras is not None
+    delta = unet.models.loras.deltas(unet.models.lora_state.effective())["unet"][name]
+    torch.testing.assert_close(torch.from_numpy(delta.dense()), weight - original, rtol=1e-4, atol=1e-5)
+    unet.use_loras([])
+    assert not unet.models.loras.deltas(unet.models.lora_state.effective()).get("unet")
+
+
+def test_a_tag_with_dyn(webui: Any) -> None:
+    webui.networks.loaded_networks.append(types.SimpleNamespace(dyn_dim=4))
+    with pytest.raises(InputError, match="dyn cuts the rank"):
+        extension.webui_loras()
+
+
 def test_forge(
     webui: Any, call_inputs: dict[str, torch.Tensor], lora: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

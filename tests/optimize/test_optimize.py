@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
+from fusion_passes.shapes.infer import annotate
 from scripts.fixtures import graph_fixtures
 from sd_ort.core import pipeline_folder
 from sd_ort.core.metrics import relative_l2_error
@@ -195,6 +196,35 @@ def test_values_that_share_a_type_are_converted_apart() -> None:
     precision.convert(model, "bfloat16")
     assert [each.op_type for each in model.graph] == ["Cast", "Transpose", "Cast"]
     assert model.graph.inputs[0].dtype == model.graph.outputs[0].dtype == ir.DataType.FLOAT
+
+
+ANGLES = """<ir_version: 10, opset_import: ["" : 21]>
+    g (float[S,3] ids) => ({dtype}[S,4] y)
+    <double[4] frequencies = {{1.0, 0.1, 0.01, 0.001}}, int64[1] first = {{0}}> {{
+        i = Gather <axis = 1> (ids, first)  d = Cast <to = 11> (i)  a = Mul (d, frequencies)  {last} }}"""
+
+
+@pytest.mark.parametrize(
+    ("last", "dtype", "stays"),
+    [
+        ("c = Cos (a)  y = Cast <to = 1> (c)", "float", False),
+        ("c = CumSum (a, first)  y = Cast <to = 1> (c)", "float", True),
+        ("y = Cos (a)", "double", True),
+    ],
+)
+def test_rotary_angles_are_float32_in_half_precision(last: str, dtype: str, stays: bool) -> None:
+    """Their cosines are accurate where the ids are; float64 that computes something else stays."""
+    source = onnx.parser.parse_model(ANGLES.format(last=last, dtype=dtype))
+    model = ir.from_proto(source)
+    annotate(model.graph)
+    precision.convert(model, "float16")
+    assert (ir.DataType.DOUBLE in {v.dtype for node in model.graph for v in node.outputs}) == stays
+    if not stays:
+        ids = np.arange(192, dtype=np.float32).reshape(-1, 3)
+        expected = np.cos(ids[:, :1] * [1.0, 0.1, 0.01, 0.001])
+        session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+        (actual,) = session.run(None, {"ids": ids.astype(np.float16)})
+        np.testing.assert_allclose(actual, expected, atol=1e-3)
 
 
 def test_bfloat16_is_not_hoisted(tmp_path: Path, sd_ort: Cli) -> None:

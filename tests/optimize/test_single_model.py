@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,3 +218,154 @@ def test_float16_io_goes_with_float16_of_one_file(sd_ort: Cli, tmp_path: Path) -
         code, _, err = sd_ort("optimize", arguments[0], tmp_path / "out.onnx", *arguments[1:], "--float16-io")
         assert code == 2
         assert "--float16-io goes with" in err.splitlines()[-1]
+
+
+SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,512] x) => (float[1,8,505] y) {
+    s = Conv (x, dft)  t = Mul (s, s)  u = Conv (t, mel)  v = Add (u, tiny)
+    l = Log (v)  r = Sigmoid (l)  y = Conv (r, w)
+}"""
+
+
+def test_float16_computes_spectra_in_float32(sd_ort: Cli, tmp_path: Path) -> None:
+    """The filters' outputs cancel: their squares have other magnitudes in float16, 1e-10 is 0, and Log amplifies it."""
+    model, random = onnx.parser.parse_model(SPECTRUM), np.random.default_rng(0)
+    dft = random.normal(size=(8, 1, 8))
+    weights = {"dft": dft - dft.mean(-1, keepdims=True), "mel": np.abs(random.normal(size=(8, 8, 1))),
+               "w": random.normal(size=(8, 8, 1)), "tiny": np.array(1e-10)}  # fmt: skip
+    model.graph.initializer.extend(numpy_helper.from_array(w.astype(np.float32), n) for n, w in weights.items())
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    np.savez(tmp_path / "in.npz", x=(1 + 1e-3 * random.normal(size=(1, 1, 512))).astype(np.float32))
+    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
+    assert code == 0, err
+    dtypes = {node.op_type: node.inputs[0].dtype for node in ir.load(out).graph}
+    assert (dtypes["Log"], dtypes["Sigmoid"]) == (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
+def test_float16_keeps_a_large_variance(sd_ort: Cli, tmp_path: Path) -> None:
+    """A variance of 1e7 was clamped to 65504, which made the output twelve times larger."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4] x) => (float[1,2,4] y) <float[2] one = {1, 1},
+        float[2] mean = {0, 3}, float[2] variance = {1e7, 4e7}> {
+        s = Mul (x, t)  n = BatchNormalization (s, one, mean, mean, variance)  y = Mul (n, t)  }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(100), "t"))
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    np.savez(tmp_path / "in.npz", x=np.arange(8, dtype=np.float32).reshape(1, 2, 4))
+    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
+    assert code == 0, err
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(("ir_version", "is_told"), [(3, False), (8, True)])
+@pytest.mark.parametrize("options", [("portable",), ("portable", "--float16"), ("cpu", "--float16")])
+def test_weights_that_are_inputs_become_constants(
+    sd_ort: Cli, tmp_path: Path, ir_version: int, is_told: bool, options: tuple[str, ...]
+) -> None:
+    """Below IR version 4 every weight is an input. In float16 such a file needed its weights from the caller."""
+    source, out = toy(tmp_path / "in.onnx"), tmp_path / "out.onnx"
+    model = onnx.load(source)
+    model.ir_version = ir_version
+    model.graph.input.extend(
+        helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer
+    )
+    onnx.save(model, source)
+    np.savez(tmp_path / "in.npz", x=np.full((2, 4), 0.5, np.float32))
+    code, text, err = sd_ort("optimize", source, out, "--target", *options)
+    assert code == 0, err
+    assert ("3 inputs that have default values become constants" in text) == is_told
+    assert [value.name for value in onnx.load(out).graph.input] == ["x"]
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
+def test_a_graph_without_standard_operators(sd_ort: Cli, tmp_path: Path) -> None:
+    """It declares no opset of ONNX itself."""
+    text = """<ir_version: 8, opset_import: ["ai.onnx.ml" : 3]> g (float[2,3] x) => (float[2,3] y) {
+        y = ai.onnx.ml.Scaler <offset = [1.0], scale = [2.0]> (x) }"""
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(onnx.parser.parse_model(text), source)
+    code, _, err = sd_ort("optimize", source, out, "--target", "portable")
+    assert code == 0, err
+    np.savez(tmp_path / "in.npz", x=np.ones((2, 3), np.float32) * 3)
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
+MEASURED = """import sys
+from pathlib import Path
+from sd_ort.stages import optimize
+optimize(Path(sys.argv[1]), Path(sys.argv[2]), target="portable", dtype=sys.argv[3], calibrate=False)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_memory_of_optimize(tmp_path: Path, dtype: str) -> None:
+    """At most 1.5 times the file and 300 MB, with the weights in the file itself."""
+    width, count = 2048, 12
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width]) for name in "xy"]
+    names = ["x", *(f"h{i}" for i in range(count - 1)), "y"]
+    nodes = [helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]) for i in range(count)]
+    weights = [numpy_helper.from_array(np.full((width, width), i + 1, np.float32), f"w{i}") for i in range(count)]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], weights)
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), source)
+    command = [sys.executable, "-c", MEASURED, str(source), str(out), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 <= 1.5 * source.stat().st_size + 300e6
+    stored = onnx.load(out).graph.initializer
+    assert len(stored) == count
+    assert all((numpy_helper.to_array(t) == i + 1).all() for i, t in enumerate(stored))
+    assert not out.with_name("out.onnx.data").exists()
+
+
+def test_benchmark_times_files_in_turn(sd_ort: Cli, tmp_path: Path) -> None:
+    source, other = toy(tmp_path / "in.onnx"), toy(tmp_path / "other.onnx", 1.5)
+    np.savez(tmp_path / "in.npz", x=np.full((2, 4), 0.5, np.float32))
+    arguments = ("--provider", "cpu", "--inputs", tmp_path / "in.npz", "--runs", 2)
+    code, text, err = sd_ort("benchmark", source, other, *arguments)
+    assert code == 0, err
+    rows = [line.split() for line in text.splitlines() if line.endswith(".onnx")]
+    assert [row[-1] for row in rows] == [str(source), str(other)]
+    assert float(rows[0][1]) == 1.0
+    assert [float(row[2]) for row in rows] == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("in.onnx", "--steps", "3"), "--steps goes with pipeline folders"),
+        (("in.onnx", "folder"), "is no .onnx file"),
+        (("folder", "--inputs", "in.npz"), "--inputs goes with .onnx files"),
+        (("in.onnx", "wide.onnx", "--provider", "cpu"), "has other inputs than"),
+    ],
+)
+def test_benchmark_refuses(
+    sd_ort: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    toy(tmp_path / "in.onnx")
+    model = onnx.load(tmp_path / "in.onnx")
+    model.graph.input[0].name = "wide"
+    for node in model.graph.node:
+        node.input[:] = ["wide" if name == "x" else name for name in node.input]
+    onnx.save(model, tmp_path / "wide.onnx")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = sd_ort("benchmark", *arguments)
+    assert code == 2
+    assert words in err.splitlines()[-1]
+
+
+def test_optimize_says_why_an_attention_is_not_fused(sd_ort: Cli, tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[2,3,5,4] q, float[1,3,5,4] k, float[2,3,5,4] v) => (float[2,3,5,4] y) {
+            t = Transpose <perm = [0, 1, 3, 2]> (k)  s = MatMul (q, t)  p = Softmax (s)  y = MatMul (p, v) }"""
+    source = tmp_path / "in.onnx"
+    onnx.save(onnx.parser.parse_model(text), source)
+    code, _, err = sd_ort("optimize", source, tmp_path / "out.onnx", "--target", "portable")
+    assert code == 0, err
+    assert "only 0 of 1 attentions (1 times " in err

@@ -67,6 +67,28 @@ def test_callback_tensors(kind: str) -> None:
     assert set(getattr(sd_ort, kind)._callback_tensor_inputs) == theirs - names
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_callback_tensor_values(models: Models, kind: str) -> None:
+    """Every tensor of `_callback_tensor_inputs` has diffusers' values after the first step."""
+    family, seen = FAMILIES[kind][0], list[dict[str, Any]]()
+    given = {"prompt": "a", "num_inference_steps": 4, "output_type": "latent", "height": 64, "width": 64}
+    given |= parity_pairs.images_of(parity_pairs.parameters(kind))
+    given = {name: value for name, value in given.items() if name in parity_pairs.parameters(kind)}
+    names = getattr(sd_ort, kind)._callback_tensor_inputs
+    for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
+
+        def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            seen.append(dict(tensors))
+            return {}
+
+        call = {"callback_on_step_end": keep, "callback_on_step_end_tensor_inputs": list(names)}
+        pipeline(**given, **call, generator=seeded())
+    first, expected = seen[0], seen[len(seen) // 2]
+    assert sorted(first) == sorted(expected) == sorted(names)
+    for name in names:
+        torch.testing.assert_close(first[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("family", ["sd", "xl", "refiner"])
 def test_encode_prompt(models: Models, family: str) -> None:
     kind = FAMILIES_BY_KIND[family]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,17 @@ def test_controlnet_without_its_picture(control_pipeline: StableDiffusionPipelin
     assert psnr(draw(control_pipeline, image=picture, generator=3, **size), shown) < 50, "without effect"
 
 
+def test_controlnet_of_another_scale(controlled: Path, tmp_path: Path, picture: Image.Image) -> None:
+    shutil.copytree(controlled, tmp_path / "other")
+    config = tmp_path / "other" / "controlnet" / "config.json"
+    entries = json.loads(config.read_text())
+    entries["conditioning_embedding_out_channels"].pop()
+    config.write_text(json.dumps(entries))
+    ours = StableDiffusionPipeline.from_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match="halves its image 2 times and the VAE 3 times: use a ControlNet of this"):
+        draw(ours, control_image=picture)
+
+
 @pytest.mark.parametrize("guess", [False, True])
 def test_several_controlnets(controlled: Path, control_reference: Any, picture: Image.Image, guess: bool) -> None:
     """Each with its picture, scale and part of the schedule; their residuals add up."""
@@ -225,6 +238,13 @@ def test_generate_from_a_picture(
     out = tmp_path / "out.png"
     code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
     assert (code, np.asarray(Image.open(out)).shape) == (0, (128, 128, 3)), error  # the model's, as in diffusers
+    for side, size in ((130, (128, 192)), (100, None)):  # down to whole latents, and not to a size that fits
+        picture.resize((196 if size else side, side)).save(tmp_path / "odd.png")
+        code, _, error = sd_ort(*common[:-1], tmp_path / "odd.png", "--overwrite", "--out", out)
+        if size:
+            assert (code, np.asarray(Image.open(out)).shape) == (0, (*size, 3)), error
+        else:
+            assert (code, "height 96 and width 96 must be multiples of 64" in error) == (2, True), error
     code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
     assert (code, "pass it with --image" in error) == (2, True)
     (tmp_path / "text.png").write_text("no picture")

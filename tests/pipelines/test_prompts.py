@@ -154,15 +154,16 @@ def test_clip_skip_of_more_layers_than_there_are(pipeline: Any) -> None:
 
 def test_textual_inversion(small_export: Path, fused: Path, tmp_path: Path) -> None:
     """Words of three vectors and of one, as diffusers reads the same files, on the raw graph and on the fused one; and
-    forgotten again."""
+    forgotten again. A WebUI's file without a word: its word is emb_params."""
     random = torch.Generator().manual_seed(1)
-    for word, rows in (("cat", torch.randn(3, 64, generator=random)), ("dog", torch.randn(64, generator=random))):
-        save_file({f"<{word}>": rows}, tmp_path / f"{word}.safetensors")
-    files = [str(tmp_path / f"{word}.safetensors") for word in ("cat", "dog")]
+    shapes: dict[str, tuple[int, ...]] = {"<cat>": (3, 64), "<dog>": (64,), "emb_params": (2, 64)}
+    for word, shape in shapes.items():
+        save_file({word: torch.randn(shape, generator=random)}, tmp_path / f"{word}.safetensors")
+    files = [str(tmp_path / f"{word}.safetensors") for word in shapes]
     theirs = torch_pipeline("sd15-small", random_weights=True, seed=0)
     theirs.text_encoder.__dict__["text_model"] = theirs.text_encoder
     theirs.load_textual_inversion(files)
-    prompt = "a <cat> on a <dog> and a <cat>"
+    prompt = "a <cat> on a <dog> and a <cat> with emb_params"
     for folder in (small_export, fused):
         ours = StableDiffusionPipeline.from_pretrained(small_export)
         ours.models.folder = folder

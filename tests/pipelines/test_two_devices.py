@@ -23,7 +23,7 @@ from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.partition import MAX_IMBALANCE, partition_graph
 from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf, SplitGuidanceStep
 from sd_ort.pipelines.merged import MergedPipeline
-from sd_ort.runtime.partitioned import BoundPartitions, Copy
+from sd_ort.runtime.partitioned import BoundPartitions, PeerCopy
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.stream import Stream
 from sd_ort.stages import optimize
@@ -96,7 +96,7 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
         drawn.append(draw(pipeline))
     pipeline.device_loop = False
     drawn.append(draw(pipeline))
-    assert len(pipeline.models["unet"].links) == 3
+    assert len(pipeline.models["unet"].partitions) == 3
     for spread in drawn[1:]:
         np.testing.assert_allclose(spread, drawn[0], atol=1e-5)
 
@@ -283,17 +283,17 @@ def test_order_of_partitions(seed: int) -> None:
         return SimpleNamespace(run=lambda wait: streams[number].queued.append(("run", work)))
 
     chain = BoundPartitions.__new__(BoundPartitions)
-    chain.links = [SimpleNamespace(stream=stream) for stream in streams]  # type: ignore[misc]
-    chain.parts = [
+    chain.partitions = [SimpleNamespace(stream=stream) for stream in streams]  # type: ignore[misc]
+    chain.runs = [
         part(0, lambda: first.__setitem__(0, sample[0] + 1)),
         part(1, lambda: second.__setitem__(0, taken["first in 1"][0] + 2)),
         part(2, lambda: third.__setitem__(0, taken["first in 2"][0] + taken["second in 2"][0] + 3)),
     ]
     chain.copies = [
         [],
-        [Copy(first, 0, taken["first in 1"])],
-        [Copy(first, 0, taken["first in 2"]), Copy(second, 1, taken["second in 2"])],
-        [Copy(third, 2, result)],
+        [PeerCopy(first, 0, taken["first in 1"])],
+        [PeerCopy(first, 0, taken["first in 2"]), PeerCopy(second, 1, taken["second in 2"])],
+        [PeerCopy(third, 2, result)],
     ]
     chain.reserve_events()
     expected = 1

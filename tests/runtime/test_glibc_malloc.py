@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from sd_ort.runtime.glibc_malloc import disable_trim, kept, return_heap
+from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap
 
 MB = 1 << 20
 
@@ -53,7 +53,7 @@ def test_what_is_freed_goes_back_or_stays() -> None:
     with return_heap():
         assert mapped()
         assert not stays()
-    with kept():
+    with retain_heap():
         assert not mapped()
         assert stays()
     assert mapped()
@@ -62,13 +62,13 @@ def test_what_is_freed_goes_back_or_stays() -> None:
 def test_what_is_kept_stays_until_sessions_were_opened() -> None:
     disable_trim()
     assert stays()
-    with kept():
+    with retain_heap():
         assert not mapped()
     assert mapped()
 
 
 def test_a_hole_in_the_heap_decides_nothing() -> None:
-    with kept():
+    with retain_heap():
         hole, above = np.empty(no_hole(), np.uint8), np.empty(MB, np.uint8)
         size = hole.nbytes
         del hole
@@ -76,7 +76,7 @@ def test_a_hole_in_the_heap_decides_nothing() -> None:
     assert above.nbytes == MB
     with return_heap():
         assert mapped()
-    with kept():
+    with retain_heap():
         assert not mapped()
 
 
@@ -85,7 +85,7 @@ def test_the_first_to_begin_decides_for_those_beside_it() -> None:
         with return_heap():
             pass
 
-    with kept(), ThreadPoolExecutor(1) as threads:
+    with retain_heap(), ThreadPoolExecutor(1) as threads:
         threads.submit(opened).result()
         assert not mapped()
     assert mapped()

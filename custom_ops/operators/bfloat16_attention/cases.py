@@ -1,10 +1,17 @@
-"""Test cases of Bfloat16Attention, with the Params of MultiHeadAttention; it has no GPU kernel."""
+"""Test cases of Bfloat16Attention, with the Params and the reference of MultiHeadAttention; it has no GPU kernel.
+
+The reference is the float64 attention of the rounded inputs; the kernel also rounds its weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from custom_ops.operator_spec import OperatorCase
+import ml_dtypes
+
+from custom_ops.operator_spec import Array, OperatorCase
+from custom_ops.operators.multi_head_attention import cases as exact
 from custom_ops.operators.multi_head_attention.cases import (
     Params,
     attention_case,
@@ -48,3 +55,8 @@ CASES = [
     _case(1, 1, 20, 150, 48, scale=1e-6),
     _case(1, 1, 70, 131, 512),
 ]
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """Output (B, S, N * H) in float64."""
+    return exact.reference({name: array.astype(ml_dtypes.bfloat16) for name, array in inputs.items()}, attributes)

@@ -1,4 +1,4 @@
-"""Params and test cases of Bfloat16MatMul, which has no GPU kernel."""
+"""Params, NumPy reference and test cases of Bfloat16MatMul, which has no GPU kernel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
+import ml_dtypes
 import numpy as np
 
 from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+from custom_ops.operators.bias_split_gelu.cases import gelu_gate
 
 NAME = "Bfloat16MatMul"
 INPUTS = ("X", "W", "bias")
@@ -37,6 +39,16 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X, its last axis W's, or half of it where gated."""
     return {"Y": (*case.inputs["X"][:-1], case.inputs["W"][1] // (1 + int(case.attributes.get("gated", 0))))}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (..., K), W (K, N), bias (N) -> Y (..., N)."""
+    x, w = (inputs[name].astype(ml_dtypes.bfloat16).astype(np.float64) for name in ("X", "W"))
+    y = x @ w + (inputs["bias"].astype(np.float64) if "bias" in inputs else 0)
+    if attributes.get("gated", 0):
+        left, right = np.split(y, 2, axis=-1)
+        y = gelu_gate(left, right)
+    return {"Y": y}
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:

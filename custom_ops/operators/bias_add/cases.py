@@ -1,4 +1,4 @@
-"""Params, test cases and benchmark shapes of BiasAdd."""
+"""Params, NumPy reference, test cases and benchmark shapes of BiasAdd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "BiasAdd"
 INPUTS = ("X", "bias", "skip")
@@ -36,6 +38,12 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X."""
     return {"Y": case.inputs["X"]}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (N, S, C), bias (C), skip (N, S, C) -> Y (N, S, C) in float64."""
+    y = inputs["X"].astype(np.float64) + inputs["bias"].astype(np.float64)
+    return {"Y": y + inputs["skip"].astype(np.float64) if "skip" in inputs else y}
 
 
 def _case(

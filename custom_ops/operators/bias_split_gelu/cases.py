@@ -1,12 +1,14 @@
-"""Params, test cases and benchmark shapes of BiasSplitGelu."""
+"""Params, NumPy reference, test cases and benchmark shapes of BiasSplitGelu."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from math import prod
+from math import erf, prod, sqrt
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "BiasSplitGelu"
 INPUTS = ("X", "bias")
@@ -36,6 +38,20 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has half of X's last axis."""
     shape = case.inputs["X"]
     return {"Y": (*shape[:-1], shape[-1] // 2)}
+
+
+_erf = np.vectorize(erf, otypes=[np.float64])
+
+
+def gelu_gate(left: Array, right: Array) -> Array:
+    """left * gelu(right)."""
+    return left * 0.5 * right * (1 + _erf(right / sqrt(2)))
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (N, S, D), bias (D) -> Y (N, S, D / 2) = left * gelu(right)."""
+    left, right = np.split(inputs["X"].astype(np.float64) + inputs["bias"].astype(np.float64), 2, axis=-1)
+    return {"Y": gelu_gate(left, right)}
 
 
 def _case(

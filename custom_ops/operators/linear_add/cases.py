@@ -1,4 +1,4 @@
-"""Params, test cases and benchmark shapes (products of Stable Diffusion) of LinearAdd."""
+"""Params, NumPy reference, test cases and benchmark shapes (products of Stable Diffusion) of LinearAdd."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X, its last axis W's."""
     return {"Y": (*case.inputs["X"][:-1], case.inputs["W"][1])}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (..., K), W (K, N), bias (N) or absent, skip (..., N) or absent -> Y (..., N) in float64."""
+    y = inputs["X"].astype(np.float64) @ inputs["W"].astype(np.float64)
+    for name in ("bias", "skip"):
+        if name in inputs:
+            y = y + inputs[name].astype(np.float64)
+    return {"Y": y}
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:

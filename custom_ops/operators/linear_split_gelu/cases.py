@@ -1,4 +1,4 @@
-"""Params, test cases and benchmark shapes (GEGLU layers of Stable Diffusion) of LinearSplitGelu."""
+"""Params, NumPy reference, test cases and benchmark shapes (GEGLU layers of Stable Diffusion) of LinearSplitGelu."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+from custom_ops.operators.bias_split_gelu import cases as bias_split_gelu
 from custom_ops.operators.linear_add import cases as linear_add
 
 NAME = "LinearSplitGelu"
@@ -32,6 +33,12 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X, its last axis half of W's."""
     return {"Y": (*case.inputs["X"][:-1], case.inputs["W"][1] // 2)}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (..., K), W (K, D), bias (D) -> Y (..., D / 2) in float64."""
+    product = linear_add.reference({"X": inputs["X"], "W": inputs["W"]}, {})["Y"]
+    return bias_split_gelu.reference({"X": product, "bias": inputs["bias"]}, {})
 
 
 def _case(*shape: int, half: int, benchmark: bool = False) -> OperatorCase:

@@ -1,4 +1,4 @@
-"""Params, test cases and benchmark shapes (convolutions of Stable Diffusion) of NhwcConv."""
+"""Params, NumPy reference, test cases and benchmark shapes (convolutions of Stable Diffusion) of NhwcConv."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
-from custom_ops.operators.winograd_filters.reference import reference as winograd_filters
+from custom_ops.operators.winograd_filters.cases import reference as winograd_filters
 
 NAME = "NhwcConv"
 INPUTS = ("X", "W", "B", "skip", "transformed_filters")
@@ -53,6 +53,26 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     images = zip(case.inputs["X"][1:3], kernel, pads, strict=True)
     rows, columns = ((size + pad - (window - 1) * dilation - 1) // stride + 1 for size, window, pad in images)
     return {"Y": (case.inputs["X"][0], rows, columns, count)}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (N, H, W, C), W (M, kH, kW, C / group), B (M)?, skip as Y? -> Y (N, oH, oW, M) in float64."""
+    x, filters = inputs["X"].astype(np.float64), inputs["W"].astype(np.float64)
+    stride, dilation, groups = (int(attributes.get(name, 1)) for name in ("stride", "dilation", "group"))
+    top, left, bottom, right = (int(attributes.get(f"pad_{side}", 0)) for side in ("top", "left", "bottom", "right"))
+    x = np.pad(x, ((0, 0), (top, bottom), (left, right), (0, 0)))
+    count, height, width, channels = filters.shape
+    rows = (x.shape[1] - (height - 1) * dilation - 1) // stride + 1
+    columns = (x.shape[2] - (width - 1) * dilation - 1) // stride + 1
+    y = np.zeros((x.shape[0], rows, columns, count))
+    for kh in range(height):
+        for kw in range(width):
+            row, column = kh * dilation, kw * dilation
+            seen = x[:, row : row + stride * rows : stride, column : column + stride * columns : stride]
+            for group in range(groups):
+                part = slice(group * count // groups, (group + 1) * count // groups)
+                y[..., part] += seen[..., group * channels : (group + 1) * channels] @ filters[part, kh, kw].T
+    return {"Y": y + inputs.get("B", np.zeros(count)).astype(np.float64) + inputs.get("skip", np.zeros(1))}
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from custom_ops.operator_spec import OperatorCase, Shape
-from custom_ops.operators.group_norm.cases import SHAPES, params
+from collections.abc import Mapping
+
+import numpy as np
+
+from custom_ops.operator_spec import Array, OperatorCase, Shape
+from custom_ops.operators.group_norm.cases import SHAPES, group_norm, params
 
 __all__ = ["CASES", "FLOAT32_INPUTS", "INPUTS", "NAME", "OUTPUTS", "output_shapes", "params"]
 
@@ -16,6 +20,19 @@ FLOAT32_INPUTS = ("gamma", "beta")
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y and S have the shape of X."""
     return dict.fromkeys(case.outputs or OUTPUTS, case.inputs["X"])
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X, skip (N, ..., C) or skip (N, C), (N, 1, 1, C); gamma, beta, bias (C) -> Y and S as X."""
+    x, gamma, beta, skip = (inputs[name].astype(np.float64) for name in ("X", "gamma", "beta", "skip"))
+    channels = 1 if attributes.get("channels_last", 1) == 0 else x.ndim - 1
+    if skip.shape != x.shape:
+        skip = skip.reshape([n if axis in (0, channels) else 1 for axis, n in enumerate(x.shape)])
+    total = x + skip
+    if "bias" in inputs:
+        shape = [n if axis == channels else 1 for axis, n in enumerate(x.shape)]
+        total = total + inputs["bias"].astype(np.float64).reshape(shape)
+    return {"Y": group_norm(total, gamma, beta, attributes), "S": total}
 
 
 def _case(

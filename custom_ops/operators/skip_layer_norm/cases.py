@@ -1,4 +1,4 @@
-"""Params, test cases and benchmark shapes of SkipLayerNormalization."""
+"""Params, NumPy reference, test cases and benchmark shapes of SkipLayerNormalization."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "SkipLayerNormalization"
 INPUTS = ("input", "skip", "gamma", "beta", "bias")
@@ -46,6 +48,19 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Both outputs have the shape of the input."""
     return dict.fromkeys(case.outputs or ("output", "input_skip_bias_sum"), case.inputs["input"])
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """input (N, S, C), skip (N or 1, S, C) or (S, C); gamma, beta?, bias? (C) -> output and the sum, as input."""
+    total = inputs["input"].astype(np.float64) + inputs["skip"].astype(np.float64)
+    if "bias" in inputs:
+        total = total + inputs["bias"].astype(np.float64)
+    mean = total.mean(axis=-1, keepdims=True)
+    variance = total.var(axis=-1, keepdims=True)
+    output = (total - mean) / np.sqrt(variance + attributes.get("epsilon", 1e-12)) * inputs["gamma"].astype(np.float64)
+    if "beta" in inputs:
+        output = output + inputs["beta"].astype(np.float64)
+    return {"output": output, "input_skip_bias_sum": total}
 
 
 def _case(

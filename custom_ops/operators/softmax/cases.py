@@ -1,11 +1,13 @@
-"""Params, test cases and the benchmark shape (a VAE's attention) of Softmax."""
+"""Params, NumPy reference, test cases and the benchmark shape (a VAE's attention) of Softmax."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "Softmax"
 INPUTS = ("scores",)
@@ -28,6 +30,13 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """weights has the shape of scores."""
     return {"weights": case.inputs["scores"]}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """scores (rows, columns) -> weights (rows, columns) in float64, each row of sum 1."""
+    scores = inputs["scores"].astype(np.float64)
+    powers = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
+    return {"weights": powers / powers.sum(-1, keepdims=True)}
 
 
 def _case(rows: int, columns: int, distribution: str = "normal", benchmark: bool = False) -> OperatorCase:

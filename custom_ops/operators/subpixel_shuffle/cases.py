@@ -1,11 +1,13 @@
-"""Params, test cases and benchmark shapes of SubpixelShuffle."""
+"""Params, NumPy reference, test cases and benchmark shapes of SubpixelShuffle."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "SubpixelShuffle"
 INPUTS = ("X", "bias")
@@ -29,6 +31,18 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y (N, 2 H, 2 W, C) of X (N, H + 1, W + 1, 4 C)."""
     batch, height, width, channels = case.inputs["X"]
     return {"Y": (batch, 2 * (height - 1), 2 * (width - 1), channels // 4)}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (N, H + 1, W + 1, 4 C), bias (C) -> Y (N, 2 H, 2 W, C) in float64."""
+    x = inputs["X"].astype(np.float64)
+    batch, height, width, channels = (size - excess for size, excess in zip(x.shape, (0, 1, 1, 0), strict=True))
+    phases = x.reshape(batch, height + 1, width + 1, 2, 2, channels // 4)
+    y = np.empty((batch, height, 2, width, 2, channels // 4))
+    for p, q in np.ndindex(2, 2):
+        y[:, :, p, :, q] = phases[:, p : p + height, q : q + width, p, q]
+    y = y.reshape(batch, 2 * height, 2 * width, channels // 4)
+    return {"Y": y + inputs["bias"].astype(np.float64) if "bias" in inputs else y}
 
 
 def _case(

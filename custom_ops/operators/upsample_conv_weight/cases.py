@@ -1,11 +1,13 @@
-"""Params, test cases and benchmark shapes (weights of SDXL and a VAE) of UpsampleConvWeight."""
+"""Params, NumPy reference, test cases and benchmark shapes (weights of SDXL and a VAE) of UpsampleConvWeight."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "UpsampleConvWeight"
 INPUTS = ("weight",)
@@ -28,6 +30,15 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y (C, 4, 4, M) of weight (M, 3, 3, C)."""
     filters, _, _, channels = case.inputs["weight"]
     return {"Y": (channels, 4, 4, filters)}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """weight (M, 3, 3, C) -> Y (C, 4, 4, M) in float64: the full convolution of the turned taps with 2 x 2 ones."""
+    turned = inputs["weight"].astype(np.float64)[:, ::-1, ::-1].transpose(3, 1, 2, 0)
+    y = np.zeros((turned.shape[0], 4, 4, turned.shape[3]))
+    for down, across in np.ndindex(2, 2):
+        y[:, down : down + 3, across : across + 3] += turned
+    return {"Y": y}
 
 
 def _case(filters: int, channels: int, distribution: str = "normal", benchmark: bool = False) -> OperatorCase:

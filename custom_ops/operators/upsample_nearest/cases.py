@@ -1,11 +1,13 @@
-"""Params, test cases and benchmark shapes of UpsampleNearest."""
+"""Params, NumPy reference, test cases and benchmark shapes of UpsampleNearest."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "UpsampleNearest"
 INPUTS = ("X",)
@@ -42,6 +44,13 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     batch, height, width, channels = case.inputs["X"]
     down, across = int(case.attributes["scale_height"]), int(case.attributes["scale_width"])
     return {"Y": (batch, height * down, width * across, channels)}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (N, H, W, C) -> Y (N, H * scale_height, W * scale_width, C) in float64."""
+    x = inputs["X"].astype(np.float64)
+    taller = np.repeat(x, int(attributes["scale_height"]), axis=1)
+    return {"Y": np.repeat(taller, int(attributes["scale_width"]), axis=2)}
 
 
 def _case(

@@ -1,4 +1,4 @@
-"""Params and test cases of WinogradConv, which has no GPU kernel."""
+"""Params, NumPy reference and test cases of WinogradConv, which has no GPU kernel."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X with a channel for each filter."""
     n, _, h, w = case.inputs["X"]
     return {"Y": (n, case.inputs["B"][0], h, w)}
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (N, C, H, W), W (M, C, 3, 3), B (M) -> Y (N, M, H, W)."""
+    x, w, b = (inputs[name].astype(np.float64) for name in ("X", "W", "B"))
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+    return {"Y": np.einsum("nchwij,mcij->nmhw", windows, w, optimize=True) + b[:, None, None]}
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:

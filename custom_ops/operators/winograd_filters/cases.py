@@ -1,11 +1,13 @@
-"""Params, test cases and benchmark shapes (weights of SDXL) of WinogradFilters."""
+"""Params, NumPy reference, test cases and benchmark shapes (weights of SDXL) of WinogradFilters."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "WinogradFilters"
 INPUTS = ("weight",)
@@ -28,6 +30,18 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y (16, M, C) of weight (M, 3, 3, C); (9, M, C) where it is for upsampled images."""
     filters, _, _, channels = case.inputs["weight"]
     return {"Y": (9 if _upsampled(case) else 16, filters, channels)}
+
+
+# Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv 1509.09308, section 4.1.
+G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """weight (M, 3, 3, C) -> Y (16, M, C), or (9, M, C) of attribute `upsampled`, in float64."""
+    weight = inputs["weight"].astype(np.float64)
+    g = G[[0, 1, 3]] if attributes.get("upsampled") else G
+    y = np.einsum("ai,mijc,bj->abmc", g, weight, g, optimize=True)
+    return {"Y": y.reshape(len(g) ** 2, weight.shape[0], weight.shape[3])}
 
 
 def _upsampled(case: OperatorCase) -> int:

@@ -59,6 +59,6 @@ def _is_additive(patch: Any) -> bool:
 
 def _patch_delta(key: str, shape: torch.Size, patches: list[Any], original: np.ndarray | None) -> np.ndarray:
     """Return the float32 delta of a weight's patches. `original`: the weight, None for additive patches."""
-    start = torch.zeros(shape) if original is None else torch.from_numpy(original).reshape(shape)
+    start = torch.zeros(shape) if original is None else torch.tensor(original).reshape(shape)
     delta: torch.Tensor = comfy.lora.calculate_weight(patches, start.clone(), key) - start
     return delta.numpy()

@@ -109,10 +109,15 @@ def run_original_unet(sd_unet: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def webui_loras() -> list[tuple[str, float]]:
-    """Return files and scales of the prompt's <lora:name:0.8> tags, as the WebUI's Lora extension loaded them."""
+    """Return files and scales of the prompt's <lora:name:0.8> tags, as the WebUI's Lora extension loaded them.
+
+    Raises InputError for a tag with dyn.
+    """
     if importlib.util.find_spec("networks") is None:
         return []
     loaded = importlib.import_module("networks").loaded_networks
+    if any(getattr(net, "dyn_dim", None) for net in loaded):
+        raise InputError("A LoRA tag with dyn cuts the rank, which sd-ort does not.")
     return [(net.network_on_disk.filename, net.unet_multiplier) for net in loaded]
 
 

@@ -44,6 +44,10 @@ class WebUNet(torch.nn.Module):
         for path, _ in requested:
             if path not in self.models.lora_state.scales:
                 self.models.load_lora_weights(path, path)
+                assert self.models.loras is not None
+                for modules in self.models.loras.adapters[path].modules.values():
+                    for module in modules.values():
+                        module.scales_dora_norm = False
         scales: dict[str, float] = {}
         for path, scale in requested:
             scales[path] = scales.get(path, 0.0) + scale

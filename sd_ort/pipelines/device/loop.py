@@ -215,7 +215,7 @@ class Buffers:
 
     def _schedule_for(self, job: SamplingJob) -> DeviceSchedule:
         """Return the buffers for a job's numbers of steps, noise samples and inputs."""
-        schedule, flags = job.schedule, (bool(job.rescale), job.kept is not None)
+        schedule, flags = job.schedule, (bool(job.rescale), job.blend is not None)
         drawn = int((schedule.noise_coefficients != 0).sum(1).max(initial=0))
         key = schedule.coefficients.shape, drawn, schedule.noise_count, bool((schedule.input_scales != 1).any()), *flags
         if self.schedule is None or self.schedule_key != key:

@@ -63,9 +63,9 @@ class DeviceSchedule:
             scales_input=bool((job.schedule.input_scales != 1).any()),
             guidance=job.guidance is not None,
             rescales_guidance=bool(job.guidance is not None and job.rescale),
-            noise_count=0 if job.draws is None else self.arrays["drawn"].shape[1],
+            noise_count=0 if job.noise_samples is None else self.arrays["drawn"].shape[1],
             extra_channels=job.channels is not None,
-            inpaints=job.kept is not None,
+            inpaints=job.blend is not None,
             split_guidance=job.side is not None,
         )
         if window > 1:
@@ -99,15 +99,15 @@ class DeviceSchedule:
         if job.guidance is not None:
             arrays["guidance"] = np.array([job.guidance], np.float32)
             arrays["rescale"] = np.array([job.rescale], np.float32)
-        if job.draws is not None:
-            arrays["draws"] = job.draws
+        if job.noise_samples is not None:
+            arrays["draws"] = job.noise_samples
         for number, control in enumerate(job.controls):
             arrays[f"scales_{number}"] = np.array([*control.scales, 0.0])
         if job.channels is not None:
             arrays["channels"] = job.channels
-        if (blend := job.kept) is not None:
-            arrays |= {"picture": blend.picture, "picture_noise": blend.noise, "mask": blend.mask}
-            arrays |= {"kept_picture": blend.picture_factors, "kept_noise": blend.noise_factors}
+        if (blend := job.blend) is not None:
+            arrays |= {"picture": blend.image, "picture_noise": blend.noise, "mask": blend.mask}
+            arrays |= {"kept_picture": blend.image_factors, "kept_noise": blend.noise_factors}
         dtypes = {"slots": np.bool_, "drawn": np.int64}
         return {name: np.ascontiguousarray(array, dtypes.get(name, np.float32)) for name, array in arrays.items()}
 

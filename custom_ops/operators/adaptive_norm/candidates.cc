@@ -1,0 +1,35 @@
+// Candidates of AdaptiveNorm: a block per row by elements or 16 bytes, and 16 threads per row, for heads.
+#include "common/tunable.h"
+#include "operators/adaptive_norm/op.h"
+
+namespace sd_ort {
+namespace {
+
+using Params = AdaptiveNormParams;
+
+bool supports_vectors(const Params& p) {
+  return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.scale, p.shift, p.gate, p.skip, p.y, p.sum);
+}
+
+Candidate<Params> candidate(const char* name, AdaptiveNormConfig config) {
+  return {name, [config](const Params& p) { return !config.vectors || supports_vectors(p); },
+          [config](const Params& p, void*, void* stream) { return adaptive_norm_launch(p, config, stream); }};
+}
+
+// 16 threads hold rows of up to 1 KiB in four accesses each.
+const char* default_name(const Params& p) {
+  if (!supports_vectors(p)) return "generic";
+  return p.channels * size_of(p.dtype) <= 1024 ? "lanes_16" : "block_per_row";
+}
+
+}  // namespace
+
+const GpuOp& adaptive_norm_gpu() {
+  static const TunableOp<Params> op(
+      "AdaptiveNorm",
+      {candidate("generic", {false, 256}), candidate("lanes_16", {true, 16}), candidate("block_per_row", {true, 256})},
+      default_name);
+  return op;
+}
+
+}  // namespace sd_ort
