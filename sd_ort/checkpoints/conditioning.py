@@ -47,7 +47,7 @@ def guidance_embedding(scale: float, width: int) -> np.ndarray:
 
 def text_length(folder: Path, name: str, tokenizer: Any) -> int:
     """Return the number of tokens of the text encoder `name`, usually 77."""
-    limit = component_config(folder, name, required=True).get("max_position_embeddings", 77)
+    limit = component_config(folder, name, required=True).get("max_position_embeddings") or 77
     max_length = tokenizer.model_max_length
     length = min(max_length, limit) if isinstance(max_length, int | float) else 0
     if length < 3:

@@ -7,6 +7,7 @@ while a thread holds the GIL in one. So long work runs in other threads (`run_in
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,10 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sd_ort.core.errors import InputError
+
 # Name prefix of threads that an interrupt does not wait for: their output is removed, and the process ends.
 STOPPABLE = "sd-ort-stoppable"
 INTERRUPTED = "sd-ort: interrupted; no half-written output is left."
 
+DIVIDED = (
+    "\nsd-ort: a graph divides integers by 0, or the least integer by -1, which ends ONNX Runtime: do not trust the "
+    "model, or give inputs that it is made for.\n"
+)
 
 _command = False
 _interrupted = False
@@ -32,8 +39,18 @@ def begin_command() -> None:
     global _command, _interrupted
     _command, _interrupted = True, False
     signal.signal(signal.SIGTERM, _interrupt)
+    ctypes.CDLL(None).signal(signal.SIGFPE, _division_handler)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell has it for what runs in the background
         signal.signal(signal.SIGINT, _interrupt)
+
+
+def _end_at_division(signum: int) -> None:
+    """Handle SIGFPE in a thread of ONNX Runtime, which cannot go on: Python's own handlers would return to it."""
+    os.write(2, DIVIDED.encode())
+    os._exit(InputError.exit_code)
+
+
+_division_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_end_at_division)  # C keeps no reference
 
 
 def was_interrupted() -> bool:

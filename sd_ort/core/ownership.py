@@ -84,7 +84,7 @@ class FolderState:
             )
 
 
-RECORD = ".sd_ort_files.json"
+RECORD = "sd_ort_files.json"
 
 
 class SharedFolder:

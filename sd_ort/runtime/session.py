@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -284,6 +285,8 @@ def _ort_options(provider: str, options: SessionOptions = DEFAULT_OPTIONS) -> An
         ort_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if options.threads:
         ort_options.intra_op_num_threads = options.threads
+        if options.threads > (os.cpu_count() or 1):  # that many would spin against each other for minutes
+            ort_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if options.profile:
         ort_options.enable_profiling = True
         ort_options.profile_file_prefix = str(options.profile)

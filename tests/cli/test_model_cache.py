@@ -71,7 +71,7 @@ def test_only_a_new_entry_trims_the_cache(optimized: list[dict[str, Any]], monke
     assert trims == [2_000_000_000]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "manifest", "interrupted"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "manifest", "interrupted", "tokenizer"])
 def test_a_damaged_entry_is_made_again(optimized: list[dict[str, Any]], damage: str) -> None:
     entry = entry_of("demo")
     model = entry / "unet/model.onnx"
@@ -80,6 +80,8 @@ def test_a_damaged_entry_is_made_again(optimized: list[dict[str, Any]], damage: 
         model.write_bytes(content[:-1])
     elif damage == "missing":
         model.unlink()
+    elif damage == "tokenizer":
+        (entry / "tokenizer" / "vocab.json").write_text("")
     elif damage == "manifest":
         (entry / "sd_ort.json").write_text("{")
     else:

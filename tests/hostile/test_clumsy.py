@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import malformed_models
 import numpy as np
 import pytest
 import tiny_pipeline
@@ -328,6 +329,25 @@ def test_too_little_memory(source: Path) -> None:
     )  # fmt: skip
     line = check((process.returncode, process.stdout, process.stderr), source.parent, {"in", "secret"})
     assert "not enough memory" in line
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="other processors divide integers by 0 without a signal")
+@pytest.mark.parametrize(("command", "division"), [
+    ("verify", ("Div", -(1 << 63), -1)), ("generate", ("Div", -(1 << 63), -1)), ("verify", ("Mod", 7, 0)),
+    ("verify", ("Div", 7, 0)),
+])  # fmt: skip
+def test_a_division_without_a_result(
+    source: Path, optimized: Path, command: str, division: tuple[str, int, int]
+) -> None:
+    """ONNX Runtime gets a SIGFPE, or says what it is."""
+    malformed_models.damage(source / "unet", malformed_models.divide_at_run_time(*division))
+    process = subprocess.run(
+        [sys.executable, "-m", "sd_ort", *map(str, arguments(command, source, source.parent / "out", optimized))],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    result = process.returncode, process.stdout, process.stderr
+    line = check(result, source.parent, {"in", "secret"})
+    assert "divides integers by 0" in line or "by zero" in line
 
 
 def test_a_picture_of_any_mode(pristine: Path) -> None:

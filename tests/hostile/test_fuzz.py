@@ -41,6 +41,11 @@ def test_cases(inputs: fuzz.Inputs, target: fuzz.Target, numbers: range) -> None
     assert {number: reason for number, reason in wrong.items() if reason} == {}
 
 
+@pytest.mark.parametrize(("target", "number"), [(fuzz.folder_json, 21037)])
+def test_cases_that_longer_runs_found(inputs: fuzz.Inputs, target: fuzz.Target, number: int) -> None:
+    assert fuzz.run_case(target, number, inputs) is None
+
+
 def test_there_are_enough_cases() -> None:
     assert sum(fuzz.TARGETS.values()) >= 1500
 

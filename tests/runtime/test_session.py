@@ -337,3 +337,16 @@ def test_an_op_library_of_another_hip_runtime(
     if clash:
         assert "libsd_ort_hip.so needs libamdhip64.so.6 and the rocm provider libamdhip64.so.7" in problem
         assert "sd-ort build-ops --hip" in problem
+
+
+def test_more_threads_than_cores_do_not_spin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 that spin take minutes for an image of seconds."""
+    monkeypatch.setattr(onnxruntime, "SessionOptions", onnxruntime.capi._pybind_state.SessionOptions)  # not conftest's
+    key = "session.intra_op.allow_spinning"
+    many, one = (
+        session.create_session(model, "cpu", session.SessionOptions(threads=threads)).get_session_options()
+        for threads in ((os.cpu_count() or 1) + 1, 1)
+    )
+    assert many.get_session_config_entry(key) == "0"
+    with pytest.raises(RuntimeError, match=key):
+        one.get_session_config_entry(key)

@@ -49,6 +49,26 @@ def set_entry(key: str, value: str) -> Change:
     return change
 
 
+def divide_at_run_time(op: str, dividend: int, divisor: int) -> Change:
+    """Add the largest result of an integer division, whose operands are no constants, to the output."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        (output,) = proto.graph.output
+        last = next(node for node in proto.graph.node if output.name in node.output)
+        last.output[0] = "before"
+        for name, value in (("dividend", dividend), ("divisor", divisor)):
+            proto.graph.initializer.append(numpy_helper.from_array(np.array([value]), name))
+        for op_type, inputs, result in (
+            ("Shape", ["sample"], "sizes"), ("Sub", ["sizes", "sizes"], "zeros"), ("Add", ["zeros", "dividend"], "a"),
+            ("Add", ["zeros", "divisor"], "b"), (op, ["a", "b"], "results"), ("ReduceMax", ["results"], "largest"),
+        ):  # fmt: skip
+            proto.graph.node.append(helper.make_node(op_type, inputs, [result]))
+        proto.graph.node.append(helper.make_node("Cast", ["largest"], ["term"], to=TensorProto.FLOAT))
+        proto.graph.node.append(helper.make_node("Add", ["before", "term"], [output.name]))
+
+    return change
+
+
 def set_dims(*dims: int) -> Change:
     def change(proto: onnx.ModelProto) -> None:
         weight(proto, "kernel").dims[:] = dims
