@@ -327,13 +327,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "# Real ONNX files", "", " ".join((__doc__ or "").split("\n\n")[2].split()), "",
         f"Commit {commit()}, {machine()['cpu']}, {versions()['onnxruntime']} of onnxruntime. {len(rows)} files, "
         f"{len(verdicts)} results: {counts} (above: a float16 error above the bound of `verify`, below 0.1).", "",
-<<<<<<< HEAD
-        "| file | opset | verdict | error float32 | error float16 | of rounded weights alone | nodes: source, cpu, "
-        "cuda | ms before | ms after | ratio | optimize s | MB |",
-=======
         "| file | opset | verdict | error float32 | error float16 | of rounded weights alone "
         "| nodes: source, cpu, cuda | ms before | ms after | ratio | optimize s | MB |",
->>>>>>> any36
         "|---" * 12 + "|",
     ]  # fmt: skip
     for row in rows:
