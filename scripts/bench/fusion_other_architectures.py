@@ -68,7 +68,9 @@ def onnxruntime_nodes(model: onnx.ModelProto) -> str:
 
 def onnxscript_nodes(model: onnx.ModelProto) -> str:
     """Nodes that onnxscript's optimizer leaves, with its fusions for ONNX Runtime."""
-    optimized = ir.from_proto(model)
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)  # `optimize_for_ort` changes tensors in place
+    optimized = ir.from_proto(copy)
     onnxscript.optimizer.optimize(optimized)
     return str(len(optimize_for_ort(optimized)[0].graph))
 

@@ -262,7 +262,7 @@ def main() -> None:
 HEAD = """# diffusers' own tests
 
 By `scripts/checks/diffusers_tests.py` on a CPU, with diffusers {diffusers}, torch {torch} and transformers
-{transformers}: what each verdict means is said there.
+{transformers}: what each verdict means is said there. Classes without a row have not run.
 
 """
 
