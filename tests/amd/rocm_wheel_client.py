@@ -206,7 +206,9 @@ def opening(folder: str, library: str) -> dict[str, Any]:
 
     def run(bound: bound_run.BoundRun, graph_id: int, wait: bool) -> None:
         if not wait and not openings:
-            openings.append(pool.submit(create_session, Path(folder, "unet", MODEL), "rocm", library=Path(library)))
+            openings.append(
+                pool.submit(create_session, Path(folder, "unet", MODEL), "rocm", SessionOptions(library=Path(library)))
+            )
             futures.wait(openings, 5)
         original(bound, graph_id, wait)
 
