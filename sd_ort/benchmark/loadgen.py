@@ -25,7 +25,8 @@ from sd_ort.core.files import write_text
 
 MODEL = "stable-diffusion-xl"  # MLPerf's name for its text-to-image task
 SCENARIOS = ("SingleStream", "Offline", "Server")
-LOGS = "mlperf_log_"  # + summary.txt, detail.txt, accuracy.json
+LOGS = "mlperf_log_"
+FILES = ("user.conf", *(LOGS + name for name in ("summary.txt", "detail.txt", "accuracy.json", "trace.json")))
 
 Generate = Callable[[Sequence[int]], Sequence[np.ndarray]]  # prompt indices -> images, uint8 (H, W, 3)
 

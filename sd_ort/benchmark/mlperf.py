@@ -109,6 +109,7 @@ def run(
         settings = official_settings(engines, settings)
         note = "MLPerf's counts and settings; valid only with its 5000 captions, weights and review."
     report = ReportFile(settings, out, [*notes, note], "mlperf", overwrite)
+    report.out.check(*(name for place, _ in enumerate(engines, 1) for name in log_files(place)))
     names = ["queries", "server_load", "official"]
     if options.gpus or options.replicas:
         names += ["gpus", "replicas"]
@@ -133,8 +134,15 @@ def run(
                 _measure(built, settings, meter, options, captions, logs, report, on_progress)
             except SdOrtError as error:
                 rows[-1] |= {"status": "failed", "reason": str(error)}
+            finally:
+                report.out.record(*log_files(len(rows)))
             report.write()
     return report.report
+
+
+def log_files(place: int) -> list[str]:
+    """Return the paths of the logs of an engine, by its number in the report."""
+    return [f"mlperf/{place}/{run}/{name}" for run in (*loadgen.SCENARIOS, "accuracy") for name in loadgen.FILES]
 
 
 def official_settings(engines: Sequence[Engine], settings: BenchmarkSettings) -> BenchmarkSettings:

@@ -113,8 +113,13 @@ class SharedFolder:
         """Write a file and its record; return its path. Raises as `check`."""
         self.check(name)
         write_bytes(self.folder / name, data)
-        write_json(self.folder / RECORD, {**self._record(), name: record_file(self.folder / name)})
+        self.record(name)
         return self.folder / name
+
+    def record(self, *names: str) -> None:
+        """Record files that were written by other means; those that do not exist are skipped."""
+        written = {name: record_file(self.folder / name) for name in names if (self.folder / name).is_file()}
+        write_json(self.folder / RECORD, {**self._record(), **written})
 
     def _record(self) -> dict[str, FileRecord]:
         if not os.path.lexists(self.folder / RECORD):

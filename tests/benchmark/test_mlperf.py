@@ -92,6 +92,11 @@ def test_mlperf_of_a_tiny_model(sd_ort: Cli, small_export: Path, tmp_path: Path)
     assert "SingleStream" in (tmp_path / "report.html").read_text()
     logs = tmp_path / "mlperf" / "1"
     assert all((logs / name / "mlperf_log_detail.txt").is_file() for name in (*loadgen.SCENARIOS, "accuracy"))
+    record = json.loads((tmp_path / "sd_ort_files.json").read_text())
+    assert {path.relative_to(tmp_path).as_posix() for path in logs.rglob("*") if path.is_file()} <= set(record)
+    (logs / "Server" / "mlperf_log_detail.txt").write_text("mine")
+    code, _, err = sd_ort("benchmark", small_export, *loads, *SMALL, "--out", tmp_path)
+    assert (code, "mlperf_log_detail.txt was not written by sd-ort, or changed" in err) == (5, True)
 
 
 class Here:

@@ -21,6 +21,7 @@ import pytest
 import tiny_pipeline
 from test_dispatch import MODEL, FakeReplica, run_tasks
 
+from sd_ort.core.interrupts import INTERRUPTED
 from sd_ort.serving.api import Limits
 from sd_ort.serving.dispatch import Dispatcher
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
@@ -267,3 +268,25 @@ def test_nothing_of_ray_outlives_a_killed_server(server: tuple[subprocess.Popen[
     assert psutil.wait_procs([watchdog], timeout=600)[1] == []
     assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("moment", ["ray"])
+def test_an_interrupt_while_replicas_start(folder: Path, moment: str) -> None:
+    """The server interrupts itself. Its output ends when the watchdog does, after all processes of Ray."""
+    code = (
+        "import os, ray, signal, sys; from sd_ort import cli; from sd_ort.serving.ray_replicas import RayReplica\n"
+        "init, call, (moment, *sys.argv) = ray.init, RayReplica._call, sys.argv[1:]\n"
+        "def interrupt(where):\n"
+        "    if where == moment: os.kill(os.getpid(), signal.SIGINT)\n"
+        "def start_ray(**options): print(options['_temp_dir'], flush=True); interrupt('ray'); init(**options)\n"
+        "async def load(*arguments): interrupt('load'); return await call(*arguments)\n"
+        "ray.init, RayReplica._call = start_ray, load\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "cli.main()"
+    )
+    command = [moment, "sd-ort", "serve", str(folder), "--provider", "cpu", "--replicas", "2", "--port", "0"]
+    result = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.strip().splitlines()) == (130, [INTERRUPTED])
+    (of_ray,) = result.stdout.splitlines()
+    assert not Path(of_ray).exists()
+    assert [each for each in psutil.process_iter(["cmdline"]) if of_ray in " ".join(each.info["cmdline"] or [])] == []
