@@ -23,7 +23,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 def latent_scale(vae_config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return (mean, factor), (1, C or 1, 1, 1) float32: VAE latents = pipeline latents * factor + mean."""
-    factor = np.full((1, 1, 1, 1), 1 / vae_config.get("scaling_factor", 0.18215))
+    factor = np.full((1, 1, 1, 1), 1 / (vae_config.get("scaling_factor") or 0.18215))
     mean = np.full((1, 1, 1, 1), vae_config.get("shift_factor") or 0.0, np.float32)
     if vae_config.get("latents_mean") and vae_config.get("latents_std"):
         mean = mean + np.asarray(vae_config["latents_mean"], np.float32).reshape(1, -1, 1, 1)

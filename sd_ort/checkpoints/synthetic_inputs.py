@@ -180,7 +180,7 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
         return np.exp(random.standard_normal(shape)).astype(np.float32)
     if len(shape) < 2 and used & {"Sin", "Cos"}:
         return random.integers(1, 1000, shape).astype(np.float32)
-    scale = 1 / config.get("scaling_factor", SD_SCALING_FACTOR) if component == "vae_decoder" else 1.0
+    scale = 1 / (config.get("scaling_factor") or SD_SCALING_FACTOR) if component == "vae_decoder" else 1.0
     return (random.standard_normal(shape) * scale).astype(np.float32)
 
 

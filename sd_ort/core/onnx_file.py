@@ -149,6 +149,7 @@ _TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint6
 
 def _check_external(tensor: onnx.TensorProto, size: int, data_file: Callable[[str], tuple[Path, int]]) -> None:
     entries = {entry.key: entry for entry in tensor.external_data}
+    _check_text(*(entry.value for entry in tensor.external_data))
     data, available = data_file(entries["location"].value if "location" in entries else "")
     offset, length = (_number(entries[key].value) if key in entries else None for key in ("offset", "length"))
     if length is not None and length != size:
@@ -320,6 +321,7 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], defined: set[str], outer: Scop
     """Check nodes, add their outputs to `defined`, and return all scopes. Raises _Invalid for an invalid node."""
     scopes = (*outer, defined)
     for node in nodes:
+        _check_text(node.op_type, node.domain, *node.input, *node.output)
         if max(len(node.input), len(node.output)) > ARITY_LIMIT:
             raise _Invalid(f"has a {node.op_type} with more than {ARITY_LIMIT} inputs or outputs: do not trust it")
         for name in filter(None, node.input):
@@ -333,6 +335,12 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], defined: set[str], outer: Scop
                 raise _Invalid(f"makes the value {name!r} twice: export it again")
             defined.add(name)
     return scopes
+
+
+def _check_text(*values: str) -> None:
+    """Check that protobuf read text: it returns a string field that is not UTF-8 as bytes."""
+    if not all(isinstance(value, str) for value in values):
+        raise _Invalid("holds a name that is no text: export it again")
 
 
 def _is_defined(name: str, scopes: Scopes) -> bool:

@@ -34,7 +34,7 @@ class Vae:
         self.models, self.config = models, Config(config)
         self.use_tiling, self.use_slicing = tiling, slicing
         self.scale_factor = 2 ** (levels(config) - 1)  # pixels a latent
-        self.latent_channels = int(config.get("latent_channels", 4))
+        self.latent_channels = int(config.get("latent_channels") or 4)
         size = config.get("sample_size") or 512  # pixels a side: the images the VAE was trained on
         self.tile = max(size) if isinstance(size, list) else int(size)
 
