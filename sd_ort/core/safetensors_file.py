@@ -59,8 +59,12 @@ def _read_entries(file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str]]:
         begin, end = entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
         if not begin <= end <= size:
             raise ValueError("truncated")
-        if (dtype := DTYPES.get(entry["dtype"])) is not None:
-            expected = math.prod(entry["shape"]) * np.dtype(dtype).itemsize
+        count = math.prod(entry["shape"])
+        if (dtype := DTYPES.get(entry["dtype"])) is None:
+            if count > 2 * (end - begin):  # the smallest dtypes have 4 bits
+                raise ValueError(f"{name!r} is smaller than its shape asks for")
+        else:
+            expected = count * np.dtype(dtype).itemsize
             if end - begin != expected:
                 raise ValueError(f"{name!r} has {end - begin} bytes where its shape asks for {expected}")
     return header, metadata

@@ -45,6 +45,7 @@ FOUND = {
     fuzz.folder_json: (21037, 62447, 74216),
     fuzz.folder_stages: (64082, 77764),
     fuzz.graph: (65102, 76371),
+    fuzz.single_file: (200559,),
 }
 
 
