@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,9 @@ TAPS = (((0,), (1, 2)), ((0, 1), (2,)))
 
 
 def interleave(heads: int, *weights: np.ndarray) -> np.ndarray:
-    """Concatenate projections (rows, heads * D) head by head: (rows, heads * len(weights) * D)."""
-    rows = weights[0].shape[0]
-    return np.stack([w.reshape(rows, heads, -1) for w in weights], axis=2).reshape(rows, -1)
+    """Concatenate projections (..., heads * D) head by head: (..., heads * len(weights) * D)."""
+    lead = weights[0].shape[:-1]
+    return np.stack([w.reshape(*lead, heads, -1) for w in weights], axis=-2).reshape(*lead, -1)
 
 
 def cast(dtype: str, values: np.ndarray) -> np.ndarray:
@@ -84,6 +84,21 @@ def conv1x1_bias(_: None, filters: np.ndarray, bias: np.ndarray) -> np.ndarray:
     return as_float32(filters).reshape(len(filters), -1) @ as_float32(bias)
 
 
+def position_axis(argument: Sequence[int], table: Any) -> Any:
+    """Return the positions (size, D / 2) of one axis of SD3's table (1, size * size, D), an array or a tensor.
+
+    argument: [size, axis]; the first half of D depends on axis 1 (columns) alone, the second on axis 0. Raises
+    ValueError for another table.
+    """
+    size, axis = argument
+    grid = table.reshape(size, size, -1)
+    half = grid.shape[2] // 2
+    part = grid[:, :, :half].swapaxes(0, 1) if axis == 1 else grid[:, :, half:]
+    if not (part == part[:, :1]).all():
+        raise ValueError("the table of positions is not separable into lines and columns")
+    return part[:, 0]
+
+
 OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "transpose": lambda permutation, a: a.transpose(permutation),
     "reshape": lambda shape, a: a.reshape(shape),
@@ -96,6 +111,9 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "interleave": interleave,
     "subpixel_phases": subpixel_phases,
     "cast": cast,
+    "position_axis": position_axis,
+    "scale": lambda _, a, scale: as_float32(a) * as_float32(scale).reshape(-1, *[1] * (a.ndim - 1)),
+    "deviation": lambda epsilon, variance: np.sqrt(as_float32(variance) + np.float32(epsilon)),
 }
 # Inverses of operations on one tensor, up to rounding.
 UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
@@ -105,7 +123,7 @@ UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
     "subpixel_phases": lambda _, a: subpixel_filters(a),
 }
 # Operations that compute in float32 whatever the float dtype of their operands; the others move elements.
-FLOAT32_OPERATIONS = frozenset({"add", "conv1x1_bias", "subpixel_phases"})
+FLOAT32_OPERATIONS = frozenset({"add", "conv1x1_bias", "subpixel_phases", "deviation", "scale"})
 ALIASES = {"through": "conv1x1_bias", "phases": "subpixel_phases"}  # operations in folders of earlier versions
 
 
@@ -167,7 +185,8 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
     Operands of `interleave` and `add` have the same shape, so an operand without a delta counts as zeros.
 
     Raises:
-        ValueError: for `conv1x1_bias`, a product of two tensors, of which the other one is not available.
+        ValueError: for `conv1x1_bias`, a product of two tensors, of which the other one is not available, and for
+            `deviation`, which is not linear.
     """
     if isinstance(recipe, str):
         return deltas.get(recipe)
@@ -176,6 +195,8 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
     first = next((delta for delta in operand_deltas if delta is not None), None)
     if first is None or operation == "cast":
         return first
+    if operation == "deviation":
+        raise ValueError("a standard deviation is not linear in the variance")
     if operation == "conv1x1_bias":
         raise ValueError("a bias multiplied by 1x1 filters changes by the product with its filters")
     return OPERATIONS[operation](
@@ -191,7 +212,7 @@ def source_shape(recipe: WeightRecipe, shape: tuple[int, ...]) -> tuple[int, ...
     if operation == "transpose":
         shape = tuple(shape[axis] for axis in np.argsort(argument))
     elif operation == "interleave":
-        shape = (shape[0], shape[1] // len(operands))
+        shape = (*shape[:-1], shape[-1] // len(operands))
     elif operation == "matrix":
         shape = (argument, 1, 1, shape[0])
     elif operation == "subpixel_phases":

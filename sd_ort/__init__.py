@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
+    from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline
     from sd_ort.pipelines.transformer_pipelines import FluxPipeline, StableDiffusion3Pipeline
 
 __all__ = [
+    "Flux2KleinPipeline",
     "FluxPipeline",
     "StableDiffusion3Pipeline",
     "StableDiffusionImg2ImgPipeline",
@@ -26,6 +28,7 @@ MODULES = {
     "StableDiffusionInpaintPipeline": "sd_ort.pipelines.image_to_image",
     "StableDiffusion3Pipeline": "sd_ort.pipelines.transformer_pipelines",
     "FluxPipeline": "sd_ort.pipelines.transformer_pipelines",
+    "Flux2KleinPipeline": "sd_ort.pipelines.transformer_flux2",
 }
 # diffusers' other classes. from_pretrained of any class returns the one of the folder's family for the same task.
 FAMILIES = [f"StableDiffusion{family}{task}Pipeline"
@@ -35,11 +38,32 @@ MODULES |= {f"{family}{task}Pipeline": "sd_ort.pipelines.transformer_image_to_im
             for family in ("StableDiffusion3", "Flux") for task in ("Img2Img", "Inpaint")}  # fmt: skip
 FAMILIES += ["AutoPipelineForText2Image", "AutoPipelineForImage2Image", "AutoPipelineForInpainting"]
 MODULES |= dict.fromkeys(FAMILIES, "sd_ort.pipelines.families")
+PAG_FAMILIES = [f"StableDiffusion{family}PAG{task}Pipeline"
+                for family in ("", "XL") for task in ("", "Img2Img", "Inpaint")]  # fmt: skip
+PAG_FAMILIES += [
+    f"StableDiffusion{family}Pipeline"
+    for family in ("ControlNetPAG", "ControlNetPAGInpaint", "XLControlNetPAG", "XLControlNetPAGImg2Img")
+]
+MODULES |= dict.fromkeys(PAG_FAMILIES, "sd_ort.pipelines.pag")
+# Classes in the model_index.json of folders with a transformer.
+TRANSFORMER_PIPELINES = ("StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline")
+
+
+def transformer_pipeline(name: str, task: str) -> str:
+    """Return the class for a task ("", "Img2Img" or "Inpaint") of the class in TRANSFORMER_PIPELINES.
+
+    FLUX.2 klein reads images in any task. Raises InputError for a task that it has not.
+    """
+    if name != "Flux2KleinPipeline":
+        return name.replace("Pipeline", f"{task}Pipeline")
+    if task == "Inpaint":
+        from sd_ort.core.errors import InputError
+
+        raise InputError("FLUX.2 klein has no inpainting here: describe the change in the prompt, with the image.")
+    return name
 
 
 def __getattr__(name: str) -> Any:
     if name in MODULES:
         return getattr(importlib.import_module(MODULES[name]), name)
-    if name.endswith("PAGPipeline") or "PAGImg2Img" in name or "PAGInpaint" in name:
-        raise AttributeError(f"sd_ort has no {name}: perturbed attention changes the UNet's graph, which is fixed.")
     raise AttributeError(f"module 'sd_ort' has no attribute {name!r}")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
+import threading
 
 
 def main() -> None:
@@ -14,5 +18,24 @@ def main() -> None:
     command()
 
 
+def run() -> None:
+    """Run the command line and end the process.
+
+    After a command that succeeded and left no thread, without Python's teardown, which would free all sessions and
+    device memory one by one: the system does it at once.
+    """
+    try:
+        main()
+    except SystemExit as exit_:
+        if exit_.code or threading.active_count() > 1:
+            raise
+    if threading.active_count() > 1:
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    main()
+    run()

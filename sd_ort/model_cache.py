@@ -17,10 +17,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sd_ort import __version__
 from sd_ort.checkpoints import is_checkpoint
 from sd_ort.core import pipeline_folder
 from sd_ort.core.cache import cache_folder, cached_file, write_cached
@@ -91,7 +91,7 @@ def dtype_for(provider: str, dtype: Any = None) -> str:
 def _optimized(model: str, provider: str, dtype: str, config: str | None, on_progress: ProgressCallback) -> Path:
     """Return the cache entry of a checkpoint, made if it is missing or damaged; it stays while this process lives."""
     target = target_of(provider)
-    options = [target, dtype, config, version("sd-ort"), code_hash(*_code())]
+    options = [target, dtype, config, __version__, code_hash(*_code())]
     key = hashlib.sha256(repr([*map(file_hash, checkpoint_files(model)), *options]).encode()).hexdigest()[:20]
     entry = _folder() / key
     lock = entry.with_suffix(".lock")

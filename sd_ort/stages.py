@@ -112,15 +112,15 @@ def _optimize_folder(
         names = list(options.components)
     if options.inputs:
         check_recorded(options.inputs, names)
-    if hoist.is_hoisted(source):
+    if any(hoist.is_hoisted(source, name) for name in pipeline_folder.HOISTED):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     by_default = options.hoist is None
     options = options.with_components(names)
     components = unoptimized.folder_components(source, names)
     if options.hoist and by_default:
-        unet = load(pipeline_folder.check_component(source, hoist.PARTS["step"]))
-        if not make_timestep_1d(unet):
-            note += " The UNet is not hoisted, since it computes with its timestep, which has no axis, at once."
+        denoiser = next(name for name in pipeline_folder.HOISTED if name in names)
+        if not make_timestep_1d(load(pipeline_folder.check_component(source, denoiser))):
+            note += f" The {denoiser} is not hoisted, since it computes with its timestep, which has no axis, at once."
             options = replace(options, hoist=False)
     description = pipeline_folder.read_manifest(source).get("source", {"model": str(source)})
     manifest = _manifest(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
+import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
 import pytest
 
+from scripts import reference_pages
 from sd_ort.cli import cli
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
 PAGES = [ROOT / name for name in subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()]
 COMMAND = re.compile(r"(?:^ {4,}|`)(sd-ort [^`\n]+)", re.MULTILINE)
 
@@ -39,3 +44,26 @@ def test_commands(page: Path) -> None:
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known | {"--help"}]
         assert unknown == [], line
+
+
+def test_results_are_listed() -> None:
+    """Each file of results is in its table, and each row of the table has files."""
+    rows = [line.split("|")[1] for line in (RESULTS / "README.md").read_text().splitlines() if line.startswith("| `")]
+    patterns = [pattern for row in rows for pattern in re.findall(r"`([^`]+)`", row)]
+    names = subprocess.check_output(["git", "ls-files"], cwd=RESULTS, text=True).split()
+    files = [name for name in names if name != "README.md" and (RESULTS / name).exists()]
+
+    def lists(pattern: str, file: str) -> bool:
+        return file.startswith(pattern) if pattern.endswith("/") else fnmatchcase(file, pattern)
+
+    assert [pattern for pattern in patterns if not any(lists(pattern, file) for file in files)] == []
+    assert [file for file in files if not any(lists(pattern, file) for pattern in patterns)] == []
+
+
+def test_reference_is_what_the_code_says(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "scripts.reference_pages", "--check"], cwd=ROOT, check=True)
+    changed = shutil.copytree(reference_pages.FOLDER, tmp_path / "reference")
+    (changed / "cli.md").write_text((changed / "cli.md").read_text().replace("## export", "## import"))
+    (changed / "extra.md").write_text("")
+    (changed / "targets.md").unlink()
+    assert {"cli.md", "extra.md", "targets.md"} <= set(reference_pages.stale(changed))

@@ -1,37 +1,102 @@
-"""The examples and the commands of the tutorials, each as a user runs it."""
+"""The examples and the commands of docs, each as a user runs it."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from PIL import Image
+
+from sd_ort.cli import cli
+from sd_ort.stages import optimize
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ARGUMENTS = {"gradio_app": ["--check"]}  # Gradio is not installed here
 TUTORIALS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
+HOWTOS = [ROOT / "README.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(example.parents[1])}
-    result = subprocess.run(
-        [sys.executable, str(example)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(example), *ARGUMENTS.get(example.stem, [])]
+    result = run(command, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial(page: Path, tmp_path: Path) -> None:
     """The commands of a tutorial, in their order, as the page shows them."""
-    environment = os.environ | {"PYTHONPATH": str(page.parents[2])}
-    commands = [line.strip() for line in page.read_text().splitlines() if line.startswith("    sd-ort ")]
+    for folder in ("scripts", "sd_ort"):  # as in a clone
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    commands = [line.strip() for line in page.read_text().splitlines() if re.match("    (sd-ort|python) ", line)]
     assert commands
     for command in commands:
-        words = [sys.executable, "-m", *shlex.split(command.replace("sd-ort", "sd_ort", 1))]
-        result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        words = [sys.executable, *shlex.split(command.replace("sd-ort", "-m sd_ort", 1).removeprefix("python "))]
+        result = run(words, tmp_path)
         assert result.returncode == 0, f"{command}\n{result.stderr}"
+
+
+# --- How-to pages ---------------------------------------------------------------------------------------------------
+
+# What a command of these pages needs that a test has not: a GPU, another application, minutes, or a server that ends.
+NOT_RUN = re.compile(
+    r"--provider (cuda|rocm|hip|sdcuda)|--target (cuda|rocm)|--gpus|build-ops|PATH/TO|^serve|^export|^uninstall-host"
+    r"|^install-host|--mlperf|--profile|--ablation|--engines|MODEL.safetensors|--clear|--ip-adapter|^merge|^tune"
+    r"|^optimize (RAW|MODEL)"
+)
+# Names in commands -> files that the test makes.
+FILES = {"OUT": "fused", "RAW": "fused", "MODEL": "demo", "...": "a circle", "results/DIR": "old", "OLD": "old",
+         "NEW": "new", "style.safetensors:0.8": f"{ROOT}/sd_ort/demo/loras/night.safetensors:0.8"}  # fmt: skip
+SMALL = ["--steps", "2", "--height", "64", "--width", "64", "--seed", "1", "--provider", "cpu", "--overwrite"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the pages name."""
+    folder = tmp_path_factory.mktemp("pages")
+    optimize("demo", folder / "fused", target="cpu")
+    Image.new("RGB", (64, 64), "red").save(folder / "in.png")
+    graph = '<ir_version: 10, opset_import: ["" : 20]> g (float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }'
+    onnx.save(onnx.parser.parse_model(graph), folder / "model.onnx")
+    np.savez(folder / "runs.npz", x=np.ones((2, 4), np.float32))
+    for name in ("old", "new"):
+        (folder / name).mkdir()
+        shutil.copy(ROOT / "results" / "benchmark_demo_cpu" / "benchmark.json", folder / name)
+    return folder
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the commands of a page without `sd-ort`, comments and doubled spaces."""
+    lines = re.findall(r"^    sd-ort +(.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(" +", " ", re.sub(" +#.*", "", line)) for line in lines]
+
+
+RUN = [(page, command) for page in HOWTOS for command in commands_of(page) if not NOT_RUN.search(command)]
+
+
+def test_most_kinds_of_commands_are_run() -> None:
+    assert {"generate", "optimize", "verify", "explain", "report", "cache", "doctor"} <= {c.split()[0] for _, c in RUN}
+
+
+@pytest.mark.parametrize(("page", "command"), RUN, ids=lambda value: getattr(value, "stem", value))
+def test_howto(page: Path, command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command of a page, with the page's names replaced by files, and images of few steps."""
+    monkeypatch.chdir(workplace)
+    words = [FILES.get(word, word) for word in shlex.split(command)]
+    words += SMALL if words[0] == "generate" else []
+    assert not cli.main(words, standalone_mode=False)

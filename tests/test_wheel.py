@@ -56,7 +56,7 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     return python.parent
 
 
-def test_the_wheel_draws_with_its_own_library(installed: Path, small_export: Path, tmp_path: Path) -> None:
+def test_the_wheel_generates_with_its_own_library(installed: Path, small_export: Path, tmp_path: Path) -> None:
     assert list((installed.parent / "lib").glob("python*/site-packages/custom_ops/libsd_ort_ops.so"))
     optimize(small_export, tmp_path / "fused", components=["text_encoder", "unet", "vae_decoder"])
     bare = {"PATH": programs(tmp_path / "empty"), "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -28,6 +28,7 @@ class BlasLt {
   // Y = scale X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip like Y or
   // null. `transposed`: W is (columns, inner). Strides are in elements between rows, 0 if contiguous; Y and skip share
   // theirs. `float32_y`: Y is float32 for any dtype. `batch`: number of contiguous matrices, without bias and skip.
+  // `gelu`: Y is GELU of the sum, by tanh.
   struct Gemm {
     DType dtype;
     const void* x;
@@ -45,6 +46,7 @@ class BlasLt {
     int64_t y_stride = 0;
     float scale = 1.f;
     int32_t batch = 1;
+    bool gelu = false;
   };
 
   // Returns the instance of the current device. A handle belongs to the device that is current at its creation.
@@ -111,7 +113,8 @@ class BlasLt {
   static constexpr bool kHandlePerStream = false;  // a GEMM writes only Y and its workspace
   static constexpr int kMaxProposals = 16;
 #endif
-  static constexpr int kEpilogueBias = 4, kMaxWorkspace = 1, kFirstAlignment = 5, kLastAlignment = 8;
+  static constexpr int kEpilogueBias = 4, kEpilogueGelu = 32, kMaxWorkspace = 1, kFirstAlignment = 5,
+                       kLastAlignment = 8;
   static constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14;  // cudaDataType_t and hipDataType
   static constexpr uint64_t kWorkspaceLimit = 32 << 20;
   static constexpr uint32_t kAlignment = 16;
@@ -200,7 +203,8 @@ class BlasLt {
                                       p.x_stride,
                                       p.y_stride,
                                       p.weight_stride,
-                                      p.batch};
+                                      p.batch,
+                                      p.gelu};
     std::unique_ptr<Problem>& entry = problems_[key];
     if (entry == nullptr) {
       entry = std::make_unique<Problem>();
@@ -213,9 +217,12 @@ class BlasLt {
     const int type = p.dtype == DType::kFloat32 ? kFloat32 : p.dtype == DType::kFloat16 ? kFloat16 : kBFloat16;
     void* preference = nullptr;
     int status = create_gemm_(&problem.description, kCompute, kFloat32);
+    const int epilogue = (p.bias == nullptr ? 0 : kEpilogueBias) | (p.gelu ? kEpilogueGelu : 0);
+    if (status == 0 && epilogue != 0) {
+      status = set_attribute_(problem.description, kEpilogue, &epilogue, sizeof(epilogue));
+    }
     if (status == 0 && p.bias != nullptr) {
-      status = set_attribute_(problem.description, kEpilogue, &kEpilogueBias, sizeof(kEpilogueBias));
-      if (status == 0) status = set_attribute_(problem.description, kBiasPointer, &p.bias, sizeof(p.bias));
+      status = set_attribute_(problem.description, kBiasPointer, &p.bias, sizeof(p.bias));
     }
     if (status == 0 && p.transposed) {
       status = set_attribute_(problem.description, kTransposeWeight, &kTransposed, sizeof(kTransposed));

@@ -41,4 +41,10 @@ __device__ inline float error_function(float x) {
 
 __device__ inline float gelu(float x) { return 0.5f * x * (1.f + error_function(x * 0.70710678f)); }
 
+// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as x / (1 + e^-2t) with t the argument of tanh.
+__device__ inline float gelu_tanh(float x) {
+  const float exponent = -1.5957691f * (x + 0.044715f * x * x * x);
+  return x * reciprocal(1.f + exponential(fminf(exponent, 87.f)));
+}
+
 }  // namespace sd_ort

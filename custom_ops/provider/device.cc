@@ -172,6 +172,22 @@ void copy_now(void* to, const void* from, size_t bytes, Copy direction) {
   wait(stream);
 }
 
+bool can_access(int device, int peer) {
+  int can = 0;
+  check(SD_ORT_GPU_NAME(DeviceCanAccessPeer)(&can, device, peer), "the access between devices cannot be read");
+  return can != 0;
+}
+
+void enable_access(int peer) noexcept {
+  (void)SD_ORT_GPU_NAME(DeviceEnablePeerAccess)(peer, 0);
+  (void)SD_ORT_GPU_NAME(GetLastError)();  // that it is enabled already
+}
+
+void copy_to_peer(void* to, int to_device, const void* from, int from_device, size_t bytes, Stream stream) {
+  check(SD_ORT_GPU_NAME(MemcpyPeerAsync)(to, to_device, from, from_device, bytes, of(stream)),
+        "a copy between devices failed");
+}
+
 Event create_event(bool timed) {
   gpuEvent_t event = nullptr;
   const unsigned flags = timed ? 0 : SD_ORT_GPU_NAME(EventDisableTiming);

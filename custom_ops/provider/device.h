@@ -50,6 +50,9 @@ bool is_capturing(Stream stream);  // true until end_capture(), also after the c
 
 void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream);  // queued in the stream
 void copy_now(void* to, const void* from, size_t bytes, Copy direction);             // waits for wait_for_all() first
+bool can_access(int device, int peer);  // whether `device` can read and write the memory of `peer` without the host
+void enable_access(int peer) noexcept;  // for the current device; without effect if it is enabled already
+void copy_to_peer(void* to, int to_device, const void* from, int from_device, size_t bytes, Stream stream);
 
 Event create_event(bool timed = false);
 void destroy_event(Event event) noexcept;

@@ -6,6 +6,9 @@
 namespace device = sd_ort::device;
 using sd_ort::status_of;
 
+SD_ORT_EXPORT int sd_ort_GetDeviceCount(int* count) {
+  return status_of([&] { *count = device::count(); });
+}
 SD_ORT_EXPORT int sd_ort_SetDevice(int number) {
   return status_of([&] { device::use(number); });
 }
@@ -18,6 +21,24 @@ SD_ORT_EXPORT int sd_ort_MemGetInfo(size_t* free, size_t* total) {
 }
 SD_ORT_EXPORT int sd_ort_StreamCreate(void** stream) {
   return status_of([&] { *stream = device::create_stream(); });
+}
+SD_ORT_EXPORT int sd_ort_StreamSynchronize(void* stream) {
+  return status_of([&] { device::wait(stream); });
+}
+SD_ORT_EXPORT int sd_ort_StreamWaitEvent(void* stream, void* event, unsigned) {
+  return status_of([&] { device::wait_in_stream(stream, event); });
+}
+SD_ORT_EXPORT int sd_ort_DeviceCanAccessPeer(int* can, int number, int peer) {
+  return status_of([&] { *can = device::can_access(number, peer); });
+}
+SD_ORT_EXPORT int sd_ort_DeviceEnablePeerAccess(int peer, unsigned) {
+  device::enable_access(peer);
+  return 0;
+}
+SD_ORT_EXPORT int sd_ort_GetLastError() { return 0; }  // every function here clears the error of its own failure
+SD_ORT_EXPORT int sd_ort_MemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, size_t bytes,
+                                         void* stream) {
+  return status_of([&] { device::copy_to_peer(to, to_device, from, from_device, bytes, stream); });
 }
 SD_ORT_EXPORT int sd_ort_EventCreate(void** event) {
   return status_of([&] { *event = device::create_event(true); });

@@ -68,8 +68,8 @@ class ByTanh(Rule):
         return op.Mul(op.Mul(x, half), op.Add(op.Tanh(argument), one))
 
     def reject_reason(self, **bindings: ir.Value) -> str | None:
-        wanted = {"three": 3.0, "cubic": 0.044715, "root": math.sqrt(2 / math.pi), "one": 1.0, "half": 0.5}
-        same = (math.isclose(values.scalar(bindings[k]) or math.nan, v, rel_tol=1e-5) for k, v in wanted.items())
+        expected = {"three": 3.0, "cubic": 0.044715, "root": math.sqrt(2 / math.pi), "one": 1.0, "half": 0.5}
+        same = (math.isclose(values.scalar(bindings[k]) or math.nan, v, rel_tol=1e-5) for k, v in expected.items())
         return None if all(same) else "the constants are not those of Gelu by tanh"
 
     def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:

@@ -8,9 +8,11 @@
     Transpose(x [B,S,N,D], 0213)            x
     Concat(a, b; axis 2)                    Concat(tokens(a), tokens(b); axis 1): text and image in SD 3
     RMSNormalization(x, gamma [D])          RMSNormalization(tokens(x), gamma): QK norm in SD 3
+    x [B,M,S,D] with repeated heads         tokens(x) with repeated heads: grouped-query attention
 
-Rejected: heads that come from another operator or have other consumers, batches and numbers of heads that differ or
-are unknown, heads that are not merged. `multi_head_attention` runs before and fuses heads split from [B,S,N*D].
+Rejected: capped scores, heads that come from another operator or have other consumers, batches and numbers of heads
+that differ or are unknown, heads that are not merged. `multi_head_attention` runs before and fuses heads split from
+[B,S,N*D].
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
@@ -25,6 +28,7 @@ from fusion_passes import value_queries as values
 from fusion_passes.cleanup import clean_up
 from fusion_passes.graph_edits import new_initializer, replace_value, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
+from fusion_passes.repeated_heads import unrepeated
 from fusion_passes.shapes.infer import annotate_new
 
 SWAP = [0, 2, 1, 3]
@@ -39,6 +43,8 @@ def _not_tokens(value: ir.Value | None) -> str | None:
         return None
     if len(values.consumers(value)) > 1 or value.is_graph_output():
         return "the heads have other consumers"
+    if (single := unrepeated(value, 1)) is not None:
+        return _not_tokens(single)
     if node.op_type == "Concat" and not node.domain:
         if node.attributes["axis"].as_int() not in (2, -2):
             return "the heads are not concatenated along the sequence"
@@ -58,6 +64,8 @@ def _tokens(graph: ir.Graph, value: ir.Value | None, before: ir.Node) -> ir.Valu
     if values.perm(value) == SWAP:
         assert node.inputs[0] is not None
         return node.inputs[0]
+    if (single := unrepeated(value, 1)) is not None:
+        return _repeated_tokens(graph, _tokens(graph, single, before), value, before)
     if node.op_type == "Concat":
         inputs: list[ir.Value | None] = [_tokens(graph, part, before) for part in node.inputs]
         new = ir.node("Concat", inputs, {"axis": 1})
@@ -70,6 +78,24 @@ def _tokens(graph: ir.Graph, value: ir.Value | None, before: ir.Node) -> ir.Valu
     output.shape = ir.Shape([shape[axis] for axis in SWAP])
     graph.insert_before(before, new)
     return output
+
+
+def _repeated_tokens(graph: ir.Graph, tokens: ir.Value, value: ir.Value, before: ir.Node) -> ir.Value:
+    """Return `tokens` [B,S,M,D] as [B,S,N,D], with each head repeated; `value` is [B,N,S,D]."""
+    batch, sequence, heads, size = values.dims(tokens) or []
+    many = values.size(value, 1) or 0
+    assert isinstance(heads, int)
+    sizes = (([0, 0, heads, 1, size], [batch, sequence, heads, 1, size]),
+             ([1, 1, 1, many // heads, 1], [batch, sequence, heads, many // heads, size]),
+             ([0, 0, many, size], [batch, sequence, many, size]))  # fmt: skip
+    for op_type, (target, shape) in zip(("Reshape", "Expand", "Reshape"), sizes, strict=True):
+        name = unique_name(value, "repeated")
+        node = ir.node(op_type, [tokens, new_initializer(graph, name, np.array(target, np.int64))])
+        node.outputs[0].name, node.outputs[0].type = f"{name}.tokens", value.type
+        node.outputs[0].shape = ir.Shape(shape)
+        graph.insert_before(before, node)
+        tokens = node.outputs[0]
+    return tokens
 
 
 def _merge(node: ir.Node) -> ir.Node | None:
@@ -91,6 +117,8 @@ def _merge(node: ir.Node) -> ir.Node | None:
 
 
 def _reject_reason(node: ir.Node) -> str | None:
+    if node.attributes.get_float("softcap", 0.0):
+        return "it caps its scores"
     for value in node.inputs[:3]:
         if reason := _not_tokens(value):
             return reason
@@ -124,6 +152,10 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
         if view is not None and view.op_type == "Reshape" and values.dims(view.inputs[0]) == flat_shape:
             inputs.append(view.inputs[0])
             continue
+        if unrepeated(heads, 2) is not None:
+            assert view is not None
+            assert view.inputs[0] is not None
+            heads = view.inputs[0]  # [B,S,M,g,D]: one Reshape to [B,S,N*D]
         target = new_initializer(graph, unique_name(node.outputs[0], "tokens"), [0, 0, -1])
         flat = ir.node("Reshape", [heads, target])
         flat.outputs[0].name, flat.outputs[0].type = f"{unique_name(node.outputs[0], 'flat')}{len(inputs)}", heads.type
@@ -199,6 +231,43 @@ CASES = [
         "tokens computed as [B,S,N*D], as rotary embeddings do",
         _graph(_TOKENS + _heads("qs", "ks", "v").replace("sh =", "h ="), y="B,T,8"),
         ops={**_ONE, "Reshape": 3},
+    ),
+    _case(
+        "grouped queries: two of them for each key",
+        _graph(
+            _heads("q", "k1", "v1").replace("k1h = ", "ks = ").replace("v1h = ", "vs = ")
+            + " k5 = Reshape (ks, five)  ke = Expand (k5, groups)  kh = Reshape (ke, four)"
+            "  v5 = Reshape (vs, five)  ve = Expand (v5, groups)  vh = Reshape (ve, four)",
+            y="B,T,8",
+            merge="0, -1, 8",
+        )
+        .replace("float[B,T,2,4] k,", "float[B,T,1,4] k1,")
+        .replace("float[B,T,2,4] v,", "float[B,T,1,4] v1,")
+        .replace(
+            "<int64[3] merge",
+            "<int64[5] five = {0, 1, 1, -1, 4}, int64[5] groups = {1, 1, 2, 1, 1}, "
+            "int64[4] four = {0, 2, -1, 4}, int64[3] merge",
+        ),
+        ops={**_ONE, "Expand": 2},
+    ),
+    _rejected(
+        "each group of keys repeated as a whole",
+        _graph(
+            _heads("q", "k1", "v1").replace("k1h = ", "ks = ").replace("v1h = ", "vs = ")
+            + " k5 = Reshape (ks, five)  ke = Expand (k5, groups)  kh = Reshape (ke, four)"
+            "  v5 = Reshape (vs, five)  ve = Expand (v5, groups)  vh = Reshape (ve, four)",
+            y="B,T,16",
+            merge="0, -1, 16",
+        )
+        .replace("float[B,T,2,4] q,", "float[B,T,4,4] q,")
+        .replace("float[B,T,2,4] k,", "float[B,T,2,4] k1,")
+        .replace("float[B,T,2,4] v,", "float[B,T,2,4] v1,")
+        .replace(
+            "<int64[3] merge",
+            "<int64[5] five = {0, 1, 2, -1, 4}, int64[5] groups = {1, 2, 1, 1, 1}, "
+            "int64[4] four = {0, 4, -1, 4}, int64[3] merge",
+        ),
+        rejection="Reshape computes the heads",
     ),
     _case("one stream", _graph(_heads("q", "k", "v"), y="B,T,8", merge="0, -1, 8")),
     _rejected("heads are an output", _graph(_SD3, outputs=", float[B,2,S,4] kh"), rejection="other consumers"),

@@ -22,6 +22,7 @@ from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
+from fusion_passes.canonicalize.attention.masks import expanded_mask
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import PassCase, Rejection
 from fusion_passes.rule import Rule, rule_pass
@@ -45,7 +46,10 @@ class MultiHeadAttention(Rule):
         self, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, k_heads: ir.Value, v_heads: ir.Value,
         sdpa: ir.Value, out: ir.Value, mask: ir.Value | None, **_: Any,
     ) -> str | None:  # fmt: skip
-        heads = values.size(q_heads, 2)
+        heads, node = values.size(q_heads, 2), sdpa.producer()
+        assert node is not None
+        if node.attributes.get_float("softcap", 0.0):
+            return "it caps its scores"
         if heads is None:
             return "the number of heads is unknown"
         if not all(
@@ -75,7 +79,7 @@ class MultiHeadAttention(Rule):
     ) -> Any:  # fmt: skip
         node = sdpa.producer()
         assert node is not None
-        inputs = [q, k, v] + ([] if mask is None else [None, None, _expanded_mask(op, mask, q, k, sdpa)])
+        inputs = [q, k, v] + ([] if mask is None else [None, None, expanded_mask(op, mask, q, k, sdpa)])
         attention = op.MultiHeadAttention(
             *inputs,
             num_heads=values.size(q_heads, 2),
@@ -103,19 +107,6 @@ def _only_merge_consumes(sdpa: ir.Value) -> bool:
     transposed = consumers[0].outputs[0]
     is_output = sdpa.is_graph_output() or transposed.is_graph_output()
     return len(consumers) == len(values.consumers(transposed)) == 1 and not is_output
-
-
-def _expanded_mask(op: Any, mask: ir.Value, q: ir.Value, k: ir.Value, sdpa: ir.Value) -> Any:
-    """Return `mask`, whose axes are 1 or those of the scores, as [1 or B, 1 or N, S, L]."""
-
-    def ints(numbers: list[int], name: str) -> ir.Value:
-        return op.initializer(ir.tensor(numbers, dtype=ir.DataType.INT64), name=unique_name(sdpa, name))
-
-    shape = values.dims(mask) or []
-    if shape[-2:] != [(values.dims(q) or [])[1], (values.dims(k) or [])[1]]:
-        sequences = [op.Shape(x, start=1, end=2) for x in (q, k)]
-        return op.Expand(mask, op.Concat(ints([1, 1], "mask_ones"), *sequences, axis=0))
-    return mask if len(shape) == 4 else op.Unsqueeze(mask, ints(list(range(4 - len(shape))), "mask_axes"))
 
 
 RULES = (MultiHeadAttention,)

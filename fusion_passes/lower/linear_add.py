@@ -7,13 +7,14 @@
     MatMul(x, w) -> Reshape -> BiasAdd(., b, skip)          =>  LinearAdd(Reshape(x), w, b, skip)    of a square w
     MatMul(x, w) -> Add(., b)                               =>  LinearAdd(x, w, b)
     MatMul(x, w)                                            =>  LinearAdd(x, w)
+    LinearAdd(x, w, b?) -> Gelu by tanh                     =>  LinearAdd(x, w, b?; gelu)
 
 A 1x1 convolution is a matrix multiplication on NHWC tensors. The purpose of the last rule is tuning: LinearAdd has
 candidates, MatMul has not. `SHORTCUTS_FIRST` does not fuse a residual into a shortcut that has fewer output than input
 channels and reads a convolution. The shortcut then runs before the block that it bypasses, so the memory of its input,
 the widest image of a VAE decoder, is free for the block's first norm. Rejected: weights that are not constant matrices;
-grouped, strided or padded convolutions; results with other consumers. Runs after `nhwc_layout`, `pack_qkv`,
-`fold_bias` and `linear_split_gelu`, if they run.
+grouped, strided or padded convolutions; results with other consumers; GELU of a sum with a residual. Runs after
+`nhwc_layout`, `pack_qkv`, `fold_bias`, `linear_split_gelu` and `split_concat`, if they run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import new_derived_initializer, replace_value
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
-from fusion_passes.lower import fold_bias, linear_split_gelu, nhwc_layout, pack_qkv
+from fusion_passes.lower import fold_bias, linear_split_gelu, nhwc_layout, pack_qkv, split_concat
 
 
 @dataclass
@@ -66,6 +67,9 @@ def linear_add(model: ir.Model, shortcuts_first: bool = False) -> PassOutcome:
             outcome.counts["linear_add"] += 1
         elif reason := _reject_reason(node):
             outcome.rejections.append(Rejection(node, reason))
+    for node in list(model.graph):
+        if node.op_type == "Gelu" and node.attributes.get_string("approximate", "none") == "tanh":
+            outcome.counts["linear_gelu"] += _fuse_gelu(model.graph, node)
     return outcome
 
 
@@ -162,6 +166,21 @@ def _fuse_add(graph: ir.Graph, node: ir.Node) -> bool:
     return False
 
 
+def _fuse_gelu(graph: ir.Graph, node: ir.Node) -> bool:
+    x = node.inputs[0]
+    linear = None if x is None else x.producer()
+    if x is None or linear is None or linear.op_type != "LinearAdd" or len(linear.inputs) > 3:
+        return False
+    if len(list(x.uses())) != 1 or x.is_graph_output():
+        return False
+    new = ir.node("LinearAdd", linear.inputs, {"gelu": 1}, domain=DOMAIN)
+    new.metadata_props.update(linear.metadata_props)
+    replace_value(graph, node, new, node.outputs[0])
+    graph.remove(node, safe=True)
+    graph.remove(linear, safe=True)
+    return True
+
+
 def _narrows(norm: ir.Node) -> bool:
     """Return whether a SkipGroupNorm adds a GEMM of a convolution's result with fewer output than input channels."""
     for gemm in (_single_use_gemm(norm.inputs[0]), _single_use_gemm(norm.inputs[3])):
@@ -228,7 +247,7 @@ def _case(name: str, body: str, rewrites: int = 1, rejection: str | None = None,
             x = Transpose <perm = [0, 3, 1, 2]> (xt)  y = Transpose <perm = [0, 3, 1, 2]> (yt)
             {body}
         }}"""
-    return PassCase(name, graph, rewrites, {"LinearAdd": rewrites, **ops}, rejection, {"N": 2, "H": 4, "W": 4})
+    return PassCase(name, graph, rewrites, {"LinearAdd": rewrites} | ops, rejection, {"N": 2, "H": 4, "W": 4})
 
 
 _CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
@@ -238,6 +257,7 @@ _FIRST = "i = Transpose <perm = [0, 2, 3, 1]> (x)"
 _ROWS = f"{_FIRST}  r = Reshape (i, rows)  m = MatMul (r, w)"
 _WIDE = f"{_FIRST}  d = Concat <axis = 3> (i, i)  r = Reshape (d, wide)  m = MatMul (r, v)"
 _IMAGE = "o = Shape (i)  u = Reshape (a, o)  z = Transpose <perm = [0, 3, 1, 2]> (u)"
+_TANH = 'Gelu <approximate = "tanh">'
 _ADDED = f"{_IMAGE.replace('z =', 'e =')}  z = Add (e, y)"
 CASES = [
     _case("1x1", "z = Conv (x, p, b)", NhwcConv=0),
@@ -246,6 +266,9 @@ CASES = [
     _case("norm", f"a = Conv (x, p, b)  s = Add (a, y)  z = {_NORM} (s, g, h)", GroupNorm=1, SkipGroupNorm=0),
     _case("sum read too", f"a = Conv (x, p, b)  s = Add (a, y)  n = {_NORM} (s, g, h)  z = Add (s, n)", GroupNorm=1),
     _case("bias", f"{_ROWS}  a = Add (b, m)  {_IMAGE}", Add=0, MatMul=0),
+    _case("GELU by tanh", f"{_ROWS}  d = Add (m, b)  a = {_TANH} (d)  {_IMAGE}", 2, Gelu=0, LinearAdd=1),
+    _case("exact GELU", f"{_ROWS}  d = Add (m, b)  a = Gelu (d)  {_IMAGE}", Gelu=1),
+    _case("GELU of a product read twice", f"{_ROWS}  d = {_TANH} (m)  a = Add (d, m)  {_IMAGE}", Gelu=1),
     _case("product read twice", f"{_ROWS}  a = Add (m, b)  d = Mul (a, m)  {_IMAGE.replace('(a', '(d')}", Add=1),
     _case("rows", f"{_ROWS}  a = Add (m, b)  {_ADDED}", Add=0, BiasAdd=0),
     _case("rows of another width", f"{_WIDE}  a = Add (m, b)  {_ADDED}", BiasAdd=1),
@@ -266,7 +289,7 @@ SHORTCUT_CASES = [
     _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its addends", BiasAdd=1),
 ]
 
-_RUNS_AFTER = (nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, linear_split_gelu.PASS)
+_RUNS_AFTER = (nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, linear_split_gelu.PASS, split_concat.PASS)
 PASS = Pass("linear_add", linear_add, CASES, runs_after=_RUNS_AFTER)
 SHORTCUTS_FIRST = Pass(
     "linear_add_shortcuts_first", partial(linear_add, shortcuts_first=True), SHORTCUT_CASES, runs_after=_RUNS_AFTER

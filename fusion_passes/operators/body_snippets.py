@@ -50,6 +50,15 @@ def normalize(source: str) -> str:
 
 def attend(query: str, key: str, value: str, node: ir.Node, mask: str) -> str:
     """Return statements that compute `heads` [B,N,S,D] from `query`, `key` and `value` [B,N,.,D]."""
+    cap = ""
+    if node.attributes.get_float("softcap", 0.0):
+        cap = f"""
+            cap = Constant <value_float: float = @softcap> ()
+            cap_q = CastLike (cap, {query})
+            part = Div (products, cap_q)
+            bounded = Tanh (part)
+            scores = Mul (bounded, cap_q)
+            """
     last = f"masked = Add (scores, {mask})" if mask else "masked = Identity (scores)"
     if causal(node):
         last = """
@@ -66,7 +75,8 @@ def attend(query: str, key: str, value: str, node: ir.Node, mask: str) -> str:
         factor_q = CastLike (factor, {query})
         scaled = Mul ({query}, factor_q)
         keys = Transpose <perm = [0, 1, 3, 2]> ({key})
-        scores = MatMul (scaled, keys)
+        {"products" if cap else "scores"} = MatMul (scaled, keys)
+        {cap}
         {last}
         weights = Softmax <axis = -1> (masked)
         heads = MatMul (weights, {value})
@@ -80,7 +90,8 @@ def causal(node: ir.Node) -> bool:
 
 def attention_overload(node: ir.Node, mask: bool) -> str:
     """Return the overload name of an attention's body."""
-    return "_".join(word for word, used in (("causal", causal(node)), ("mask", mask)) if used)
+    capped = bool(node.attributes.get_float("softcap", 0.0))
+    return "_".join(word for word, used in (("causal", causal(node)), ("mask", mask), ("capped", capped)) if used)
 
 
 def same_as_first_input(node: ir.Node, info: ShapeInfo) -> list[Shape]:

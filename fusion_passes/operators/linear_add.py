@@ -1,4 +1,7 @@
-"""LinearAdd(X, W, bias?, skip?) = X W + bias + skip; X [..., K], W [K, N], bias [N], skip [..., N]."""
+"""LinearAdd(X, W, bias?, skip?; gelu) = X W + bias + skip; X [..., K], W [K, N], bias [N], skip [..., N].
+
+With `gelu`, which excludes a skip, it is GELU of the sum by tanh.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from fusion_passes.shapes.rules import matmul
 def body(node: ir.Node) -> tuple[str, str]:
     """Return the overload name and the function body in ONNX text."""
     bias, skip = has(node, 2), has(node, 3)
-    overload = "_".join(word for word, used in (("bias", bias), ("skip", skip)) if used)
+    gelu = bool(node.attributes.get_int("gelu", 0))
+    overload = "_".join(word for word, used in (("bias", bias), ("skip", skip), ("gelu", gelu)) if used)
     inputs = "X, W, bias, skip" if skip else "X, W, bias" if bias else "X, W"
     biased = "biased = Add (product, bias)" if bias else "biased = Identity (product)"
     total = "Y = Add (biased, skip)" if skip else "Y = Identity (biased)"
+    if gelu:
+        total = 'Y = Gelu <approximate = "tanh"> (biased)'
     return overload, f"({inputs}) => (Y) {{ product = MatMul (X, W)  {biased}  {total} }}"
 
 
-OPERATOR = FusedOperator("LinearAdd", matmul, body, in_summary=False)
+OPERATOR = FusedOperator("LinearAdd", matmul, body, ("gelu",), in_summary=False)

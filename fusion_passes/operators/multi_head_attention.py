@@ -48,9 +48,9 @@ def body_parts(node: ir.Node, suffix: str = "") -> tuple[str, str, str]:
     else:
         parts = "bq, bk, bv = Split <axis = 0, num_outputs = 3> (bias)" if bias else ""
         for name in ("query", "key", "value"):
-            whole = f"{name[0]}b" if bias else f"{name}{suffix}"
-            parts += f"  {whole} = Add ({name}{suffix}, b{name[0]})" if bias else ""
-            parts += f"  {name[0]}4 = Reshape ({whole}, split)"
+            biased = f"{name[0]}b" if bias else f"{name}{suffix}"
+            parts += f"  {biased} = Add ({name}{suffix}, b{name[0]})" if bias else ""
+            parts += f"  {name[0]}4 = Reshape ({biased}, split)"
     statements = f"""
         {split}
         {parts}

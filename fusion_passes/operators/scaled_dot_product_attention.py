@@ -1,6 +1,6 @@
 """ScaledDotProductAttention(Q, K, V, mask?; scale) = softmax(Q K^T * scale + mask) V (Vaswani et al., 2017).
 
-Q [B,H,S,D], K [B,H,L,D], V [B,H,L,E].
+Q [B,H,S,D], K [B,H,L,D], V [B,H,L,E]. With attribute softcap the scores are softcap * tanh(Q K^T * scale / softcap).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from fusion_passes.shapes.dims import Dim, constant
+from fusion_passes.shapes.dims import Dim, constant, truncated
 from fusion_passes.shapes.rules import reshape, shape_elements
 from fusion_passes.shapes.shape_info import LIST_LIMIT, ShapeInfo, input_ints, quotient
 
@@ -67,7 +67,8 @@ def _combine(op_type: str, x: Dim, y: Dim) -> Dim | None:
     # ONNX rounds towards zero, which equals floor division for non-negative numerators.
     if y.value and y.value > 0 and (x.lower_bound or 0) >= 0 and x.lower_bound is not None:
         return x // y.value
-    return quotient([x], [y])
+    result = quotient([x], [y])
+    return truncated(x, y.value) if result is None and y.value and y.value > 0 else result
 
 
 def _equal(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:

@@ -20,6 +20,7 @@ class Atom:
 
 
 Monomial = tuple[Atom, ...]
+TRUNCATED = "trunc"  # begins the names of quotients of unknown sign
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Dim:
                 return None
             for atom in monomial:
                 bound = 1 if atom.numerator is None else atom.numerator.lower_bound
-                if bound is None or bound < 0:
+                if atom.name.startswith(TRUNCATED) or bound is None or bound < 0:
                     return None
                 factor *= bound // atom.denominator
             total += factor
@@ -124,6 +125,12 @@ def _floor(numerator: Dim, denominator: int) -> Dim:
 def constant(value: int) -> Dim:
     """Return the dimension of integer size `value`."""
     return _dim({(): value})
+
+
+@cache
+def truncated(numerator: Dim, denominator: int) -> Dim:
+    """Return a quotient rounded towards zero, whose numerator may be negative."""
+    return _dim({(Atom(f"{TRUNCATED}(({numerator})/{denominator})"),): 1})
 
 
 @cache

@@ -114,28 +114,37 @@ def _split(node: ir.Node, info: ShapeInfo) -> list[Shape]:
 def _slice(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     x = list(input_shape(node, 0, info))
     starts, ends, axes, steps = (input_ints(node, i, info) for i in range(1, 5))
-    ends_dims = info.elements.get(node.inputs[2]) if node.inputs[2] else None
-    if starts is None:
-        if axes is None:
-            return None
-        for axis in (normalize_axis(axis, len(x)) for axis in axes):
-            x[axis] = symbol(f"{node.outputs[0].name}_{axis}")
-        return [tuple(x)]
-    for i, start in enumerate(starts):
+    start_dims, end_dims = (None if value is None else info.elements.get(value) for value in node.inputs[1:3])
+    count = len(starts or start_dims or axes or ())
+    if not count:
+        return None
+    for i in range(count):
         axis = normalize_axis(axes[i], len(x)) if axes else i
         step = steps[i] if steps else 1
-        size = x[axis].value
-        if ends is not None and size is not None:
-            x[axis] = constant(len(range(size)[start : ends[i] : step]))
-        elif start == 0 and step == 1 and ends is not None and ends[i] >= 2**31 - 1:
-            pass
-        elif start == 0 and step == 1 and ends_dims is not None and ends_dims[i] == x[axis]:
-            pass  # a mask sliced to its own sequence length
-        elif start == 0 and step == 1 and ends_dims is not None and ends is None and _is_table(node.inputs[0]):
-            x[axis] = ends_dims[i]  # a position table sliced to the sequence length is long enough
-        else:
-            x[axis] = symbol(f"{node.outputs[0].name}_{axis}")
+        size, length = x[axis].value, None
+        if starts is not None and ends is not None and size is not None:
+            length = constant(len(range(size)[starts[i] : ends[i] : step]))
+        elif step == 1 and start_dims is not None and end_dims is not None:
+            length = _symbolic_slice(x[axis], start_dims[i], end_dims[i], _is_table(node.inputs[0]))
+        x[axis] = symbol(f"{node.outputs[0].name}_{axis}") if length is None else length
     return [tuple(x)]
+
+
+def _symbolic_slice(size: Dim, start: Dim | None, end: Dim | None, is_table: bool) -> Dim | None:
+    """Return the length of a slice with step 1 if no bound is clamped, else None. A table is taken as long enough."""
+    if start is None or end is None:
+        return None
+    if end.value is not None and end.value >= 2**31 - 1:
+        end = size
+    length = end - start
+    inside = is_table or (_is_positive(start) and _is_positive(size - end))
+    return length if inside and _is_positive(length) else None
+
+
+def _is_positive(dim: Dim) -> bool:
+    """Return whether a size or an index is known not to be negative."""
+    bound = dim.lower_bound
+    return bound is not None and bound >= 0
 
 
 def _is_table(value: ir.Value | None) -> bool:
@@ -283,12 +292,21 @@ def _constant_of_shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
 
 
 def attention(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape of an attention on (B, H, S, D): the query's, with the last size of the value's."""
+    """Return the output shape of an attention on (B, H, S, D): the query's, with the last size of the value's.
+
+    On (B, S, H * D) the value may have fewer heads.
+    """
     q = input_shape(node, 0, info)
     v = info.shapes.get(node.inputs[2]) if node.inputs[2] else None
     if v is None or len(q) != len(v):
         return None
-    return [(*q[:-1], v[-1])]
+    many, few = (node.attributes.get_int(f"{name}_num_heads", 1) or 1 for name in ("q", "kv"))
+    width = v[-1]
+    if len(q) == 3 and many != few:
+        if not isinstance(width, int):
+            return None
+        width = width // few * many
+    return [(*q[:-1], width)]
 
 
 RULES: dict[str, Callable[[ir.Node, ShapeInfo], Sequence[Shape | None] | None]] = {

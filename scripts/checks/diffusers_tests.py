@@ -6,8 +6,9 @@
 Every test runs twice: on diffusers, and with diffusers' classes replaced by sd-ort's, which export the test's torch
 components. A test passes if its own asserts hold, and if each image that its pipelines return has 60 dB or more to the
 one that diffusers returned in the same place. A test that fails on diffusers too, since its expected values need a
-tokenizer of the hub, is judged by these images alone. The page keeps its rows of tests that this run leaves out. The
-command fails if a test fails without an entry in REASONS. The tests import `parameterized`.
+tokenizer of the hub, is judged by these images alone. Tests whose names have an entry in NOT_RUN do not run. Beside the
+page, a JSON file has the verdict of each test; tests that this run leaves out keep theirs. The command fails if a test
+fails without an entry in REASONS. The tests import `parameterized` and `requests_mock`, some schedulers `scipy`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import json
 import multiprocessing
 import os
 import re
@@ -36,32 +38,45 @@ stable_diffusion_xl/test_stable_diffusion_xl stable_diffusion_xl/test_stable_dif
 stable_diffusion_xl/test_stable_diffusion_xl_inpaint controlnet/test_controlnet controlnet/test_controlnet_img2img
 controlnet/test_controlnet_inpaint controlnet/test_controlnet_inpaint_sdxl controlnet/test_controlnet_sdxl
 controlnet/test_controlnet_sdxl_img2img latent_consistency_models/test_latent_consistency_models
-latent_consistency_models/test_latent_consistency_models_img2img ip_adapters/test_ip_adapter_stable_diffusion""".split()
+latent_consistency_models/test_latent_consistency_models_img2img pag/test_pag_sd pag/test_pag_sd_img2img
+pag/test_pag_sd_inpaint pag/test_pag_sdxl pag/test_pag_sdxl_img2img pag/test_pag_sdxl_inpaint pag/test_pag_controlnet_sd
+pag/test_pag_controlnet_sd_inpaint pag/test_pag_controlnet_sdxl pag/test_pag_controlnet_sdxl_img2img
+ip_adapters/test_ip_adapter_stable_diffusion""".split()
 LORA_TESTS = ["lora/test_lora_layers_sd.py", "lora/test_lora_layers_sdxl.py"]
 MIN_PSNR = 60.0  # dB
-# Why a test does not apply, by a regular expression for its name and message.
-REASONS = {
-    "dtype|layerwise_casting|variants": "a folder has one precision, which `sd-ort optimize` chooses",
-    "ip_adapter": "sets torch attention processors; IP-Adapters are part of the graph, see tests/pipelines",
-    "test_pipeline_signature": "requires diffusers' IPAdapterMixin as a base class",
-    "device_map": "a pipeline has one provider",
+# Why tests do not apply, by a regular expression for their names. They do not run.
+NOT_RUN = {
+    r"dtype|layerwise_casting|with_(incorrect_)?variants|float16|fp16|bfloat16": "a folder has one precision, which "
+    "`sd-ort optimize` chooses",
+    "ip_adapter|test_pipeline_signature": "sets torch attention processors, or requires diffusers' IPAdapterMixin as a "
+    "base class; IP-Adapters are part of the graph, see tests/pipelines",
+    "device_map|offload|to_device": "a pipeline has one provider",
     "optional_components|isolation|test_components_function": "makes a pipeline of some components; a folder has all",
     "test_save_load_local": "reads the log of diffusers' loader",
-    "enable_freeu": "FreeU changes the graph, which is fixed at export",
+    "xformers|test_attention_slicing": "attention is fused in the graph",
+    "freeu": "FreeU changes the graph, which is fixed at export",
     "multi_vae|tiny_autoencoder": "replaces the VAE by a torch module after loading",
+    "from_pipe": "from_pipe shares sessions, whose components no test can replace",
+}
+# Why a test that fails does not apply, by a regular expression for its name and message.
+REASONS = {
     "denoised": "`denoised` is an intermediate result of LCMScheduler, which a linear schedule has not",
     "test_latents_input": "replaces `image_processor`; images are always resized and normalized",
     "strength_zero": "raises InputError, not ValueError",
     r"Model.__call__\(\)": "calls the text encoder as a torch module; encode_prompt does the same",
     "long_prompt": "reads diffusers' log; sd-ort warns in its own",
+    "two_xl_mixture_of_denoiser": "counts calls of the scheduler's step, which a linear schedule does not make",
+    "_encode_vae_image|attn_processors": "reads private methods or torch's attention processors",
+    "save_from_pretrained": "removes the folder of a pipeline before its first call",
     "TestStableDiffusionInpaintPipeline.*(dB|close)": "encodes a constant image, one channel a group: no variance "
     "and rounding errors decide; with a mask of both colors 129 dB",
 }
+VERDICTS = ("passes", "equal images", "does not apply", "skipped by diffusers", "fails in diffusers", "fails")
 
 
 @dataclass
 class Result:
-    """`outcome`: passed, failed or skipped. `message`: the last line of the failure, or why it was skipped."""
+    """`outcome`: passed, failed, skipped or left out. `message`: the end of the failure, or why it did not run."""
 
     outcome: str = ""
     message: str = ""
@@ -77,6 +92,14 @@ class Recorder:
     def __init__(self) -> None:
         self.results: dict[str, Result] = {}
         self.current = Result()
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        """Leave out the tests of NOT_RUN."""
+        reasons = {item: matching_reason(item.name, NOT_RUN) for item in items}
+        for item, reason in reasons.items():
+            if reason is not None:
+                self.results[item.nodeid.removeprefix("tests/")] = Result("left out", reason)
+        items[:] = [item for item, reason in reasons.items() if reason is None]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.current = self.results[nodeid.removeprefix("tests/")] = Result()
@@ -159,6 +182,8 @@ def stand_in(theirs: Any, recorder: Recorder, cache: Path) -> type:
         folder = exported(source, cache)
         opened = ours.from_pretrained(folder, "cpu", source.scheduler, threads=1, safety_checker=False)
         vars(pipeline).update(vars(opened))
+        if hasattr(source, "pag_applied_layers"):
+            pipeline.set_pag_applied_layers(source.pag_applied_layers)
 
     initialize = functools.wraps(theirs.__init__)(initialize)
     call = recorder.recorded(ours.__call__)
@@ -185,11 +210,18 @@ def exported(source: Any, cache: Path) -> Path:
     return out
 
 
+def matching_reason(text: str, table: dict[str, str]) -> str | None:
+    """Return the reason of the first regular expression in `table` that `text` has; None without one."""
+    return next((reason for pattern, reason in table.items() if re.search(pattern, text)), None)
+
+
 # --- Both runs, compared ----------------------------------------------------------------------------------------------
 
 
 def verdict(ours: Result, theirs: Result) -> tuple[str, str]:
     """Return the verdict of one test, and its reason."""
+    if theirs.outcome == "left out":
+        return "does not apply", theirs.message
     if theirs.outcome == "skipped":
         return "skipped by diffusers", theirs.message
     if theirs.outcome == "failed" and not theirs.images:
@@ -215,13 +247,6 @@ def similarity(image: np.ndarray, other: np.ndarray) -> float:
     return float(20 * np.log10(peak / difference)) if difference else np.inf
 
 
-def read_rows(page: Path) -> dict[str, tuple[str, str]]:
-    """Return the verdicts and reasons of an earlier page by test, for those that this run leaves out."""
-    lines = page.read_text().splitlines() if page.is_file() else []
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "::" in line]
-    return {f"{group}::{name}": (kind, reason) for group, kind, reason, names in cells for name in names.split()}
-
-
 def main() -> None:
     """Run the tests twice and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -234,29 +259,44 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = (options.cache or Path(folder)).resolve()
         cache.mkdir(exist_ok=True)
-        results = []
-        for on_sd_ort in (False, True):
-            with multiprocessing.get_context("spawn").Pool(1) as process:
-                arguments = (on_sd_ort, options.diffusers.resolve(), options.tests, options.keyword, cache)
-                results.append(process.apply(run, arguments))
-    rows = read_rows(options.out) | {name: verdict(results[1][name], result) for name, result in results[0].items()}
-    for name, (kind, reason) in rows.items():
-        known = next((text for pattern, text in REASONS.items() if re.search(pattern, f"{name} {reason}")), None)
-        if kind == "fails" and known:
-            rows[name] = "does not apply", known
+        common = options.diffusers.resolve(), options.tests, options.keyword, cache
+        with multiprocessing.get_context("spawn").Pool(2) as processes:
+            results = processes.starmap(run, [(False, *common), (True, *common)], chunksize=1)
+    record = options.out.with_suffix(".json")
+    rows: dict[str, list[str]] = json.loads(record.read_text()) if record.is_file() else {}
+    for name, theirs in results[0].items():
+        kind, reason = verdict(results[1].get(name, Result()), theirs)
+        if kind == "fails" and (known := matching_reason(f"{name} {reason}", REASONS)):
+            kind, reason = "does not apply", known
+        rows[name] = [kind, reason]
+    record.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
     counts = Counter(kind for kind, _ in rows.values())
-    text = HEAD.format(**{name: version(name) for name in ("diffusers", "torch", "transformers")})
-    text += ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) + ".\n\n"
-    text += "| class | verdict | reason | tests |\n|---|---|---|---|\n"
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for name, result in rows.items():
-        group, _, test = name.rpartition("::")
-        groups.setdefault((group, *result), []).append(test.replace(" ", "_"))
-    text += "".join(f"| {' | '.join(key)} | {' '.join(tests)} |\n" for key, tests in sorted(groups.items()))
-    options.out.write_text(text)
+    options.out.write_text(page(rows))
     print(dict(counts))
     if counts["fails"]:
         sys.exit(f"{counts['fails']} tests fail: see {options.out}.")
+
+
+def page(rows: dict[str, list[str]]) -> str:
+    """Return the page: verdicts by class, and each reason once with its tests."""
+    counts = Counter(kind for kind, _ in rows.values())
+    text = HEAD.format(**{name: version(name) for name in ("diffusers", "torch", "transformers")})
+    text += ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS) + ".\n\n"
+    text += f"| class | {' | '.join(VERDICTS)} |\n|---|{'---|' * len(VERDICTS)}\n"
+    classes: dict[str, Counter[str]] = {}
+    for name, (kind, _) in sorted(rows.items()):
+        classes.setdefault(name.rpartition("::")[0].removeprefix("pipelines/"), Counter())[kind] += 1
+    for group, kinds in classes.items():
+        text += f"| {group} | {' | '.join(str(kinds[kind]) for kind in VERDICTS)} |\n"
+    reasons: dict[tuple[str, str], Counter[str]] = {}
+    for name, (kind, reason) in sorted(rows.items()):
+        if reason and not kind.startswith("skipped"):
+            reasons.setdefault((kind, reason), Counter())[re.sub(r"\[.*", "", name.rpartition("::")[2])] += 1
+    text += "\n| verdict | reason | tests |\n|---|---|---|\n"
+    for (kind, reason), tests in sorted(reasons.items()):
+        names = ", ".join(f"{test} ({count})" if count > 1 else test for test, count in tests.items())
+        text += f"| {kind} | {reason} | {names} |\n"
+    return text
 
 
 HEAD = """# diffusers' own tests

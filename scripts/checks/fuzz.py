@@ -1,11 +1,11 @@
 """Fuzz every format that sd-ort reads, and the arguments of its Python API: valid inputs, changed by structure.
 
-    python scripts/checks/fuzz.py --minutes 10 --folder raw
+    python scripts/checks/fuzz.py --minutes 60 --folder raw --log results/fuzz.txt
 
 A case is a target and a number, which is the seed of its changes. What it raises must be an SdOrtError, within
 LIMIT_S seconds of processor time, and no input file may change. `tests/hostile/test_fuzz.py` runs the first cases of
-every target; this script goes on for as long as it may, prints what failed with its target and number, and then exits
-with 1.
+every target; this script runs as long as --minutes says, reports each failure with its target and number, and then
+exits with 1.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import faulthandler
 import io
 import json
+import logging
 import os
 import random
+import shlex
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -36,34 +40,12 @@ from PIL import Image
 from sd_ort.core.errors import SdOrtError, describe_error
 
 LIMIT_S = 10.0
+HANG_S = 1200.0  # by the clock: a case that does not end is shown by its stack
 ODD_NUMBERS = [0, 1, -1, 2, 7, 99, 1 << 31, (1 << 63) - 1, -(1 << 63), 10**40, 0.5, -1.5, 1e308, 1e-320]
-ODD_TEXTS = [
-    "",
-    "x",
-    "sample",
-    "moved",
-    "../../secret",
-    "/dev/zero",
-    "Sigmoid",
-    "Loop",
-    "com.microsoft",
-    "\0",
-    "NaN",
-    "é",
-]
+ODD_TEXTS = "|x|sample|moved|../../secret|/dev/zero|Sigmoid|Loop|com.microsoft|\0|NaN|é".split("|")
 ODD_VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    [],
-    {},
-    [[]],
-    {"": {}},
-    float("nan"),
-    float("inf"),
-    *ODD_NUMBERS,
-    *ODD_TEXTS,
-]
+    None, True, False, [], {}, [[]], {"": {}}, float("nan"), float("inf"), *ODD_NUMBERS, *ODD_TEXTS,
+]  # fmt: skip
 
 
 # --- Changes --------------------------------------------------------------------------------------------------------
@@ -107,12 +89,8 @@ def change_bytes(rng: random.Random, data: bytes) -> bytes:
         for _ in range(rng.randint(1, 8)):
             changed[rng.randrange(min(len(data), rng.choice([16, 256, len(data)])))] = rng.randrange(256)
         return bytes(changed)
-    odd = {
-        "cut": data[:at],
-        "insert": data[:at] + rng.randbytes(9) + data[at:],
-        "empty": b"",
-        "repeat": data + data[:at],
-    }
+    odd = {"cut": data[:at], "insert": data[:at] + rng.randbytes(9) + data[at:], "empty": b"",
+           "repeat": data + data[:at]}  # fmt: skip
     return odd.get(action, data[:at] + bytes(len(data) - at))
 
 
@@ -159,16 +137,8 @@ def change_tensors(rng: random.Random, tensors: Mapping[str, np.ndarray]) -> dic
             odd = [name + ".x", name[1:], name.replace(".", "_"), name.replace("down", "up"), *ODD_TEXTS[:5]]
             changed[rng.choice(odd)] = changed.pop(name)
         elif action == "shape":
-            shapes = [
-                (),
-                (0,),
-                (1,),
-                (tensor.size,),
-                (1, tensor.size),
-                (*tensor.shape, 1),
-                tensor.shape[::-1],
-                (3, 0, 5),
-            ]
+            size, shape = tensor.size, tensor.shape
+            shapes = [(), (0,), (1,), (size,), (1, size), (*shape, 1), shape[::-1], (3, 0, 5)]
             changed[name] = np.resize(tensor, rng.choice(shapes))
         elif action == "dtype":
             changed[name] = tensor.astype(rng.choice([np.float16, np.float64, np.int64, np.uint8, np.bool_]))
@@ -282,6 +252,14 @@ def tokenizer(rng: random.Random, inputs: Inputs, work: Path) -> None:
     ClipTokenizer(folder).ids(texts)
 
 
+def write_graph(rng: random.Random, path: Path) -> None:
+    """Change one to three fields of a graph, at times its bytes."""
+    model = onnx.load(path, load_external_data=False)
+    for _ in range(rng.randint(1, 3)):
+        change_proto(rng, model)
+    path.write_bytes(model.SerializeToString() if rng.random() < 0.9 else change_bytes(rng, path.read_bytes()))
+
+
 def graph(rng: random.Random, inputs: Inputs, work: Path) -> None:
     """Graphs that are optimized, explained, verified or run."""
     from sd_ort import StableDiffusionPipeline
@@ -292,10 +270,7 @@ def graph(rng: random.Random, inputs: Inputs, work: Path) -> None:
     optimized = rng.random() < 0.3
     folder = _copy(inputs, work, optimized)
     path = folder / rng.choice(COMPONENTS) / "model.onnx"
-    model = onnx.load(path, load_external_data=False)
-    for _ in range(rng.randint(1, 3)):
-        change_proto(rng, model)
-    path.write_bytes(model.SerializeToString() if rng.random() < 0.9 else change_bytes(rng, path.read_bytes()))
+    write_graph(rng, path)
     calls: list[Callable[[], Any]] = [
         lambda: optimize(folder, work / "out", target="portable"), lambda: explain(folder),
         lambda: verify(inputs.source, folder), lambda: optimize(path, work / "out.onnx", target="portable"),
@@ -320,48 +295,55 @@ def lora_tensors(width: int = 8) -> dict[str, np.ndarray]:
     return {**tensors, "lora_unet_mid_block_attentions_0_proj_in.alpha": np.array(2, np.float32)}
 
 
-def lora(rng: random.Random, inputs: Inputs, work: Path) -> None:
-    path = work / rng.choice(["a.safetensors", "a.safetensors", "a.safetensors", "a.bin"])
+def write_lora(rng: random.Random, path: Path) -> None:
     metadata = json.dumps(change_json(rng, {"unet.r": 4, "unet.lora_alpha": 8, "text_encoder.lora_alpha": 1}))
     write_safetensors(rng, path, lora_tensors(), **({"lora_adapter_metadata": metadata} if rng.random() < 0.5 else {}))
+
+
+def lora(rng: random.Random, inputs: Inputs, work: Path) -> None:
+    path = work / rng.choice(["a.safetensors", "a.safetensors", "a.safetensors", "a.bin"])
+    write_lora(rng, path)
     try:
         inputs.pipeline.load_lora_weights(path, "a")
     finally:
         inputs.pipeline.unload_lora_weights()
 
 
-def embedding(rng: random.Random, inputs: Inputs, work: Path) -> None:
-    path = work / "word.safetensors"
+def write_embedding(rng: random.Random, path: Path) -> None:
     tensors: dict[str, np.ndarray] = {rng.choice(["<word>", "emb_params", "clip_l"]): np.ones((2, 8), np.float32)}
     write_safetensors(rng, path, tensors)
+
+
+def embedding(rng: random.Random, inputs: Inputs, work: Path) -> None:
+    path = work / "word.safetensors"
+    write_embedding(rng, path)
     try:
         inputs.pipeline.load_textual_inversion(path, rng.choice([None, None, "<w>", "", " ", "\0", "a"]))
     finally:
         inputs.pipeline.unload_textual_inversion()
 
 
-def single_file(rng: random.Random, inputs: Inputs, work: Path) -> None:
-    """A checkpoint in one file, of which only some tensors are there."""
-    from sd_ort.checkpoints.open import open_checkpoint
-
+def write_checkpoint(rng: random.Random, path: Path) -> None:
+    """Write a checkpoint in one file, which has only some tensors."""
     tensors: dict[str, np.ndarray] = {
         "model.diffusion_model.input_blocks.0.0.weight": np.ones((4, 4, 3, 3), np.float32),
         "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": np.ones((4, 768), np.float32),
         "first_stage_model.decoder.conv_in.weight": np.ones((4, 4, 3, 3), np.float32),
         "cond_stage_model.transformer.text_model.embeddings.position_ids": np.arange(77, dtype=np.int64),
     }
-    path = work / "model.safetensors"
     write_safetensors(rng, path, tensors)
+
+
+def single_file(rng: random.Random, inputs: Inputs, work: Path) -> None:
+    from sd_ort.checkpoints.open import open_checkpoint
+
+    path = work / "model.safetensors"
+    write_checkpoint(rng, path)
     open_checkpoint(str(path))
 
 
-def arrays(rng: random.Random, inputs: Inputs, work: Path) -> None:
-    """Recorded inputs and statistics in .npz archives."""
-    import onnx_ir as ir
-
-    from sd_ort.benchmark.quality import read_statistics
-    from sd_ort.checkpoints.recorded_inputs import check_recorded, load_recorded_inputs
-
+def write_arrays(rng: random.Random, path: Path) -> None:
+    """Write recorded inputs, or statistics."""
     recorded: dict[str, np.ndarray] = {
         "unet/sample": np.ones((1, 4), np.float32),
         "unet/timestep/0": np.ones(1, np.int64),
@@ -371,8 +353,18 @@ def arrays(rng: random.Random, inputs: Inputs, work: Path) -> None:
     tensors = change_tensors(rng, rng.choice([recorded, statistics]))
     save: Any = np.savez_compressed if rng.random() < 0.5 else np.savez
     save(buffer, **{name.replace("\0", "_") or "_": tensor for name, tensor in tensors.items()})
-    path = work / "arrays.npz"
     path.write_bytes(change_bytes(rng, buffer.getvalue()) if rng.random() < 0.6 else buffer.getvalue())
+
+
+def arrays(rng: random.Random, inputs: Inputs, work: Path) -> None:
+    """Recorded inputs and statistics in .npz archives."""
+    import onnx_ir as ir
+
+    from sd_ort.benchmark.quality import read_statistics
+    from sd_ort.checkpoints.recorded_inputs import check_recorded, load_recorded_inputs
+
+    path = work / "arrays.npz"
+    write_arrays(rng, path)
     values = [ir.Value(name="sample", shape=ir.Shape(["b", 4]), type=ir.TensorType(ir.DataType.FLOAT))]
     calls: list[Callable[[], Any]] = [
         lambda: read_statistics(path), lambda: check_recorded(path, ["unet"]),
@@ -381,9 +373,8 @@ def arrays(rng: random.Random, inputs: Inputs, work: Path) -> None:
     rng.choice(calls)()
 
 
-def picture(rng: random.Random, inputs: Inputs, work: Path) -> None:
-    from sd_ort.core.pictures import read_picture
-    from sd_ort.pipelines.png import png_bytes, read_png_text
+def write_picture(rng: random.Random, path: Path) -> None:
+    from sd_ort.pipelines.png import png_bytes
 
     image = Image.new(rng.choice(["RGB", "L", "RGBA", "P", "I;16", "1"]), (rng.randint(1, 40), 9))
     buffer = io.BytesIO()
@@ -391,10 +382,17 @@ def picture(rng: random.Random, inputs: Inputs, work: Path) -> None:
         buffer, rng.choice(["PNG", "PNG", "TIFF"]) if image.mode != "RGB" else rng.choice(["PNG", "JPEG", "BMP"])
     )
     data = buffer.getvalue() if rng.random() < 0.5 else png_bytes(image.convert("RGB"), {"prompt": "x" * 99})
-    path = work / "picture.png"
     path.write_bytes(change_bytes(rng, data))
+
+
+def picture(rng: random.Random, inputs: Inputs, work: Path) -> None:
+    from sd_ort.core.image_file import read_image
+    from sd_ort.pipelines.png import read_png_text
+
+    path = work / "picture.png"
+    write_picture(rng, path)
     read_png_text(path)
-    read_picture(path)
+    read_image(path)
 
 
 def benchmark_report() -> dict[str, Any]:
@@ -493,17 +491,8 @@ def arguments(rng: random.Random, inputs: Inputs, work: Path) -> None:
 
     names = [field.name for field in fields(Request) if field.init and field.name not in ("progress", "return_dict")]
     odd: list[Any] = [
-        *ODD_VALUES,
-        np.zeros(3),
-        np.nan,
-        "a cat",
-        ["a"],
-        [None],
-        (64, 64),
-        b"x",
-        object(),
-        {"scale": "x"},
-    ]
+        *ODD_VALUES, np.zeros(3), np.nan, "a cat", ["a"], [None], (64, 64), b"x", object(), {"scale": "x"},
+    ]  # fmt: skip
     valid = {"prompt": "a", "num_inference_steps": 1, "height": 64, "width": 64, "generator": 0, "progress": False}
     changes = {name: rng.choice(odd) for name in rng.sample(names, rng.randint(1, 2))}
     too_long = (1 << 31, (1 << 63) - 1, 10**40)
@@ -538,11 +527,98 @@ def adapters(rng: random.Random, inputs: Inputs, work: Path) -> None:
         pipeline.unload_textual_inversion()
 
 
+def write_json_file(rng: random.Random, path: Path) -> None:
+    path.write_text(json.dumps(benchmark_report()))
+    write_json(rng, path)
+
+
+def write_prompts(rng: random.Random, path: Path) -> None:
+    path.write_bytes(change_bytes(rng, b"a\nb\n"))
+
+
+# What {NAME} stands for in LINES: file name, writer.
+FILES: dict[str, tuple[str, Callable[[random.Random, Path], None]]] = {
+    "lora": ("a.safetensors", write_lora), "embedding": ("word.safetensors", write_embedding),
+    "checkpoint": ("model.safetensors", write_checkpoint), "arrays": ("arrays.npz", write_arrays),
+    "picture": ("picture.png", write_picture), "report": ("results/benchmark.json", write_json_file),
+    "prompts": ("prompts.txt", write_prompts), "graph": ("in/unet/model.onnx", write_graph),
+    "config": ("in/unet/config.json", write_json), "index": ("in/model_index.json", write_json),
+    "scheduler": ("in/scheduler/scheduler_config.json", write_json), "manifest": ("in/sd_ort.json", write_json),
+    "vocabulary": ("in/tokenizer/vocab.json", write_json),
+}  # fmt: skip
+GENERATE = "generate a --model in --steps 1 --height 64 --width 64 --out out"
+LINES = (
+    *(f"{GENERATE} {rest}" for rest in (
+        "--lora {lora}", "--lora {lora}:0.5", "--embedding {embedding}", "--image {picture}",
+        "--image {picture} --mask {picture}", "--control-image {picture}", "--ip-adapter-image {picture}",
+        "{config}", "{index}", "{scheduler}", "{manifest}", "{vocabulary}", "{graph}")),
+    "generate --prompts {prompts} --model in --steps 1 --out out", "generate a --model {checkpoint} --out out",
+    "optimize in out {graph}", "optimize in out {config} {index}",
+    "optimize {checkpoint} out", "optimize in out --float16 --target cuda --inputs {arrays}",
+    "optimize in/unet/model.onnx out.onnx {graph}", "optimize in out --ip-adapter {lora}",
+    "optimize in out --vae {checkpoint}",
+    "verify good in", "verify good in --inputs {arrays}", "verify good in {graph}", "verify in {manifest}",
+    "explain in {graph}", "explain in/unet/model.onnx {graph}", "explain in", "merge in out {scheduler}",
+    "merge in out",
+    "extract in out --component unet --from features --to moved {graph}", "tune in {manifest}",
+    "tune --show in",
+    "export {checkpoint} out", "report results {report}", "report --compare results results {report}",
+    "install-host diffusers in {index}", "uninstall-host diffusers in {index}",
+)  # fmt: skip
+# Options that may get odd values: numbers and names, not places to write to or how much to do.
+_FIXED = {"num_images", "replicas", "gpus", "threads", "batch", "runs"}
+
+
+def commands(rng: random.Random, inputs: Inputs, work: Path) -> None:
+    """A command line with a damaged file, an option with an odd value, or both. It must write nothing if it fails."""
+    import click
+    from click.testing import CliRunner
+
+    from sd_ort.cli import cli
+
+    _copy(inputs, work, optimized=rng.random() < 0.4)
+    (work / "results").mkdir()
+    line = rng.choice(LINES).format_map(_Files(rng, work)).split()
+    places = ("in", "in/unet/model.onnx", "out", "out.onnx", "results")
+    named = {"good": str(inputs.source), **{place: str(work / place) for place in places}}
+    arguments = [named.get(part, part) for part in line if part != "@"]
+    command = cli.get_command(click.Context(cli), arguments[0])
+    assert command is not None
+    options = [
+        option for option in command.params
+        if isinstance(option, click.Option) and not isinstance(option.type, click.Path) and option.name not in _FIXED
+    ]  # fmt: skip
+    if rng.random() < 0.5 and options:
+        option = rng.choice(options)
+        name = rng.choice([*option.opts, *option.secondary_opts])
+        arguments += [name] if option.is_flag else [name, str(rng.choice([*ODD_NUMBERS, *ODD_TEXTS, "nan", "-inf"]))]
+    result = CliRunner().invoke(cli, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        if any((work / name).exists() for name in ("out", "out.onnx")):
+            raise AssertionError(f"{arguments} failed and left its output") from result.exception
+        raise result.exception
+    if result.exit_code not in (0, 2):  # click's own errors; others are exceptions
+        raise AssertionError(f"{arguments} exits with {result.exit_code}")
+
+
+class _Files(dict[str, str]):
+    """Writes a damaged file when its name is looked up: its path, or "@" for one in the folder `in`."""
+
+    def __init__(self, rng: random.Random, work: Path) -> None:
+        self.rng, self.work = rng, work
+
+    def __missing__(self, key: str) -> str:
+        name, write = FILES[key]
+        if not name.startswith("in/") or (self.work / name).is_file():
+            write(self.rng, self.work / name)
+        return "@" if name.startswith(("in/", "results/")) else str(self.work / name)
+
+
 # Target -> how many of its cases belong to the suite.
 TARGETS: dict[Target, int] = {
     folder_json: 150, folder_stages: 120, graph: 200, tokenizer: 150, lora: 150, embedding: 120, single_file: 80,
     arrays: 150, picture: 120, report: 150, texts: 80, tuning_file: 80, request: 120, installed: 60, arguments: 200,
-    adapters: 150,
+    adapters: 150, commands: 100,
 }  # fmt: skip
 
 
@@ -590,21 +666,30 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="A small pipeline folder to damage copies of.")
     parser.add_argument("--target", choices=[target.__name__ for target in TARGETS], help="This one alone.")
     parser.add_argument("--first", type=int, default=0, help="Number of the first case of each target.")
+    parser.add_argument("--log", type=Path, help="File for the report [default: standard output].")
     options = parser.parse_args()
-    print(f"{machine()}\n{versions()}, commit {commit()}", flush=True)
+    logging.disable(logging.CRITICAL)
     wanted = [target for target in TARGETS if options.target in (None, target.__name__)]
     counts = dict.fromkeys((target.__name__ for target in wanted), 0)
     end, failures = time.monotonic() + 60 * options.minutes, 0
+    log = options.log.open("w") if options.log else sys.stdout
+    command = shlex.join(["python", "scripts/checks/fuzz.py", *sys.argv[1:]])
+    print(f"{machine()}\n{versions()}, commit {commit()}\n$ {command}", file=log, flush=True)
     with tempfile.TemporaryDirectory() as work:
+        os.environ["XDG_CACHE_HOME"] = work  # not the user's
         inputs = open_inputs(options.folder, Path(work))
+        start = time.process_time()
         while time.monotonic() < end:
             for target in wanted:
                 number = options.first + counts[target.__name__]
                 counts[target.__name__] += 1
+                faulthandler.dump_traceback_later(HANG_S, exit=True)
                 if wrong := run_case(target, number, inputs):
                     failures += 1
-                    print(f"{target.__name__} {number}: {wrong}", flush=True)
-    print(f"{sum(counts.values())} cases, {failures} failures: {counts}")
+                    print(f"{target.__name__} {number}: {wrong}", file=log, flush=True)
+        seconds = time.process_time() - start
+    each = ", ".join(f"{name} {count}" for name, count in counts.items())
+    print(f"{sum(counts.values())} cases in {seconds:.0f} s of processor time, {failures} failures: {each}", file=log)
     raise SystemExit(failures > 0)
 
 

@@ -88,6 +88,8 @@ NOTES = """
 - The refiner ignores `prompt_2`. `denoising_end=0` ends nothing.
 - Inpainting with a U-Net of 4 channels samples noise for the masked image too, which the U-Net does not read.
 - Latent consistency models ignore `interrupt`, and latents that a callback returns after the last step.
+- PAG with ControlNets ignores `interrupt`, and its ControlNets read the prompt as it was before callbacks; that of SDXL
+  from an image ignores `guess_mode`.
 
 ## What changed since diffusers 0.30.0
 
@@ -102,9 +104,7 @@ No argument or default of these classes did.
 ## Refused, with the reason in one line
 
 - `callback` and `callback_steps`: deprecated in diffusers; use `callback_on_step_end`.
-- `pag_scale` and the PAG pipelines: perturbed attention changes the U-Net's graph, which is fixed at export.
 - `denoised` in `callback_on_step_end_tensor_inputs`.
-- Sizes that do not halve evenly in a U-Net whose graph doubles them again; diffusers interpolates to the odd size.
 - A scheduler that computes NaN, such as DPMSolverMultistepInverseScheduler with an SDE algorithm.
 - Methods: `enable_freeu`, `enable_model_cpu_offload`, `load_ip_adapter` and others of `REJECTED_METHODS`.
 """

@@ -53,6 +53,6 @@ def choice(folder: str) -> dict[str, Any]:
 def choose(page: Any, folder: str) -> None:
     """As a user does below the prompt: sd-ort's box is opened and ticked, and a folder chosen."""
     page.click("#txt2img_script_container .label-wrap:has-text('sd-ort')")
-    page.check("#txt2img_script_container label:has-text('Draw with sd-ort') input")
+    page.check("#txt2img_script_container label:has-text('Generate with sd-ort') input")
     page.click("#txt2img_script_container [aria-label='Folder of models/sd_ort']")
     page.click(f"[role=option]:has-text('{folder}')")

@@ -183,15 +183,15 @@ _LATENCY = re.compile(r"(?:([\d.]+) percentile|(Mean|Max)) latency \(ns\)\s*:\s*
 
 def parse(summary: str) -> dict[str, Any]:
     """Return valid (bool), images_per_s, and latency_s by "p50", ..., "mean", "max" from mlperf_log_summary.txt."""
-    found: dict[str, Any] = {"latency_s": {}}
+    result: dict[str, Any] = {"latency_s": {}}
     for line in map(str.strip, summary.splitlines()):
         name, _, value = (part.strip() for part in line.partition(":"))
         if name in _RATES:
-            found["images_per_s"] = float(value)
+            result["images_per_s"] = float(value)
         elif name == "Result is":
-            found["valid"] = value == "VALID"
+            result["valid"] = value == "VALID"
         elif match := _LATENCY.match(line):
             percentile, statistic, nanoseconds = match.groups()
             key = f"p{float(percentile):g}" if percentile else statistic.lower()
-            found["latency_s"][key] = int(nanoseconds) / 1e9
-    return found
+            result["latency_s"][key] = int(nanoseconds) / 1e9
+    return result

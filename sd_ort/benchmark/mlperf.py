@@ -98,7 +98,7 @@ def run(
     """
     loadgen.require()
     if settings.component:
-        raise InputError("--mlperf draws images: leave out --component.")
+        raise InputError("--mlperf generates images: leave out --component.")
     quality.check(options.clip, options.inception, options.fid_stats)
     captions = read_captions(options.captions) if options.captions else None
     note = (
@@ -109,7 +109,7 @@ def run(
         settings = official_settings(engines, settings)
         note = "MLPerf's counts and settings; valid only with its 5000 captions, weights and review."
     report = ReportFile(settings, out, [*notes, note], "mlperf", overwrite)
-    report.out.check(*(name for place, _ in enumerate(engines, 1) for name in log_files(place)))
+    report.out.check(*(name for number, _ in enumerate(engines, 1) for name in log_files(number)))
     names = ["queries", "server_load", "official"]
     if options.gpus or options.replicas:
         names += ["gpus", "replicas"]
@@ -140,9 +140,9 @@ def run(
     return report.report
 
 
-def log_files(place: int) -> list[str]:
+def log_files(number: int) -> list[str]:
     """Return the paths of the logs of an engine, by its number in the report."""
-    return [f"mlperf/{place}/{run}/{name}" for run in (*loadgen.SCENARIOS, "accuracy") for name in loadgen.FILES]
+    return [f"mlperf/{number}/{run}/{name}" for run in (*loadgen.SCENARIOS, "accuracy") for name in loadgen.FILES]
 
 
 def official_settings(engines: Sequence[Engine], settings: BenchmarkSettings) -> BenchmarkSettings:

@@ -40,7 +40,7 @@ def scores(
     indices = sorted(images)
     image_prompts, generated = [prompts[i] for i in indices], [images[i] for i in indices]
     results: dict[str, Any] = {
-        "fidelity_percent": "only the demo model's pictures can be read back",
+        "fidelity_percent": "only the demo model's images can be read back",
         "clip_score": clip_score(image_prompts, generated, clip) if clip else "no CLIP weights: give --clip DIR",
         "fid": "no Inception weights: give --inception and --fid-stats",
     }

@@ -30,7 +30,7 @@ def replica_configs(
         InputError: if the engine is no pipeline folder, or as `serving.replica.replica_configs`.
     """
     if engine.engine != "onnxruntime":
-        raise InputError(f"replicas draw with pipeline folders, not {engine.label}: leave it out of --engines.")
+        raise InputError(f"replicas run pipeline folders, not {engine.label}: leave it out of --engines.")
     options = {
         "provider": settings.provider,
         "graph": engine.pipeline_graph,

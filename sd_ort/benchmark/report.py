@@ -1,4 +1,4 @@
-"""One self-contained HTML page from a results folder, and a comparison of two runs.
+"""Self-contained HTML page of a results folder, and a comparison of two runs.
 
 Plots are inline SVG, images base64. Sources are the JSON files of `sd-ort benchmark` in the folder: benchmark,
 ablation, mlperf, profile. The page is the template report.html.jinja, which escapes every string; its policy lets a
@@ -23,7 +23,7 @@ from sd_ort.benchmark.report_file import COLUMNS, FORMAT, PAGE, format_speedup, 
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files
 from sd_ort.core.errors import InputError
-from sd_ort.core.pictures import read_picture
+from sd_ort.core.image_file import read_image
 from sd_ort.pipelines.png import png_bytes
 
 OURS, TORCH, OTHER, RAW = "#d9480f", "#4263eb", "#868e96", "#ced4da"
@@ -175,11 +175,11 @@ def _charts(report: Row, rows: Sequence[Row]) -> list[Block]:
             text = f"{times['median']:.3g} {unit}  {format_speedup(row).partition(' (')[0].removeprefix('-')}"
             bars.append(plot.Bar(row["label"], times["median"], text, color(row), times["min"], times["max"]))
         blocks.append(Block(f"Time {name}, batch {batch}: median, line from fastest to slowest", plot=plot.bars(bars)))
-        for prefix, place in (("device_", "device"), ("", "host")):
+        for prefix, side in (("device_", "device"), ("", "host")):
             key = f"{prefix}peak_memory_MB"
             if all(key in row for row in measured):
                 bars = [plot.Bar(row["label"], row[key], f"{row[key]:.0f} MB", color(row)) for row in measured]
-                blocks.append(Block(f"Peak {place} memory, batch {batch}", plot=plot.bars(bars)))
+                blocks.append(Block(f"Peak {side} memory, batch {batch}", plot=plot.bars(bars)))
     return blocks
 
 
@@ -226,7 +226,7 @@ def _images(report: Row, folder: Path) -> Block:
     for label in dict.fromkeys(row["label"] for row in report["engines"]):
         path = folder / image_name(label)
         if path.is_file():
-            images.append((label, base64.b64encode(png_bytes(read_picture(path, folder), {})).decode()))
+            images.append((label, base64.b64encode(png_bytes(read_image(path, folder), {})).decode()))
     return Block(f"The same prompt and seed: “{report['settings']['prompt']}”" if images else "", images=images)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from sd_ort.benchmark.engines.interface import BenchmarkSettings
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core import files
+from sd_ort.core.metrics import EQUAL_DB
 from sd_ort.core.ownership import SharedFolder
 from sd_ort.runtime import machine
 
@@ -174,8 +175,14 @@ def _format(key: str, spec: str, unit: str = "") -> Callable[[dict[str, Any]], s
     return cell
 
 
+MANY_ROUNDS = 5  # with fewer, one round that disagrees may be the right one
+
+
 def format_speedup(row: dict[str, Any]) -> str:
-    """Return a row's speed-up and spread, without a number if rounds disagree on which engine is faster."""
+    """Return a row's speed-up and spread, without a number if rounds disagree on which engine is faster.
+
+    One round of `MANY_ROUNDS` or more that disagrees with all others was disturbed, and is named.
+    """
     ratio = row.get("image_speedup", row.get("step_speedup"))
     if not ratio:
         return "-"
@@ -183,8 +190,18 @@ def format_speedup(row: dict[str, Any]) -> str:
         return "1.00x"  # the baseline itself
     spread = f"({ratio['min']:.2f}-{ratio['max']:.2f})"
     if ratio["min"] < 1 < ratio["max"]:
-        return f"no difference measured {spread}"
+        rounds = list(ratio.get("values", ()))
+        faster = [value for value in rounds if value > 1]
+        few = min(faster, [value for value in rounds if value <= 1], key=len)
+        if len(rounds) < MANY_ROUNDS or len(few) > 1:
+            return f"no difference measured {spread}"
+        others = [value for value in rounds if value not in few]
+        spread = f"({min(others):.2f}-{max(others):.2f}; round {rounds.index(few[0]) + 1}, disturbed: {few[0]:.2f})"
     return f"{ratio.get('of_medians', ratio['median']):.2f}x {spread}"  # reports before November 2026: median only
+
+
+def _format_psnr(row: dict[str, Any]) -> str:
+    return "equal" if row.get("psnr_db") == EQUAL_DB else _format("psnr_db", ".1f", " dB")(row)
 
 
 def ratio_note(report: dict[str, Any]) -> str:
@@ -217,6 +234,6 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("load", _format("load_s", ".1f", " s")),
     ("first run", _format("first_run_s", ".2f", " s")),
     ("tuning", _format("tuning_s", ".1f", " s")),
-    ("PSNR", _format("psnr_db", ".1f", " dB")),
+    ("PSNR", _format_psnr),
     ("error", _format_error),
 )

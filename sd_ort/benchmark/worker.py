@@ -1,4 +1,4 @@
-"""One engine in its own process, and its measurements."""
+"""Measures one engine in a process of its own."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sd_ort.checkpoints.hub import is_hub_id
 from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.demo import FOLDERS
 
 
 def is_checkpoint(source: str | Path) -> bool:
@@ -13,4 +14,4 @@ def is_checkpoint(source: str | Path) -> bool:
     path = Path(source)
     if path.is_dir():
         return (path / "model_index.json").is_file() and not any(path.glob(f"*/{MODEL}"))
-    return (path.is_file() and path.suffix != ".onnx") or str(source) == "demo" or is_hub_id(str(source))
+    return (path.is_file() and path.suffix != ".onnx") or str(source) in FOLDERS or is_hub_id(str(source))

@@ -54,7 +54,8 @@ def find_base_pipeline(path: Path, family: str, config_folder: Path | None) -> C
 def _open_onnx_folder(folder: Path) -> Checkpoint:
     """Return the pipeline of a folder that sd-ort wrote, without weights. Raises InputError for one with additions."""
     index = read_index(folder)
-    folders = {**{name: name for name in ("text_encoder", "text_encoder_2", "unet")}, "vae": "vae_decoder"}
+    names = ("text_encoder", "text_encoder_2", "text_encoder_3", "unet", "transformer")
+    folders = {**{name: name for name in names}, "vae": "vae_decoder"}
     models = {
         name: folder_model(
             folder / name, index[name][1], read_config(folder / home / "config.json", f"{folder} lacks its {home}")
@@ -62,7 +63,8 @@ def _open_onnx_folder(folder: Path) -> Checkpoint:
         for name, home in folders.items()
         if (index.get(name) or [None])[0]
     }
-    if index.get("controlnet") or "unet" not in models or "ip_adapter" in models["unet"].config:
+    denoiser = models.get("unet") or models.get("transformer")
+    if index.get("controlnet") or denoiser is None or "ip_adapter" in denoiser.config:
         raise InputError(f"{folder} is not of a plain model: give one without ControlNet or IP-Adapter as --config.")
     return Checkpoint(str(folder), index, models, folder, paths=(folder,))
 
@@ -75,7 +77,10 @@ def _find_cached(family: str) -> Checkpoint | None:
             scheduler = read_json(folder / "scheduler" / "scheduler_config.json", root=folder)
         except InputError:
             continue
-        if matches_family_defaults(family, pipeline.configs["unet"], scheduler) and "controlnet" not in pipeline.models:
+        if (
+            matches_family_defaults(family, pipeline.configs.get("unet", {}), scheduler)
+            and "controlnet" not in pipeline.models
+        ):
             return pipeline
     return None
 

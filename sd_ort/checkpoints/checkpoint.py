@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 CLASSES = {
     "UNet2DConditionModel": "diffusers",
     "AutoencoderKL": "diffusers",
+    "AutoencoderKLFlux2": "diffusers",
     "AutoencoderTiny": "diffusers",
     "ControlNetModel": "diffusers",
     **dict.fromkeys(diffusion_transformers.FAMILIES, "diffusers"),
     "CLIPTextModel": "transformers",
     "CLIPTextModelWithProjection": "transformers",
     "T5EncoderModel": "transformers",
+    "Qwen3ForCausalLM": "transformers",
 }
 LIBRARIES = {**CLASSES, "CLIPVisionModelWithProjection": "transformers"}  # with the image encoder of an IP-Adapter
 MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3", "unet", "transformer", "controlnet", "vae")
@@ -141,6 +143,8 @@ class Checkpoint:
 
             if class_name(config) == "T5EncoderModel":
                 random_weights.write_character_tokenizer(out / name)
+            elif class_name(config) == "Qwen3ForCausalLM":
+                random_weights.write_chat_tokenizer(out / name)
             else:
                 random_weights.write_byte_tokenizer(out / name, config["vocab_size"])
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.signatures import has_packed_latents
 from sd_ort.checkpoints.tokenizer import ClipTokenizer
 from sd_ort.core.errors import InputError
 
@@ -23,6 +24,8 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 def latent_scale(vae_config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return (mean, factor), (1, C or 1, 1, 1) float32: VAE latents = pipeline latents * factor + mean."""
+    if has_packed_latents(vae_config):  # its graphs normalize the latents
+        return np.zeros((1, 1, 1, 1), np.float32), np.ones((1, 1, 1, 1), np.float32)
     factor = np.full((1, 1, 1, 1), 1 / (vae_config.get("scaling_factor") or 0.18215))
     mean = np.full((1, 1, 1, 1), vae_config.get("shift_factor") or 0.0, np.float32)
     if vae_config.get("latents_mean") and vae_config.get("latents_std"):

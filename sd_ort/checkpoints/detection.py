@@ -24,6 +24,11 @@ FAMILIES = {
     "inpainting_v2": "Stable Diffusion 2.x inpainting",
     "xl_inpaint": "Stable Diffusion XL inpainting",
     "demo": "sd-ort's demo model",
+    "sd35-medium": "Stable Diffusion 3.5 medium",
+    "sd35-large": "Stable Diffusion 3.5 large",
+    "flux-dev": "FLUX.1 dev",
+    "flux-schnell": "FLUX.1 schnell",
+    "flux2-klein": "FLUX.2 klein",
 }
 # Family -> hub id of the pipeline whose configs diffusers uses.
 HUB_IDS = {
@@ -34,6 +39,11 @@ HUB_IDS = {
     "inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
     "inpainting_v2": "stabilityai/stable-diffusion-2-inpainting",
     "xl_inpaint": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
+    "sd35-medium": "stabilityai/stable-diffusion-3.5-medium",
+    "sd35-large": "stabilityai/stable-diffusion-3.5-large",
+    "flux-dev": "black-forest-labs/FLUX.1-dev",
+    "flux-schnell": "black-forest-labs/FLUX.1-schnell",
+    "flux2-klein": "black-forest-labs/FLUX.2-klein-4B",
 }
 # (diffusers' family, cross_attention_dim) -> family. diffusers tests for single tensors, and calls any other UNet v1 or
 # inpainting.
@@ -91,7 +101,7 @@ def _describe_other_file(tensors: Tensors) -> str | None:
     if has("emb_params", "string_to_param") or {"clip_l", "clip_g"} & set(names):
         return "a textual inversion embedding, not a model: load it with a pipeline's load_textual_inversion"
     if has("joint_blocks.", "double_blocks.", "double_stream", "single_blocks.", "adaLN_modulation"):
-        return "a diffusion transformer (DiT): sd-ort runs models with a UNet, Stable Diffusion 1.x, 2.x and XL"
+        return "a diffusion transformer of a family that sd-ort does not run: it runs FLUX.1, FLUX.2 klein and SD 3.5"
     if UNET_INPUT in tensors:
         return None
     if has("decoder.conv_in.weight"):

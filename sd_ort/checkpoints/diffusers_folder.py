@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sd_ort.checkpoints import unet_inputs
 from sd_ort.checkpoints.checkpoint import CLASSES, LIBRARIES, MODELS, Checkpoint, CheckpointModel, is_sdxl, model_class
 from sd_ort.checkpoints.configs import read_config
+from sd_ort.checkpoints.diffusion_transformers import encoder_mismatch
 from sd_ort.checkpoints.signatures import Config
 from sd_ort.checkpoints.tensor_readers import DirectTensorReader
 from sd_ort.core.errors import InputError, first_line
@@ -37,8 +38,11 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
         models[model] = folder_model(folder / model, cls, config)
     if "unet" not in models and "transformer" not in models:
         raise InputError(
-            f"{folder} has neither a UNet nor a transformer: sd-ort exports Stable Diffusion 1.x to 3.x, XL and FLUX.1."
+            f"{folder} has neither a UNet nor a transformer: sd-ort exports Stable Diffusion 1.x to 3.5, XL, "
+            "FLUX.1 and FLUX.2 klein."
         )
+    if "transformer" in models and (mismatch := encoder_mismatch(index)):
+        raise InputError(f"{folder} {mismatch}: get the whole folder.")
     for part in ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3"):
         if (index.get(part) or [None])[0] and not (folder / part).is_dir():
             raise InputError(f"{folder} lacks its {part}, which drawing needs: get the whole folder.")

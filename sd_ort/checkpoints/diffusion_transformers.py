@@ -28,6 +28,7 @@ class TransformerFamily:
         penultimate_clip_states: Whether the CLIP encoders return the penultimate hidden state and `text_embeds`;
             otherwise `last_hidden_state` and `pooler_output`.
         steps, guidance: Default number of denoising steps and guidance scale of diffusers' pipeline.
+        text_encoders: Class of each text encoder. Those in `optional_encoders` may be missing.
         max_patches: Returns the largest number of patches along height and width, None without a limit.
     """
 
@@ -37,27 +38,39 @@ class TransformerFamily:
     penultimate_clip_states: bool
     steps: int
     guidance: float
+    text_encoders: Mapping[str, str]
+    optional_encoders: tuple[str, ...] = ()
     max_patches: Callable[[Config], int | None] = lambda config: None
 
 
-def _text_inputs(config: Config) -> dict[str, tuple[Axis, ...]]:
+def _text_inputs(config: Config, pooled: bool = True) -> dict[str, tuple[Axis, ...]]:
     """Return the inputs that do not depend on the image: the prompt, its pooled embedding, and the timestep."""
-    return {
-        "encoder_hidden_states": ("batch", "sequence", config["joint_attention_dim"]),
-        "pooled_projections": ("batch", config["pooled_projection_dim"]),
-        "timestep": (1,),
+    inputs: dict[str, tuple[Axis, ...]] = {
+        "encoder_hidden_states": ("batch", "sequence", config["joint_attention_dim"])
     }
+    if pooled:
+        inputs["pooled_projections"] = ("batch", config["pooled_projection_dim"])
+    return inputs | {"timestep": (1,)}
 
 
 def _sd3_inputs(config: Config) -> Axes:
     return {"hidden_states": ("batch", config["in_channels"], "height", "width"), **_text_inputs(config)}
 
 
-def _flux_inputs(config: Config) -> Axes:
-    """Return the inputs of FLUX.1: latents in patches of 2x2, and (0, y, x) of each patch; zeros for text tokens."""
-    inputs = {"hidden_states": ("batch", "image_sequence", config["in_channels"]), **_text_inputs(config)}
-    inputs |= {"img_ids": ("image_sequence", 3), "txt_ids": ("sequence", 3)}
+def _flux_inputs(config: Config, axes: int = 3) -> Axes:
+    """Return the inputs of FLUX: latents in patches of 2x2, and the positions of patches and text tokens.
+
+    FLUX.1 has 3 axes: (0, y, x) of patches, zeros for text. FLUX.2 has 4: (image, y, x, 0) and (0, 0, 0, token). It
+    reads no pooled embedding.
+    """
+    texts = _text_inputs(config, pooled=axes == 3)
+    inputs = {"hidden_states": ("batch", "image_sequence", config["in_channels"]), **texts}
+    inputs |= {"img_ids": ("image_sequence", axes), "txt_ids": ("sequence", axes)}
     return inputs | ({"guidance": ("batch",)} if config.get("guidance_embeds") else {})
+
+
+def _flux2_inputs(config: Config) -> Axes:
+    return _flux_inputs(config, axes=4)
 
 
 FAMILIES: Mapping[str, TransformerFamily] = {
@@ -68,6 +81,11 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         penultimate_clip_states=True,
         steps=28,
         guidance=7.0,
+        text_encoders={
+            **dict.fromkeys(("text_encoder", "text_encoder_2"), "CLIPTextModelWithProjection"),
+            "text_encoder_3": "T5EncoderModel",
+        },
+        optional_encoders=("text_encoder_3",),
         max_patches=lambda config: config["pos_embed_max_size"],
     ),
     "FluxTransformer2DModel": TransformerFamily(
@@ -77,8 +95,29 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         penultimate_clip_states=False,
         steps=28,
         guidance=3.5,
+        text_encoders={"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"},
+    ),
+    "Flux2Transformer2DModel": TransformerFamily(
+        inputs=_flux2_inputs,
+        output=lambda config: ("batch", "image_sequence", config.get("out_channels") or config["in_channels"]),
+        max_timestep=1,
+        penultimate_clip_states=False,
+        steps=50,
+        guidance=4.0,
+        text_encoders={"text_encoder": "Qwen3ForCausalLM"},
     ),
 }
+
+
+def encoder_mismatch(index: Config) -> str | None:
+    """Return what is wrong with the text encoders in the model_index.json of a pipeline with a transformer, or None."""
+    family = FAMILIES[index["transformer"][1]]
+    for name, expected in family.text_encoders.items():
+        found = (index.get(name) or (None, None))[1]
+        if found != expected and not (found is None and name in family.optional_encoders):
+            what = f"a {name} of class {found}" if found else f"no {name}"
+            return f"has {what}, but its {index['transformer'][1]} needs a {expected}"
+    return None
 
 
 def synthetic_values(config: Config, name: str, random: np.random.Generator, shape: list[int]) -> np.ndarray | None:

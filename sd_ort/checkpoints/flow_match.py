@@ -88,6 +88,16 @@ def linear_mu(config: Mapping[str, Any], image_tokens: int) -> float:
     return float(image_tokens * slope + (first - slope * low))
 
 
+def empirical_mu(image_tokens: int, steps: int) -> float:
+    """Return the shift of FLUX.2: lines through measured values at 10 and 200 steps, linear in between."""
+    many = 0.00016927 * image_tokens + 0.45666666
+    if image_tokens > 4300:
+        return many
+    few = 8.73809524e-05 * image_tokens + 1.89833333
+    slope = (many - few) / 190.0
+    return slope * steps + (many - 200.0 * slope)
+
+
 def make_schedule(
     config: Mapping[str, Any], steps: int, image_tokens: int, sigmas: Sequence[float] | None, mu: float | None = None
 ) -> FlowMatchSchedule:

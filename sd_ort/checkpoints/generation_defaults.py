@@ -31,7 +31,8 @@ def generation_defaults(folder: Path, *, inpaint: bool = False) -> GenerationDef
     `inpaint`: of the pipeline for inpainting.
     """
     if family := FAMILIES.get(str(component_config(folder, "transformer").get("_class_name"))):
-        return GenerationDefaults(family.steps, family.guidance)
+        steps = demo.TRANSFORMER_STEPS if demo_defaults(folder) else family.steps
+        return GenerationDefaults(steps, family.guidance)
     if own := demo_defaults(folder):
         return own
     kind = str(read_index(folder).get("_class_name", ""))

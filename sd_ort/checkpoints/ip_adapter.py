@@ -76,7 +76,7 @@ def add_ip_adapter(checkpoint: Checkpoint, file: Path, encoder: Path | None) -> 
     processor |= {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "image_processor_type": "CLIPImageProcessor"}
     kind = "IP-Adapter Plus" if "hidden_state_length" in adapter.config else "IP-Adapter"
     tokens, layers = adapter.config["tokens"], len(adapter.config["layers"])
-    note = f"{file.name}: {kind}, {tokens} tokens a picture, {layers} layers"
+    note = f"{file.name}: {kind}, {tokens} tokens per image, {layers} layers"
     return replace(
         checkpoint,
         name=f"{checkpoint.name} with {file}",

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from sd_ort.checkpoints.signatures import signature
+from fusion_passes.weight_recipes import position_axis
+from sd_ort.checkpoints.signatures import has_packed_latents, signature, tapped_layers
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS
 
 
@@ -34,10 +35,77 @@ class T5TextEncoder(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.weight_recipes = {"encoder.embed_tokens.weight": "shared.weight"}  # one parameter of two modules
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.model(input_ids).last_hidden_state
         return hidden
+
+
+class Qwen3TextEncoder(torch.nn.Module):
+    """input_ids, attention_mask [B, S] -> the hidden states of `tapped_layers`, side by side [B, S, 3 * C].
+
+    Layers after the last of these are removed. A token attends to the tokens up to itself that the mask has. Padding is
+    on the right, so each token attends to the first one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.taps = tapped_layers(model.config.to_dict())
+        layers = model.model.layers
+        self.ends_with_norm = self.taps[-1] == len(layers)  # transformers' last hidden state is normalized
+        model.model.layers = layers[: self.taps[-1]]
+        if not self.ends_with_norm:
+            del model.model.norm
+        del model.lm_head
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model.model
+        hidden = model.embed_tokens(input_ids)
+        length = input_ids.shape[1]
+        tokens = torch.arange(length, device=input_ids.device)
+        attends = (tokens[None, :] <= tokens[:, None])[None, None] & attention_mask.bool()[:, None, None, :]
+        mask = torch.zeros_like(attends, dtype=hidden.dtype).masked_fill(~attends, torch.finfo(hidden.dtype).min)
+        # A row of positions for each prompt: ONNX Runtime's RotaryEmbedding takes no tables of one row for several.
+        positions = tokens[None].expand(input_ids.shape[0], length)
+        rotary = model.rotary_emb(hidden, positions)
+        states = {}
+        for number, layer in enumerate(model.layers, 1):
+            hidden = states[number] = layer(hidden, attention_mask=mask, position_embeddings=rotary)
+        if self.ends_with_norm:
+            states[self.taps[-1]] = model.norm(hidden)
+        return torch.cat([states[number] for number in self.taps], dim=-1)
+
+
+class SeparablePositions(torch.nn.Module):
+    """SD3's patch embedding, with the table of positions as one row for each column and one for each line of patches.
+
+    diffusers' table (1, max * max, D) is 0.9 GB for SD 3.5 medium. Its first half depends on the column alone, its
+    second half on the line. `weight_recipes`: recipes of the two tables.
+    """
+
+    columns: torch.Tensor
+    lines: torch.Tensor
+
+    def __init__(self, embed: Any) -> None:
+        super().__init__()
+        self.proj, self.size = embed.proj, int(embed.pos_embed_max_size)
+        source = "pos_embed.pos_embed"
+        self.weight_recipes = {}
+        for axis, name in ((1, "columns"), (0, "lines")):
+            self.weight_recipes[f"pos_embed.{name}"] = ["position_axis", [self.size, axis], source]
+            self.register_buffer(name, position_axis([self.size, axis], embed.pos_embed))
+
+    def forward(self, latent: torch.Tensor) -> torch.Tensor:
+        patches = self.proj(latent)
+        height, width = patches.shape[-2:]
+        top, left = (self.size - height) // 2, (self.size - width) // 2
+        columns = self.columns[left : left + width].unsqueeze(0).expand(height, width, -1)
+        lines = self.lines[top : top + height].unsqueeze(1).expand(height, width, -1)
+        positions = torch.cat([columns, lines], dim=-1).reshape(1, height * width, -1)
+        embedded: torch.Tensor = patches.flatten(2).transpose(1, 2) + positions
+        return embedded
 
 
 class DiffusionTransformer(torch.nn.Module):
@@ -49,6 +117,8 @@ class DiffusionTransformer(torch.nn.Module):
         super().__init__()
         self.model = model
         self.names = names
+        if getattr(getattr(model, "pos_embed", None), "pos_embed_max_size", None):
+            model.pos_embed = SeparablePositions(model.pos_embed)
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if isinstance(child, Timesteps):
@@ -167,12 +237,65 @@ class VaeDecoder(torch.nn.Module):
         return image
 
 
+class LatentStatistics(torch.nn.Module):
+    """Mean and standard deviation (1, 4C, 1, 1) of FLUX.2's latents in patches, in place of the VAE's BatchNorm.
+
+    `weight_recipes`: their recipes. The exporter would fold the square root of the variance to a constant of the graph.
+    """
+
+    mean: torch.Tensor
+    deviation: torch.Tensor
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        shape = [1, -1, 1, 1]
+        self.register_buffer("mean", norm.running_mean.reshape(shape).clone())
+        self.register_buffer("deviation", torch.sqrt(norm.running_var + norm.eps).reshape(shape))
+        self.weight_recipes = {
+            "bn.mean": ["reshape", shape, "bn.running_mean"],
+            "bn.deviation": ["reshape", shape, ["deviation", norm.eps, "bn.running_var"]],
+        }
+
+
+class PackedVaeEncoder(torch.nn.Module):
+    """image [B, 3, H, W] in -1..1 -> the mean latents of FLUX.2 in patches of 2x2, normalized [B, 4C, H/16, W/16]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        model.bn = LatentStatistics(model.bn)
+        del model.decoder
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        patches = torch.nn.functional.pixel_unshuffle(model.encode(sample).latent_dist.mean, 2)
+        normalized: torch.Tensor = (patches - model.bn.mean) / model.bn.deviation
+        return normalized
+
+
+class PackedVaeDecoder(torch.nn.Module):
+    """Normalized latents of FLUX.2 in patches of 2x2 [B, 4C, h, w] -> image [B, 3, 16h, 16w]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        model.bn = LatentStatistics(model.bn)
+        del model.encoder
+
+    def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        latents = torch.nn.functional.pixel_shuffle(latent_sample * model.bn.deviation + model.bn.mean, 2)
+        image: torch.Tensor = model.decode(latents, return_dict=False)[0]
+        return image
+
+
 def wrap(component: str, model: torch.nn.Module, penultimate: bool, controlnet: bool) -> torch.nn.Module:
     """Return the module of `component`, in eval mode. VAE modules lose their unused half."""
     config: Any = model.config
     if component.startswith("text_encoder"):
-        is_t5 = config.model_type == "t5"
-        return T5TextEncoder(model).eval() if is_t5 else TextEncoder(model, penultimate).eval()
+        if config.model_type in ENCODERS:
+            return ENCODERS[config.model_type](model).eval()
+        return TextEncoder(model, penultimate).eval()
     if component == "transformer":
         return DiffusionTransformer(model, [tensor.name for tensor in signature(component, config).inputs]).eval()
     if component == "image_encoder":
@@ -180,4 +303,18 @@ def wrap(component: str, model: torch.nn.Module, penultimate: bool, controlnet: 
     if component in ("unet", "controlnet"):
         names = [tensor.name for tensor in signature(component, config, controlnet=controlnet).inputs[3:]]
         return (UNet if component == "unet" else ControlNet)(model, names).eval()
+    if has_packed_latents(config):
+        return (PackedVaeEncoder if component == "vae_encoder" else PackedVaeDecoder)(model).eval()
     return (VaeEncoder if component == "vae_encoder" else VaeDecoder)(model).eval()
+
+
+def derived_weights(module: torch.nn.Module) -> dict[str, Any]:
+    """Return name -> recipe of the tensors of a wrapped module that are computed from a checkpoint tensor."""
+    recipes: dict[str, Any] = {}
+    for part in module.modules():
+        recipes |= getattr(part, "weight_recipes", {})
+    return recipes
+
+
+# Text encoders other than CLIP's, by the model_type of the config.
+ENCODERS: dict[str, type[torch.nn.Module]] = {"t5": T5TextEncoder, "qwen3": Qwen3TextEncoder}

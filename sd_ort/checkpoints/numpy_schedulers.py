@@ -78,7 +78,7 @@ class _Scheduler:
 
     def _tabulate(self, start: int, stop: int) -> LinearSchedule:
         count = stop - start
-        drawn = 0
+        samples = 0
 
         def unit(index: int) -> Array:
             vector = np.zeros(3 * count)
@@ -86,9 +86,9 @@ class _Scheduler:
             return vector
 
         def draw() -> Array:
-            nonlocal drawn
-            drawn += 1
-            return unit(2 * count + drawn - 1)
+            nonlocal samples
+            samples += 1
+            return unit(2 * count + samples - 1)
 
         run = copy.copy(self)  # other threads may use this scheduler
         run.history, run.begin = [], start
@@ -98,7 +98,7 @@ class _Scheduler:
             self.timesteps[start:stop].astype(np.float32),
             np.ones(count, np.float32) if self.preserves_variance else scales.astype(np.float32),
             window_of(after[:, : 2 * count].reshape(count, 2, count)),
-            after[:, 2 * count : 2 * count + drawn].astype(np.float32),
+            after[:, 2 * count : 2 * count + samples].astype(np.float32),
             self.init_noise_sigma,
             np.append(self.alpha[start:stop], 1).astype(np.float32),
             np.append(self.sigma[start:stop], 0).astype(np.float32),
@@ -125,7 +125,7 @@ class _Scheduler:
 
 
 class _Ancestral(_Scheduler):
-    """One step to the next noise level with fresh noise: DDIM (`eta`), and with eta 1 DDPM and Euler ancestral."""
+    """Step to the next noise level with fresh noise: DDIM (`eta`), and with eta 1 DDPM and Euler ancestral."""
 
     def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
         image, noise = self.image_and_noise(i, prediction, latents)
@@ -474,9 +474,9 @@ def class_name(name: str, names: Iterable[str] = CLASSES) -> str | None:
     Short forms leave out "Scheduler", then "Discrete" and "Multistep"; case and punctuation do not matter.
     """
     names = list(names)
-    wanted = short_name(name)
+    short_form = short_name(name)
     by_form = {short_name(each).replace("discrete", "").replace("multistep", ""): each for each in names}
-    return {**by_form, **{short_name(each): each for each in names}}.get(wanted)
+    return {**by_form, **{short_name(each): each for each in names}}.get(short_form)
 
 
 @lru_cache(32)
@@ -497,9 +497,9 @@ def _create(name: str, config: Mapping[str, Any], steps: int, eta: float) -> _Sc
     cls = CLASSES.get(name)
     if cls is None or not 1 <= steps <= MAX_STEPS:
         return None
-    known = {**COMMON, "clip_sample": False, **cls.defaults}
-    known = {key: value for key, value in known.items() if key not in cls.ignored}
-    config = {**known, **{key: value for key, value in config.items() if key in known}}
+    defaults = {**COMMON, "clip_sample": False, **cls.defaults}
+    defaults = {key: value for key, value in defaults.items() if key not in cls.ignored}
+    config = {**defaults, **{key: value for key, value in config.items() if key in defaults}}
     options = {**OPTIONS, **cls.options}
     if any(config[key] not in values for key, values in options.items() if key in config):
         return None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sd_ort import demo
 from sd_ort.checkpoints.checkpoint import Checkpoint
 from sd_ort.checkpoints.diffusers_folder import add_controlnet, open_folder
 from sd_ort.checkpoints.hub import download_configs, download_model, download_pipeline, is_hub_id
@@ -82,10 +83,8 @@ def _open_preset(options: CheckpointOptions) -> Checkpoint:
 
 def locate(model: str, download: Callable[[str], Path]) -> Path:
     """Return the folder of a model. Raises InputError if it neither exists nor looks like a hub id."""
-    if model == "demo":
-        from sd_ort.demo import MODEL_DIR
-
-        return MODEL_DIR
+    if model in demo.FOLDERS:
+        return demo.FOLDERS[model]
     path = Path(model)
     if path.is_file():
         raise InputError(f"{path} is a file: give a diffusers folder or a hub id here.")

@@ -280,7 +280,50 @@ _FLUX_SHIFT = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256, 
 _FLUX_SCHNELL = _flux(False, _flow_match(shift=1.0, use_dynamic_shifting=False, **_FLUX_SHIFT))
 _FLUX_DEV = _flux(True, _flow_match(shift=3.0, use_dynamic_shifting=True, **_FLUX_SHIFT))
 
+_QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "tie_word_embeddings": True,
+}
+
+
+def _klein(is_distilled: bool) -> Preset:
+    """Return a preset of FLUX.2 klein 4B. is_distilled: for 4 steps without guidance; otherwise the base model."""
+    transformer = {
+        "_class_name": "Flux2Transformer2DModel",
+        "patch_size": 1,
+        "in_channels": 128,
+        "num_layers": 5,
+        "num_single_layers": 20,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 7680,
+        "guidance_embeds": False,
+        "axes_dims_rope": [32, 32, 32, 32],
+    }
+    vae = vae_config(_class_name="AutoencoderKLFlux2", latent_channels=32, sample_size=1024, batch_norm_eps=1e-4)
+    del vae["scaling_factor"]
+    models = {"text_encoder": _QWEN3_4B, "transformer": transformer, "vae": vae}
+    scheduler = _flow_match(shift=3.0, use_dynamic_shifting=True, **_FLUX_SHIFT)
+    return Preset("Flux2KleinPipeline", models, scheduler, {"is_distilled": is_distilled})
+
+
 _TINY_HIDDEN = 64
+_TINY_QWEN3 = {
+    "vocab_size": 512, "hidden_size": _TINY_HIDDEN, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
 _TINY_T5 = {"vocab_size": 128, "d_model": 160, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 _TINY_TRANSFORMER = {"attention_head_dim": 32, "num_attention_heads": 3, "joint_attention_dim": _TINY_T5["d_model"]}
 # Of each transformer: its blocks, where the last of SD3 differs, and widths that follow from those above.
@@ -299,6 +342,12 @@ _TINY_TRANSFORMERS = {
         "pooled_projection_dim": _TINY_HIDDEN,
         "axes_dims_rope": [8, 12, 12],
     },
+    "Flux2Transformer2DModel": {
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "joint_attention_dim": 3 * _TINY_HIDDEN,
+        "axes_dims_rope": [8, 8, 8, 8],
+    },
 }
 
 
@@ -306,6 +355,8 @@ def _tiny_model(name: str, config: Config, context: int) -> Config:
     """Return a config of the same topology with narrower layers. `context`: cross_attention_dim of a UNet."""
     if class_name(config) == "T5EncoderModel":
         return config | _TINY_T5
+    if class_name(config) == "Qwen3ForCausalLM":
+        return config | _TINY_QWEN3
     if name == "transformer":
         tiny = config | _TINY_TRANSFORMER | _TINY_TRANSFORMERS[class_name(config)]
         return tiny if config.get("dual_attention_layers", True) else tiny | {"dual_attention_layers": []}
@@ -340,8 +391,11 @@ _FULL = {
     "sd15-controlnet": _CONTROLNET,
     "sd35-medium": _SD35_MEDIUM,
     "sd35-large": _SD35_LARGE,
+    "sd35-large-turbo": _SD35_LARGE,
     "flux-schnell": _FLUX_SCHNELL,
     "flux-dev": _FLUX_DEV,
+    "flux2-klein-4b": _klein(is_distilled=True),
+    "flux2-klein-base-4b": _klein(is_distilled=False),
 }
 PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, preset in _FULL.items()}
 
@@ -369,6 +423,9 @@ def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
     )
 
 
+TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", "Qwen3ForCausalLM": "Qwen2TokenizerFast"}
+
+
 def _index(preset: Preset) -> Config:
     """Return the model_index.json of a preset."""
     index: Config = {"_class_name": preset.pipeline, "_diffusers_version": version("diffusers")}
@@ -376,11 +433,13 @@ def _index(preset: Preset) -> Config:
         cls = class_name(config)
         index[model] = [CLASSES[cls], cls]
         if model.startswith("text_encoder"):
-            tokenizer = "T5TokenizerFast" if cls == "T5EncoderModel" else "CLIPTokenizer"
+            tokenizer = TOKENIZERS.get(cls, "CLIPTokenizer")
             index[model.replace("text_encoder", "tokenizer")] = ["transformers", tokenizer]
     index["scheduler"] = ["diffusers", preset.scheduler["_class_name"]]
     absent = {"StableDiffusionXLImg2ImgPipeline": ["text_encoder", "tokenizer"]}
-    if "transformer" in preset.models:
+    if preset.pipeline.startswith("Flux2"):
+        pass
+    elif "transformer" in preset.models:
         absent[preset.pipeline] = ["image_encoder", "feature_extractor"]
     elif "XL" not in preset.pipeline:
         absent[preset.pipeline] = ["safety_checker", "feature_extractor"]

@@ -22,6 +22,9 @@ def fill_random(model: torch.nn.Module, seed: int) -> None:
                 parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
             else:
                 parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
+        for name, buffer in model.named_buffers():  # statistics of a BatchNorm
+            if name.endswith(("running_mean", "running_var")):
+                buffer.uniform_(0.5, 1.5, generator=generator)
 
 
 def write_byte_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -51,4 +54,27 @@ def write_character_tokenizer(folder: Path) -> None:
 
     pieces = ["<pad>", "</s>", "<unk>", "\u2581", *map(chr, range(33, 127))]
     tokenizer = T5Tokenizer(vocab=[(piece, 0.0 if i < 3 else -1.0) for i, piece in enumerate(pieces)], extra_ids=0)
+    tokenizer.save_pretrained(folder)
+
+
+# As Qwen3's, for one message of the user. The answer of the assistant begins without thinking.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def write_chat_tokenizer(folder: Path) -> None:
+    """Write a Qwen2 tokenizer without merges: each byte is a token; then the special tokens of Qwen3's chats."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    ids = {token: i for i, token in enumerate([*sorted(ByteLevel.alphabet()), *special])}
+    tokenizer = Qwen2Tokenizer(
+        vocab=ids, merges=[], unk_token=special[0], pad_token=special[0], eos_token=special[2],
+        additional_special_tokens=special[1:], model_max_length=131072,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -84,7 +84,7 @@ def scheduler_class(name: str) -> Any:
     """
     import diffusers
 
-    found = class_name(name, [n for n in reversed(dir(diffusers)) if n.endswith("Scheduler")])
-    if found is None:
+    class_ = class_name(name, [n for n in reversed(dir(diffusers)) if n.endswith("Scheduler")])
+    if class_ is None:
         raise InputError(f"{name!r} is no diffusers scheduler: use euler, ddim, dpmsolver, unipc or a class name.")
-    return getattr(diffusers, found)
+    return getattr(diffusers, class_)

@@ -130,6 +130,22 @@ def _t5_encoder(config: Mapping[str, Any]) -> Signature:
     return Signature(inputs, (TensorSpec("last_hidden_state", ("batch", "sequence", config["d_model"])),))
 
 
+def tapped_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the layers of a Qwen3 text encoder whose outputs FLUX.2 klein reads.
+
+    These are 9, 18 and 27 of 36 layers, as in diffusers; quarters of the layers of a smaller model, such as a tiny one.
+    """
+    layers = int(config["num_hidden_layers"])
+    return (9, 18, 27) if layers >= 27 else (max(layers // 4, 1), max(layers // 2, 1), max(3 * layers // 4, 1))
+
+
+def _qwen3_encoder(config: Mapping[str, Any]) -> Signature:
+    names = ("input_ids", "attention_mask")
+    width = len(tapped_layers(config)) * config["hidden_size"]
+    output = TensorSpec("hidden_states", ("batch", "sequence", width))
+    return Signature(tuple(TensorSpec(name, ("batch", "sequence"), "int64") for name in names), (output,))
+
+
 def _image_encoder(config: Mapping[str, Any]) -> Signature:
     """Hidden states of the penultimate layer, for each patch and the class token, and the embedding of the image.
 
@@ -194,20 +210,35 @@ def _controlnet(config: Mapping[str, Any]) -> Signature:
     return Signature(tuple(inputs), tuple(outputs), _multiples(config))
 
 
+def has_packed_latents(vae: Mapping[str, Any]) -> bool:
+    """Return whether the graphs of a VAE have normalized latents in patches of 2x2: those of FLUX.2."""
+    return vae.get("_class_name") == "AutoencoderKLFlux2"
+
+
+def latent_channels(vae: Mapping[str, Any]) -> int:
+    """Return the channels of the latents in the graphs of a VAE."""
+    return int(vae["latent_channels"]) * (4 if has_packed_latents(vae) else 1)
+
+
+def pixels_per_latent(vae: Mapping[str, Any]) -> int:
+    """Return the height and width in pixels of one latent in the graphs of a VAE."""
+    return int(2 ** (levels(vae) - 1)) * (2 if has_packed_latents(vae) else 1)
+
+
 def _vae_encoder(config: Mapping[str, Any]) -> Signature:
-    factor = 2 ** (levels(config) - 1)
+    factor = pixels_per_latent(config)
     image = TensorSpec("sample", ("batch", config["in_channels"], f"height*{factor}", f"width*{factor}"))
-    if config.get("_class_name") == "AutoencoderTiny":  # its output is latents, not a distribution
+    if config.get("_class_name") == "AutoencoderTiny" or has_packed_latents(config):  # latents, not a distribution
         return Signature(
-            (image,), (TensorSpec("latent_sample", ("batch", config["latent_channels"], "height", "width")),)
+            (image,), (TensorSpec("latent_sample", ("batch", latent_channels(config), "height", "width")),)
         )
     moments = 2 * config["latent_channels"]
     return Signature((image,), (TensorSpec("latent_parameters", ("batch", moments, "height", "width")),))
 
 
 def _vae_decoder(config: Mapping[str, Any]) -> Signature:
-    factor = 2 ** (levels(config) - 1)
-    latent = TensorSpec("latent_sample", ("batch", config["latent_channels"], "height", "width"))
+    factor = pixels_per_latent(config)
+    latent = TensorSpec("latent_sample", ("batch", latent_channels(config), "height", "width"))
     image = TensorSpec("sample", ("batch", config["out_channels"], f"height*{factor}", f"width*{factor}"))
     return Signature((latent,), (image,))
 
@@ -221,8 +252,9 @@ def signature(
     Raises KeyError for an unknown component.
     """
     if component.startswith("text_encoder"):
-        is_t5 = "T5EncoderModel" in (config.get("architectures") or ())
-        return _t5_encoder(config) if is_t5 else _text_encoder(config, penultimate)
+        encoders = {"T5EncoderModel": _t5_encoder, "Qwen3ForCausalLM": _qwen3_encoder}
+        encoder = next((encoders[name] for name in config.get("architectures") or () if name in encoders), None)
+        return encoder(config) if encoder else _text_encoder(config, penultimate)
     if component == "unet":
         return _unet(config, controlnet)
     others = {

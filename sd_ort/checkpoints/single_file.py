@@ -18,6 +18,7 @@ from sd_ort.checkpoints.base_pipeline import find_base_pipeline
 from sd_ort.checkpoints.checkpoint import Checkpoint, CheckpointModel, build_model
 from sd_ort.checkpoints.detection import FAMILIES, UNET_INPUT, detect_family
 from sd_ort.checkpoints.tensor_readers import TensorReader
+from sd_ort.checkpoints.transformer_file import is_transformer_file, open_transformer_file
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import check_regular, parsing
 from sd_ort.core.quiet import quiet
@@ -48,6 +49,12 @@ def open_single_file(path: Path, config_folder: Path | None = None, unsafe_pickl
 
     Raises InputError, with what the file is and what to do, for anything but a complete checkpoint of a known family.
     """
+    if path.suffix == ".gguf":
+        raise InputError(
+            f"{path} is a GGUF file, which is not read yet: get the safetensors file in bf16, fp16 or fp8."
+        )
+    if path.suffix == ".safetensors" and is_transformer_file(read_entries(path)[0]):
+        return open_transformer_file(path, config_folder, _vae_reader)
     tables = conversion_tables.find_tables(conversion_tables.stored_shapes(path))
     tensors = {} if tables else meta_tensors(path, unsafe_pickle)
     with parsing(path, "a checkpoint"):
@@ -89,6 +96,11 @@ def replace_vae(checkpoint: Checkpoint, file: Path, unsafe_pickle: bool = False)
     vae = _file_model(file, "vae", checkpoint, trace_conversion(file, "vae", checkpoint, tensors), unsafe_pickle)
     name, paths = f"{checkpoint.name} with {file}", (file, *checkpoint.paths)
     return replace(checkpoint, name=name, models={**checkpoint.models, "vae": vae}, paths=paths)
+
+
+def _vae_reader(path: Path, base: Checkpoint) -> TensorReader:
+    """Return the reader of the VAE in a file."""
+    return trace_conversion(path, "vae", base, select_tensors(meta_tensors(path), "vae"))
 
 
 def _file_model(file: Path, model: str, base: Checkpoint, reader: TensorReader, unsafe_pickle: bool) -> CheckpointModel:

@@ -22,6 +22,7 @@ from sd_ort.checkpoints import signatures
 from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.diffusion_transformers import synthetic_values
 from sd_ort.checkpoints.presets import CLIP_VOCABULARY
+from sd_ort.checkpoints.signatures import has_packed_latents
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS_BY_NAME, Axis
 from sd_ort.core.errors import InputError
 
@@ -180,7 +181,9 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
         return np.exp(random.standard_normal(shape)).astype(np.float32)
     if len(shape) < 2 and used & {"Sin", "Cos"}:
         return random.integers(1, 1000, shape).astype(np.float32)
-    scale = 1 / (config.get("scaling_factor") or SD_SCALING_FACTOR) if component == "vae_decoder" else 1.0
+    scale = 1.0
+    if component == "vae_decoder" and not has_packed_latents(config):
+        scale = 1 / (config.get("scaling_factor") or SD_SCALING_FACTOR)
     return (random.standard_normal(shape) * scale).astype(np.float32)
 
 

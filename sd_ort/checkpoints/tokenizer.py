@@ -126,8 +126,8 @@ def _added_token(token: str | dict[str, Any], *, special: bool) -> Any:
 
     if isinstance(token, str):
         return AddedToken(token, special=special, normalized=not special)
-    known = ("single_word", "lstrip", "rstrip", "normalized")
-    options = {name: token[name] for name in known if name in token}
+    fields = ("single_word", "lstrip", "rstrip", "normalized")
+    options = {name: token[name] for name in fields if name in token}
     return AddedToken(token["content"], special=special, **options)
 
 

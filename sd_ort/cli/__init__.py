@@ -23,7 +23,7 @@ COMMANDS = {
     "explain": "Say which sites are fused, and why others are not.",
     "extract": "Cut a subgraph out of a component, for a bug report.",
     "merge": "Write a whole pipeline as one ONNX model.",
-    "generate": "Draw images from a prompt.",
+    "generate": "Generate images from a prompt.",
     "serve": "Answer requests for images over HTTP, on several GPUs.",
     "benchmark": "Measure latency and memory, engines side by side.",
     "cache": "List or clear the checkpoints that were optimized before.",

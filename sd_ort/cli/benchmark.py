@@ -78,7 +78,7 @@ def _check_settings(folder: Path, component: str | None, *sides: int | None) -> 
 @click.option("--guidance", type=GUIDANCE, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
 @click.option("--prompt", default="a red circle on a blue background", show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches drawn before timing.")
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches generated before timing.")
 @click.option("--inputs", type=click.Path(path_type=Path), help="With .onnx files: .npz of recorded inputs.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Batches timed.")
 @click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="With --mlperf: per scenario.")
@@ -105,7 +105,7 @@ def _check_settings(folder: Path, component: str | None, *sides: int | None) -> 
 )
 @click.option("--gpus", type=REPLICAS, help="With --mlperf: a replica on each of so many GPUs (Ray).")
 @click.option("--replicas", type=REPLICAS, help="With --mlperf: so many on the CPU, or on one GPU (Ray).")
-@click.option("--torch", "torch_model", help="What torch draws with: a diffusers folder, demo, none [default: source].")
+@click.option("--torch", "torch_model", help="What torch runs: a diffusers folder, demo, none [default: source].")
 @click.option("--threads", type=THREADS, help="CPU threads [default: one a core].")
 @click.option("--tuning", is_flag=True, help="Let the provider search for its fastest kernels.")
 @click.option("--sequential", is_flag=True, help="One engine in memory at a time; ratios then are not of one moment.")
@@ -186,7 +186,7 @@ def command(
         engines, notes = engine_selection.ablation(folders[0], provider)
     else:
         if on_replicas:
-            torch_model = torch_model or "none"  # replicas draw with pipeline folders
+            torch_model = torch_model or "none"  # replicas run pipeline folders
         selected = engine_selection.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = engine_selection.find_engines(folders, torch_model, selected, provider)
     if on_replicas and not mlperf:

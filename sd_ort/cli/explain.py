@@ -49,7 +49,7 @@ def histogram(entry: dict[str, Any]) -> list[str]:
 
 
 def grouped(entry: dict[str, Any]) -> list[str]:
-    """How many sites are fused, and the others by operator and reason."""
+    """Return the number of fused sites, and the unfused ones by operator and reason."""
     lines = ["  fused: " + (", ".join(f"{count} {op}" for op, count in entry["fused"].items()) or "nothing")]
     left = [site for site in entry["sites"] if not site["fused"]]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -68,30 +68,32 @@ def some(names: Iterable[str], shown: int = SHOWN) -> str:
 
 
 def lowered(entry: dict[str, Any]) -> Iterator[str]:
-    """What each pass of the target rewrote, and how many sites it left for which reason."""
+    """Return the rewrites of each pass of the target, and its rejections by reason."""
     for name, done in entry["lowered"].items():
-        made = {"rewritten" if what == name else what: count for what, count in done["rewrote"].items() if count}
-        rewrote = ", ".join(f"{count} {what}" for what, count in made.items())
+        counts = {"rewritten" if what == name else what: count for what, count in done["rewrote"].items() if count}
+        rewrote = ", ".join(f"{count} {what}" for what, count in counts.items())
         yield f"  {name}: {rewrote or 'nothing to rewrite'}"
         for (op, reason), count in Counter((site["op"], site["reason"]) for site in done["unfused"]).most_common():
             yield f"    left: {count} {op}: {reason}"
 
 
 def placed(entry: dict[str, Any], shown: int = SHOWN) -> Iterator[str]:
-    """How many nodes each execution provider runs, and the operators that ours left, by reason."""
-    if (found := entry.get("placement")) is None:
+    """Return the number of nodes per execution provider, and the operators that ours rejects, by reason."""
+    if (placement := entry.get("placement")) is None:
         return
-    yield f"  with {found['provider']}: " + ", ".join(f"{count} nodes on {ep}" for ep, count in found["nodes"].items())
+    yield f"  with {placement['provider']}: " + ", ".join(
+        f"{count} nodes on {ep}" for ep, count in placement["nodes"].items()
+    )
     groups: dict[tuple[str, str], list[str]] = {}
-    for node in found["unassigned_nodes"]:
+    for node in placement["unassigned_nodes"]:
         groups.setdefault((node["op"], node["reason"]), []).append(node["scope"] or node["node"])
     for (op, reason), names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        known = some(filter(None, names), shown)
-        yield f"    left: {len(names)} {op}: {reason}" + (f" ({known})" if known else "")
+        names_ = some(filter(None, names), shown)
+        yield f"    left: {len(names)} {op}: {reason}" + (f" ({names_})" if names_ else "")
 
 
 def every_site(entry: dict[str, Any]) -> list[str]:
-    """One line per site, and one for each that a pass of the target left."""
+    """Return one line per site, and one per rejection of a pass of the target."""
     lines = [
         f"  {site['op']:28}{site['scope'] or site['value']}{'' if site['fused'] else '  LEFT: ' + site['reason']}"
         for site in entry["sites"]

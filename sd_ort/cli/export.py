@@ -19,7 +19,7 @@ from sd_ort.core.errors import InputError
 @click.option("--exporter", default="dynamo", show_default=True, help="torch's exporter: dynamo or torchscript.")
 @click.option("--controlnet", metavar="MODEL", help="Export a ControlNet along: a diffusers folder or a hub id.")
 @click.option(
-    "--ip-adapter", type=click.Path(path_type=Path), help="Add the IP-Adapter in this file: pictures as prompts."
+    "--ip-adapter", type=click.Path(path_type=Path), help="Add the IP-Adapter in this file: images as prompts."
 )
 @click.option(
     "--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: image_encoder beside it]."
@@ -55,8 +55,8 @@ def command(
     whole or not at all, and left alone when it already holds the same export.
     """
     if len(paths) != (2 if preset is None else 1):
-        given = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"
-        raise InputError(f"give {given}: see `sd-ort export --help`.")
+        arguments = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"
+        raise InputError(f"give {arguments}: see `sd-ort export --help`.")
 
     from sd_ort.export.exporter import export
 
@@ -82,7 +82,7 @@ def command(
 
 
 def table(manifest: dict) -> str:
-    """One line per component: nodes, size, error against torch and time."""
+    """Return one line per component: nodes, size, error against torch and time."""
     lines = [f"{'component':<16}{'nodes':>7}{'MB':>10}{'max abs error':>15}{'NMSE':>10}{'seconds':>9}"]
     for name, entry in manifest["components"].items():
         error = entry["torch_error"]

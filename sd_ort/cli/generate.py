@@ -170,11 +170,13 @@ def command(
         return generate_list(options)
     from sd_ort.checkpoints.generation_defaults import generation_defaults
     from sd_ort.core.errors import InputError
-    from sd_ort.core.pictures import read_picture
     from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
-    from sd_ort.runtime.warm_up import warm_up
+    from sd_ort.runtime.provider_choice import AUTO, likely_provider
+    from sd_ort.runtime.warm_up import import_ahead, warm_up
 
-    warm_up(load_options["provider"])
+    if likely := likely_provider(model) if load_options["provider"] == AUTO else load_options["provider"]:
+        warm_up(likely)
+    import_ahead("tqdm", "PIL.Image")
     check_text([prompt, negative or ""])
     check_files(loras, embedding_files)
     check_numbers(height, width, num_images, guidance=guidance, strength=strength)
@@ -182,7 +184,12 @@ def command(
         raise InputError("--mask and --strength change an image: pass it with --image.")
     image_files = {"image": image, "mask_image": mask, "control_image": control_image}
     image_files["ip_adapter_image"] = ip_adapter_image
-    images = {name: read_picture(path) for name, path in image_files.items() if path is not None}
+    images = {}
+    for name, path in image_files.items():
+        if path is not None:
+            from sd_ort.core.image_file import read_image
+
+            images[name] = read_image(path)
     first = random.randrange(2**31) if seed is None else seed
     check_seeds(first, num_images)
     seeds = range(first, first + num_images)
@@ -235,10 +242,10 @@ def open_pipeline(folder: Path, kind: str, load_options: dict[str, Any]) -> Any:
     from sd_ort.core.errors import InputError
     from sd_ort.core.pipeline_folder import MERGED, components, read_index
 
-    if (name := str(read_index(folder).get("_class_name"))) in ("StableDiffusion3Pipeline", "FluxPipeline"):
+    if (name := str(read_index(folder).get("_class_name"))) in sd_ort.TRANSFORMER_PIPELINES:
         if kind == "ControlNet":
             raise InputError(f"{folder} holds a {name}, for which ControlNets are not supported.")
-        return getattr(sd_ort, name.replace("Pipeline", f"{kind}Pipeline")).from_pretrained(folder, **load_options)
+        return getattr(sd_ort, sd_ort.transformer_pipeline(name, kind)).from_pretrained(folder, **load_options)
     by_kind = {"Img2Img": StableDiffusionImg2ImgPipeline, "Inpaint": StableDiffusionInpaintPipeline}
     pipeline: type[StableDiffusionPipeline] = by_kind.get(kind, StableDiffusionPipeline)
     if MERGED in components(folder):
@@ -273,12 +280,9 @@ def png_text(**settings: object) -> dict[str, str]:
     return {name: str(value) for name, value in settings.items() if value is not None}
 
 
-def save_png(image: object, path: Path, settings: dict[str, str], *, overwrite: bool) -> None:
+def save_png(image: Any, path: Path, settings: dict[str, str], *, overwrite: bool) -> None:
     """Write a PIL image with its settings as PNG text; the file appears complete or not at all."""
-    from PIL import Image
-
     from sd_ort.core.files import write_bytes
     from sd_ort.pipelines.png import png_bytes
 
-    assert isinstance(image, Image.Image)
     write_bytes(path, png_bytes(image, settings), overwrite=overwrite)

@@ -1,8 +1,9 @@
-"""What the commands that generate images share: the model and its provider, LoRAs and embeddings."""
+"""Options shared by the commands that generate images: model, provider, LoRAs and embeddings."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,11 @@ def parse_lora(text: str) -> tuple[str, float]:
     return path, number
 
 
-def load_adapters(loras: tuple[str, ...], embedding_files: tuple[str, ...], pipeline: Any) -> None:
-    """Load LoRAs, each FILE or FILE:SCALE, and textual inversion embeddings into a pipeline."""
-    names = [f"lora{number}" for number in range(len(loras))]
+def load_adapters(
+    loras: tuple[str, ...], embedding_files: tuple[str, ...], pipeline: Any, *, names: Sequence[str] = ()
+) -> None:
+    """Load LoRAs, each FILE or FILE:SCALE, and textual inversion embeddings into a pipeline. `names`: of the LoRAs."""
+    names = list(names) or [f"lora{number}" for number in range(len(loras))]
     scales = []
     for name, (path, scale) in zip(names, map(parse_lora, loras), strict=True):
         pipeline.load_lora_weights(path, name)

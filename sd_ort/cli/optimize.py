@@ -39,7 +39,8 @@ from sd_ort.core.pipeline_folder import standalone_model
 @click.option(
     "--hoist/--no-hoist",
     default=None,
-    help="Run the prompt's and the schedule's part of the UNet once [default: with --float16 on cuda, rocm, hip, gpu].",
+    help="Run the prompt's and the schedule's part of the UNet or transformer once [default: on cuda, rocm, hip and "
+    "gpu with --float16, a transformer also with --bfloat16].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")

@@ -19,7 +19,7 @@ from sd_ort.core.errors import InputError, VerificationError
 def command(
     folders: tuple[Path, ...], compare: tuple[Path, Path] | None, tolerance: float, ratios: bool, overwrite: bool
 ) -> None:
-    """Write DIR/report.html for each results folder: plots and pictures inline, one file.
+    """Write DIR/report.html for each results folder: plots and images inline, one file.
 
     With --compare, say what got slower, bigger or less exact from OLD to NEW; the exit code is 4 when anything did.
     """

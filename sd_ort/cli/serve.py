@@ -24,6 +24,9 @@ from sd_ort.runtime.provider_table import PROVIDERS
 @click.option("--timeout", type=Number(1, 86_400), default=600, show_default=True, help="Seconds for a request.")
 @click.option("--max-pixels", type=click.IntRange(1), help="Pixels of an image, at most [default: 2048 x 2048].")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
+@click.option(
+    "--lora", "loras", multiple=True, metavar="FILE[:SCALE]", help="Add a LoRA; repeatable. Requests scale it."
+)
 @click.option("--threads", type=THREADS, help="CPU threads of a replica [default: its share of the cores].")
 def command(
     folder: Path,
@@ -39,16 +42,19 @@ def command(
     timeout: float,
     max_pixels: int | None,
     scheduler: str | None,
+    loras: tuple[str, ...],
     threads: int | None,
 ) -> None:
     """Serve the pipeline FOLDER over HTTP, in the shape of OpenAI's images API, until Ctrl-C.
 
-    POST /v1/images/generations draws, GET /health and GET /metrics tell how it is.
+    POST /v1/images/generations generates, GET /health and GET /metrics say how the server is. A browser shows a page at
+    the address that is printed.
     """
-    import asyncio
+    import functools
 
-    from sd_ort.cli.model_options import resolve_pipeline_folder
+    from sd_ort.cli.model_options import check_files, load_adapters, parse_lora, resolve_pipeline_folder
     from sd_ort.core.errors import InputError
+    from sd_ort.core.interrupts import run_coroutine
     from sd_ort.serving.dispatch import Dispatcher
     from sd_ort.serving.image_jobs import ModelInfo
     from sd_ort.serving.ray_replicas import RayCluster, require
@@ -56,8 +62,14 @@ def command(
 
     if token is not None and not (token.strip() and token.isascii() and token.isprintable()):
         raise InputError("the token is empty, or not printable ASCII: give one that an HTTP header can carry, or none.")
+    check_files(loras, ())
+    scales = {Path(path).stem: scale for path, scale in map(parse_lora, loras)}
+    if len(scales) < len(loras):
+        raise InputError("two files of --lora have one name: requests could not tell them apart.")
     model, (folder, provider) = folder, resolve_pipeline_folder(folder, provider)
-    config = ReplicaConfig(folder, {"provider": provider, "scheduler": scheduler})
+    setup = functools.partial(load_adapters, loras, (), names=tuple(scales))
+    options = {"provider": provider, "scheduler": scheduler}
+    config = ReplicaConfig(folder, options, setup=setup, loras=tuple(scales.items()))
     configs = replica_configs(config, gpus, replicas, threads)
     require("uvicorn", "starlette", "prometheus_client")
     from sd_ort.serving.api import Limits
@@ -73,11 +85,11 @@ def command(
 
     with bind_socket(host, port) as listener, RayCluster(configs) as cluster:
         dispatcher = Dispatcher(cluster.replicas, batch, queue, timeout)
-        asyncio.run(
+        run_coroutine(
             serve(
                 dispatcher,
                 listener,
-                lambda model: Service(dispatcher, model, limits, token, timeout, (host, *names)),
+                lambda info: Service(dispatcher, info, limits, token, timeout, (host, *names), several_of),
                 ready,
             )
         )

@@ -121,8 +121,8 @@ def command(
 
 def refuse(names: Collection[str], source: Path) -> None:
     """Raise InputError for options of this command line that say nothing of such an IN."""
-    said = click.get_current_context().get_parameter_source
-    options = [f"--{n.replace('_', '-')}" for n in sorted(names) if said(n) is ParameterSource.COMMANDLINE]
+    source_of = click.get_current_context().get_parameter_source
+    options = [f"--{n.replace('_', '-')}" for n in sorted(names) if source_of(n) is ParameterSource.COMMANDLINE]
     if options:
         what = "no checkpoint" if names is OF_WEIGHTS else "checked by itself"
         if names is OF_RUNS:
@@ -201,7 +201,7 @@ def verify_checkpoint(
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
+    """Return a row of the table."""
     shape = "x".join(map(str, row["shape"]))
     numbers = f"{row['relative_error']:>12.1e}{row['nmse']:>10.1e}{row['max_abs']:>10.1e}"
     return f"{row['component']:15} {row['output']:19} {shape:22}{numbers}  {'ok' if row['passed'] else 'FAILED'}"

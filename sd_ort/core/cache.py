@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,3 +55,19 @@ def write_cached(name: str, data: bytes) -> None:
         oldest_first = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
         for file in oldest_first[:-MAX_FILES]:
             file.unlink(missing_ok=True)
+
+
+def cached_bytes(kind: str, key: bytes, compute: Callable[[], bytes]) -> bytes:
+    """Return what `compute` returns for `key`, from the cache if an earlier process was there.
+
+    A file begins with the SHA-256 of the rest: a damaged one is computed again.
+    """
+    name = f"{kind}/{hashlib.sha256(key).hexdigest()[:32]}"
+    if path := cached_file(name):
+        with suppress(OSError):
+            stored = path.read_bytes()
+            if hashlib.sha256(stored[32:]).digest() == stored[:32]:
+                return stored[32:]
+    content = compute()
+    write_cached(name, hashlib.sha256(content).digest() + content)
+    return content

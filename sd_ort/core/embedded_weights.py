@@ -59,9 +59,9 @@ def _tensor(data: mmap.mmap, field: _Field, location: str) -> bytes:
         return data[field.start : field.end]
     if any(part.number in (EXTERNAL_DATA, DATA_LOCATION) for part in parts):
         return data[field.start : field.end]
-    place = {"location": location, "offset": raw[0].value, "length": raw[0].end - raw[0].value}
+    entries = {"location": location, "offset": raw[0].value, "length": raw[0].end - raw[0].value}
     reference = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
-    for key, value in place.items():
+    for key, value in entries.items():
         reference.external_data.add(key=key, value=str(value))
     rest = b"".join(data[part.start : part.end] for part in parts if part.number != RAW_DATA)
     rest += reference.SerializeToString()

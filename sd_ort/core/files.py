@@ -170,13 +170,13 @@ def schema_mismatch(value: Any, schema: Any, where: str = "") -> str | None:
         inner = (
             (str(key), entry, schema.get(key, schema.get(str))) for key, entry in value.items() if entry is not None
         )
-        found = (schema_mismatch(entry, kind, key) for key, entry, kind in inner if kind is not None)
+        mismatches = (schema_mismatch(entry, kind, key) for key, entry, kind in inner if kind is not None)
     elif isinstance(schema, list):
         if not isinstance(value, list):
             return where
-        found = (schema_mismatch(entry, schema[0], where) for entry in value)
+        mismatches = (schema_mismatch(entry, schema[0], where) for entry in value)
     elif isinstance(schema, type):
         return None if isinstance(value, schema) and (schema is bool or not isinstance(value, bool)) else where
     else:
         return None if schema(value) else where
-    return next((f"{where}.{wrong}" if where and wrong != where else wrong for wrong in found if wrong), None)
+    return next((f"{where}.{wrong}" if where and wrong != where else wrong for wrong in mismatches if wrong), None)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,15 +83,39 @@ def run_interruptible(make: Callable[[str, threading.Event], None], names: Itera
         pool.shutdown(wait=not interrupted, cancel_futures=True)
 
 
+def run_coroutine(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in an event loop. SIGINT and SIGTERM cancel it, and raise KeyboardInterrupt when it has ended.
+
+    If a handler raised KeyboardInterrupt inside a task, asyncio would print the stack of that task.
+    """
+    import asyncio
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(main)
+        with defer_interrupts(lambda: loop.call_soon_threadsafe(task.cancel)) as signals:
+            try:
+                loop.run_until_complete(task)
+            except (Exception, asyncio.CancelledError):
+                if not signals:
+                    raise
+        if signals:
+            raise KeyboardInterrupt
+
+
 @contextmanager
-def defer_interrupts() -> Iterator[list[int]]:
-    """Defer the signals of a block: they raise nothing, and are appended to the list."""
+def defer_interrupts(on_signal: Callable[[], object] = lambda: None) -> Iterator[list[int]]:
+    """Defer the signals of a block: they raise nothing, are appended to the list, and call `on_signal`."""
     signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda n, frame: signals.append(n)) for number in numbers}
+
+    def handle(number: int, frame: Any) -> None:
+        signals.append(number)
+        on_signal()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield signals
     finally:

@@ -8,16 +8,18 @@ ONNX operator exists in the model's opset, with attributes of the right types. F
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.core import embedded_weights
+from sd_ort.core.cache import cached_bytes
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import read_regular
 from sd_ort.core.paths import inside
@@ -46,31 +48,80 @@ def read(path: Path) -> onnx.ModelProto:
 
     External data must be in the folder of `path` (see `paths.inside`). Raises InputError for an invalid model.
     """
+    with _file_errors(path):
+        return _parse(_content(path), _DataFiles(path.parent))
+
+
+def check(path: Path) -> None:
+    """Check the model at `path` as `read` does, without importing onnx if an earlier process checked the same bytes.
+
+    Only the ends of external data are cached, by content: that the files are there and long enough is checked again.
+    """
+    with _file_errors(path):
+        if path.stat().st_size > EMBEDDED_LIMIT:
+            read(path)
+            return
+        content, data = read_regular(path), _DataFiles(path.parent)
+
+        def data_ends() -> bytes:
+            _parse(content, data)
+            return json.dumps(data.ends).encode()
+
+        for location, end in json.loads(cached_bytes("checked", _code() + content, data_ends)).items():
+            data.check(location, end)
+
+
+def serialize(text: str) -> bytes:
+    """Return the serialized model of a text in ONNX's format, without importing onnx if an earlier process did it."""
+
+    def parse() -> bytes:
+        import onnx
+
+        serialized: bytes = onnx.parser.parse_model(text).SerializeToString()
+        return serialized
+
+    return cached_bytes("graphs", text.encode(), parse)
+
+
+@cache
+def _code() -> bytes:
+    """Return the source of the checks, which belongs to the key of a cached verdict."""
+    return Path(__file__).read_bytes()
+
+
+@contextlib.contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
+    """Raise InputError for what reading and checking `path` raises."""
+    try:
+        if path.stat().st_size > FILE_LIMIT:
+            raise _Invalid("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: export the pipeline again.") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} holds a name that is no text: export it again.") from error
+    except _Invalid as error:
+        raise InputError(f"{path} {error}.") from error
+
+
+def _parse(content: bytes, data: _DataFiles) -> onnx.ModelProto:
+    """Return the validated model of a file's bytes. Raises _Invalid."""
     try:
         import onnx
         from google.protobuf.message import DecodeError
     except ImportError as error:  # with an application's older protobuf
         raise InputError(f"onnx cannot be used here, see `sd-ort doctor`: {first_line(error)}.") from error
     try:
-        if path.stat().st_size > FILE_LIMIT:
-            raise _Invalid("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")
-        model = onnx.ModelProto.FromString(_content(path))
-        if not model.graph.node:
-            raise _Invalid("is truncated or empty: export it again")
-        _check_model(model)
-        data_file = cache(partial(_data_file, path.parent))  # thousands of tensors lie in one file
-        for tensor in _tensors(model):
-            _check_tensor(tensor, data_file)
-    except FileNotFoundError as error:
-        raise InputError(f"{path} is missing: export the pipeline again.") from error
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+        model = onnx.ModelProto.FromString(content)
     except DecodeError as error:
-        raise InputError(f"{path} is truncated or not an ONNX model: export it again.") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} holds a name that is no text: export it again.") from error
-    except _Invalid as error:
-        raise InputError(f"{path} {error}.") from error
+        raise _Invalid("is truncated or not an ONNX model: export it again") from error
+    if not model.graph.node:
+        raise _Invalid("is truncated or empty: export it again")
+    _check_model(model)
+    for tensor in _tensors(model):
+        _check_tensor(tensor, data)
     return model
 
 
@@ -116,7 +167,7 @@ def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterato
         yield from _tensors_of_graph(graph)
 
 
-def _check_tensor(tensor: onnx.TensorProto, data_file: Callable[[str], tuple[Path, int]]) -> None:
+def _check_tensor(tensor: onnx.TensorProto, data_files: _DataFiles) -> None:
     """Raise _Invalid unless the data have the size of the tensor's shape; make an external location absolute."""
     import onnx
 
@@ -130,7 +181,7 @@ def _check_tensor(tensor: onnx.TensorProto, data_file: Callable[[str], tuple[Pat
     if size > TENSOR_LIMIT:
         raise _Invalid(f"{subject} of {size:.1e} bytes, more than any model has: do not trust it")
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        _check_external(tensor, size, data_file)
+        _check_external(tensor, size, data_files)
     elif tensor.HasField("raw_data"):
         if len(tensor.raw_data) != size:
             raise _Invalid(
@@ -147,26 +198,42 @@ def _check_tensor(tensor: onnx.TensorProto, data_file: Callable[[str], tuple[Pat
 _TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 
 
-def _check_external(tensor: onnx.TensorProto, size: int, data_file: Callable[[str], tuple[Path, int]]) -> None:
+def _check_external(tensor: onnx.TensorProto, size: int, data_files: _DataFiles) -> None:
     entries = {entry.key: entry for entry in tensor.external_data}
     _check_text(*(entry.value for entry in tensor.external_data))
-    data, available = data_file(entries["location"].value if "location" in entries else "")
     offset, length = (_number(entries[key].value) if key in entries else None for key in ("offset", "length"))
     if length is not None and length != size:
         raise _Invalid(f"says {length} bytes of {tensor.name!r}, whose shape asks for {size}: export it again")
-    if (offset or 0) + size > available:
-        raise _Invalid(f"needs more of {data} than there is, it is truncated: copy or export it again")
-    entries["location"].value = str(data)
+    path = data_files.check(entries["location"].value if "location" in entries else "", (offset or 0) + size)
+    entries["location"].value = str(path)
 
 
-def _data_file(folder: Path, location: str) -> tuple[Path, int]:
-    """Return the resolved path and the size in bytes of an external data file of a model in `folder`."""
-    data = inside(folder / location, folder) if location else None
-    if data is None or not data.is_file():
-        raise _Invalid(f"keeps weights where no file is, {location} is missing: copy both or export again")
-    if not os.access(data, os.R_OK):
-        raise _Invalid(f"keeps weights in {data}, which may not be read: change its permissions")
-    return data, data.stat().st_size
+class _DataFiles:
+    """The external data files of a model in `folder`. `ends`: bytes that each must have, by its location."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ends: dict[str, int] = {}
+        self._found: dict[str, tuple[Path, int]] = {}  # thousands of tensors lie in one file
+
+    def check(self, location: str, end: int) -> Path:
+        """Return the resolved path of a data file. Raises _Invalid for one that is missing or shorter than `end`."""
+        if location not in self._found:
+            self._found[location] = self._find(location)
+        path, size = self._found[location]
+        if end > size:
+            raise _Invalid(f"needs more of {path} than there is, it is truncated: copy or export it again")
+        self.ends[location] = max(end, self.ends.get(location, 0))
+        return path
+
+    def _find(self, location: str) -> tuple[Path, int]:
+        """Return the resolved path and the size in bytes."""
+        data = inside(self.folder / location, self.folder) if location else None
+        if data is None or not data.is_file():
+            raise _Invalid(f"keeps weights where no file is, {location} is missing: copy both or export again")
+        if not os.access(data, os.R_OK):
+            raise _Invalid(f"keeps weights in {data}, which may not be read: change its permissions")
+        return data, data.stat().st_size
 
 
 def embed(tensor: onnx.TensorProto) -> None:

@@ -79,8 +79,8 @@ class FolderState:
         """Raise OutputError if replacing the recorded files of `folder` would lose changes."""
         if self.changed and not overwrite:
             raise OutputError(
-                f"{folder} has files that were changed since sd-ort wrote them: {shown(self.changed)}. Move them away, "
-                "choose another folder, or pass --overwrite to replace them."
+                f"{folder} has files that were changed since sd-ort wrote them: {format_names(self.changed)}. Move "
+                "them away, choose another folder, or pass --overwrite to replace them."
             )
 
 
@@ -150,6 +150,6 @@ def compare(folder: Path, record: Mapping[str, FileRecord], before: FolderState 
     return state
 
 
-def shown(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """Return the first names of a list, for a message."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

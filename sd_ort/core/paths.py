@@ -1,4 +1,4 @@
-"""Where paths really lead: the one place that decides what a model folder may read and where an output may lie."""
+"""Resolution of paths: decides which files a model folder may read and where an output may lie."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def real(path: Path) -> Path:
 
 
 def inside(path: Path, root: Path) -> Path:
-    """Where `path` leads, which must lie in the folder `root`, whatever links are followed.
+    """Return the target of `path`, which must lie in the folder `root` after all links are followed.
 
     The Hugging Face hub's cache keeps files in `<model>/blobs` and links to them from `<model>/snapshots/<revision>`:
     a root in a snapshot may read those blobs too. Raises InputError for a path that leads anywhere else.
@@ -35,22 +35,22 @@ def inside(path: Path, root: Path) -> Path:
 
 
 def output_path(output: Path, *sources: Path) -> Path:
-    """Where an output that replaces `output` will lie, links followed.
+    """Return the path of an output that replaces `output`, with links followed.
 
     Raises OutputError when it is one of the folders `sources`, holds one or lies in one: writing would destroy or
     change the input. Also for a name that no file system takes.
     """
     try:
-        found = real(output)
-        found.exists()
+        path = real(output)
+        path.exists()
     except OSError as error:
         raise OutputError(f"{str(output)[:80]} cannot be written: {error.strerror}. Choose another name.") from error
-    if len(os.fsencode(found.name)) > NAME_LIMIT:
-        raise OutputError(f"{found.name[:40]}… is too long a name: choose one of at most {NAME_LIMIT} bytes.")
+    if len(os.fsencode(path.name)) > NAME_LIMIT:
+        raise OutputError(f"{path.name[:40]}… is too long a name: choose one of at most {NAME_LIMIT} bytes.")
     for source in map(real, sources):
-        if found == source or found in source.parents or source in found.parents:
+        if path == source or path in source.parents or source in path.parents:
             raise OutputError(f"{output} and {source} are one folder, or one lies in the other: choose another OUT.")
-    return found
+    return path
 
 
 def check_writable(path: Path) -> None:

@@ -25,7 +25,7 @@ from sd_ort.core.files import (
     write_bytes,
     write_json,
 )
-from sd_ort.core.ownership import FileRecord, FolderState, compare, is_record, record_file, sha256, shown
+from sd_ort.core.ownership import FileRecord, FolderState, compare, format_names, is_record, record_file, sha256
 from sd_ort.core.paths import inside, output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.staging import recover, replace_folder, scratch_folder
@@ -35,8 +35,9 @@ FORMAT = 1
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
-# Components of a hoisted pipeline folder by graph. The step graph has the name of the UNet.
-HOISTED = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
+# Components that run in every denoising step, and their graphs if they are hoisted. The step graph has the name of the
+# component.
+HOISTED = {name: {"prompt": f"{name}_prompt", "time": f"{name}_time", "step": name} for name in ("unet", "transformer")}
 COMPONENTS = (
     "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "unet", "transformer", "controlnet",
     "vae_encoder", "vae_decoder",
@@ -54,6 +55,28 @@ _MANIFEST_LIKE = {
     "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
     "components": {str: {"kernel_fallbacks": [str], "float32_sites": [dict], "calibration": str}},
     "files": {str: {str: is_record}},
+}
+
+# What the keys of a manifest mean; docs/reference/manifest.md is made of it.
+MANIFEST_KEYS = {
+    "format": "Version of this format, 1.",
+    "stage": "`export`, `optimize` or `merge`.",
+    "source": "`model`: what was exported. `random_weights`: whether its weights are random.",
+    "versions": "Version of each package that wrote the folder, by name.",
+    "options": "Options of the command: `target`, `dtype`, `hoist`, `calibrate`, `exporter`, `opset`, `seed`. "
+    "`templates`: the template of each component that was not traced.",
+    "components": "By component: what follows.",
+    "components.*.nodes_before, nodes": "Number of nodes before and after.",
+    "components.*.rewrite_counts": "Number of rewrites by pass.",
+    "components.*.op_counts": "Number of nodes by fused operator.",
+    "components.*.kernel_fallbacks": "Fused operators that the target lacks a kernel for, and that stay apart.",
+    "components.*.weight_recipes": "By initializer: the checkpoint tensors that it is made of, and how. A recipe is a "
+    "tensor's name, or JSON: [operation, argument, operands ...].",
+    "components.*.hoisted": "Number of nodes by graph, of a UNet or transformer whose work for prompt and "
+    "schedule leaves the loop.",
+    "components.*.float32_sites": "Nodes that calibration keeps in float32.",
+    "components.*.seconds": "Time of optimizing.",
+    "files": "By folder and name: size and SHA-256 of each file that was written. Others are not sd-ort's.",
 }
 
 
@@ -176,18 +199,18 @@ def _is_library_and_class(entry: Any) -> bool:
 
 def folders_of(name: str, entry: Mapping[str, Any]) -> list[str]:
     """Return the folders of a component with the manifest entry `entry`: three if it is hoisted, else one."""
-    return list(HOISTED.values()) if "hoisted" in entry else [name]
+    return list(HOISTED[name].values()) if "hoisted" in entry else [name]
 
 
 def check_component(folder: Path, component: str) -> Path:
-    """Path of a component's `model.onnx`, once all of it and of its external data is there and well (`onnx_file.read`).
+    """Return the path of a component's `model.onnx` after `onnx_file.check` of it and its external data.
 
     Raises InputError for a file that is truncated, broken or foreign, or that leads out of the pipeline folder: a model
     from the internet must not read other files.
     """
     path = folder / component / MODEL
     inside(path, folder)
-    onnx_file.read(path)
+    onnx_file.check(path)
     recorded = read_manifest(folder).get("files", {}).get(component, {}).get(MODEL)
     if recorded and recorded["bytes"] != path.stat().st_size:
         raise InputError(f"{path} is truncated or was changed since it was written: export it again.")
@@ -209,7 +232,7 @@ def check_model(path: Path) -> Path:
     home = path.absolute().parent
     if path.name == MODEL and (home.parent / "model_index.json").is_file():
         return check_component(home.parent, home.name)
-    onnx_file.read(path)
+    onnx_file.check(path)
     return path
 
 
@@ -223,11 +246,13 @@ def copy_configs(source: Path, target: Path, components: Iterable[str] = ()) -> 
     """Copy a pipeline's index, scheduler and tokenizers, and the config.json of `components`, but no weights.
 
     Of each folder the files that a pipeline needs and no others. Raises InputError for one that is a link to a file
-    elsewhere: it could be anything on this machine.
+    elsewhere, which could be anything on this machine, and for damaged JSON, also if nothing here reads it.
     """
     wanted = ["model_index.json", *(f"{name}/{file}" for name in CONFIG_FOLDERS for file in CONFIG_FILES)]
     for name in (*wanted, *(f"{component}/config.json" for component in components)):
         if (source / name).is_file():
+            if name.endswith(".json"):
+                read_json(source / name, root=source)
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_bytes(read_regular(source / name, source, JSON_LIMIT))
 
@@ -259,7 +284,7 @@ def staged(
         raise
     for names, action in ((state.changed, "replaced, changed since they were written"), (state.foreign, "kept")):
         if names:
-            on_progress(f"{output}: {action}: {shown(names)}")
+            on_progress(f"{output}: {action}: {format_names(names)}")
 
 
 def _replaceable(output: Path, overwrite: bool, before: FolderState | None = None) -> FolderState:
@@ -288,7 +313,7 @@ def _is_written_name(name: str) -> bool:
     home, _, file = name.rpartition("/")
     if home in CONFIG_FOLDERS:
         return file in CONFIG_FILES
-    is_component = home in (*COMPONENTS, *HOISTED.values(), MERGED)
+    is_component = home in (*COMPONENTS, *(part for parts in HOISTED.values() for part in parts.values()), MERGED)
     return name == "model_index.json" or (is_component and file in (MODEL, DATA, "config.json"))
 
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from tqdm import tqdm  # tqdm.auto imports asyncio
-
 ProgressCallback = Callable[[str], None]
 
 
@@ -32,6 +30,8 @@ def step_bar(steps: Iterable[Any], shown: bool) -> Iterator[Any]:
     tqdm's constructor draws, and an interrupt meanwhile leaves a bar that nobody closes: with a delay, here shorter
     than its clock can tell, it does not, and the first drawing comes once the bar is in `with`.
     """
+    from tqdm import tqdm  # tqdm.auto imports asyncio
+
     with tqdm(steps, disable=not shown, unit="step", delay=1e-9) as bar:
         bar.refresh()
         yield bar

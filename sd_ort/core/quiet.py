@@ -11,8 +11,8 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
     """Keep all warnings, and what these loggers and those below them say short of errors, from the terminal."""
-    known = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
-    loggers = {logging.getLogger(name) for name in names} | {log for log in known if log.name.startswith(names)}
+    existing = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
+    loggers = {logging.getLogger(name) for name in names} | {log for log in existing if log.name.startswith(names)}
     levels = {log: log.level for log in loggers}
     try:
         for log in loggers:
@@ -27,7 +27,7 @@ def quiet(*names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Without the bar that transformers draws for every model it loads from disk."""
+    """Context manager that hides the progress bar of transformers for every model that it loads from disk."""
     from transformers.utils import logging as library
 
     enabled = library.is_progress_bar_enabled()

@@ -56,6 +56,9 @@ def _read_entries(file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str]]:
     for name, entry in header.items():
         if schema_mismatch(entry, _ENTRY_LIKE) or not _ENTRY_LIKE.keys() <= entry.keys():
             raise ValueError(f"damaged entry {name!r}")
+        # torch computes strides that overflow even where a length of 0 leaves no data.
+        if not _is_size(math.prod(length or 1 for length in entry["shape"])):
+            raise ValueError(f"damaged shape of {name!r}")
         begin, end = entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
         if not begin <= end <= size:
             raise ValueError("truncated")

@@ -29,7 +29,7 @@ import torch
 from fusion_passes.weight_recipes import dump
 from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, has_penultimate_states, select_components
 from sd_ort.checkpoints.diffusion_transformers import synthetic_values
-from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.modules import derived_weights, wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, TensorSpec, size
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS_BY_NAME
@@ -126,7 +126,7 @@ def export_component(source: Checkpoint, component: str, folder: Path, options: 
         graph = _to_onnx(module, args, signature, options, scratch, component)
         normalize_exported_names(graph, signature)
         tensors = model.state_dict()  # without modules that the wrapper removed
-        recipes = dump(initializer_recipes(graph, tensors))
+        recipes = dump(initializer_recipes(graph.graph.initializers.values(), tensors, derived_weights(module)))
         duplicates = [list(pair) for pair in duplicate_tensors(tensors)]
         nodes = len(graph.graph)
         ir.save(graph, folder / MODEL, external_data=DATA, alignment=ALIGNMENT)

@@ -7,7 +7,7 @@ values: a recipe is used only if its result equals the initializer bit for bit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -18,17 +18,23 @@ from fusion_passes.weight_recipes import WeightRecipe
 Fingerprint = tuple[int, float, float]
 
 
-def initializer_recipes(model: ir.Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, WeightRecipe]:
+def initializer_recipes(
+    initializers: Iterable[ir.Value],
+    tensors: Mapping[str, torch.Tensor],
+    derived: Mapping[str, WeightRecipe] | None = None,
+) -> dict[str, WeightRecipe]:
     """Return recipes of the float32 initializers of more than one element that are tensors, transposed or reshaped.
 
-    If several tensors are equal, the one with the initializer's name is used, else the first.
+    derived: recipes of tensors that are none of the checkpoint's, but computed from these. If several tensors are
+    equal, the one with the initializer's name is used, else the first.
     """
     by_fingerprint: dict[Fingerprint, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel() > 1:
             by_fingerprint[_fingerprint(tensor.numpy())].append(name)
     recipes = {}
-    for name, value in model.graph.initializers.items():
+    for value in initializers:
+        name = str(value.name)
         if value.const_value is None or value.dtype != ir.DataType.FLOAT or value.const_value.size < 2:
             continue
         weight = value.const_value.numpy()
@@ -36,8 +42,15 @@ def initializer_recipes(model: ir.Model, tensors: Mapping[str, torch.Tensor]) ->
         matches = (_matching_recipe(candidate, tensors[candidate].numpy(), weight) for candidate in candidates)
         recipe = next((match for match in matches if match is not None), None)
         if recipe is not None:
-            recipes[name] = recipe
+            recipes[name] = substitute(recipe, derived or {})
     return recipes
+
+
+def substitute(recipe: WeightRecipe, derived: Mapping[str, WeightRecipe]) -> WeightRecipe:
+    """Return a recipe with the tensors in `derived` replaced by their own recipes."""
+    if isinstance(recipe, str):
+        return derived.get(recipe, recipe)
+    return [*recipe[:2], *(substitute(operand, derived) for operand in recipe[2:])]
 
 
 def duplicate_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
@@ -46,6 +59,8 @@ def duplicate_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel() > 1:
             for other in by_fingerprint[_fingerprint(tensor.numpy())]:
+                if tensors[other].data_ptr() == tensor.data_ptr():
+                    continue  # one parameter of two modules, in every checkpoint
                 if tensors[other].shape == tensor.shape and torch.equal(tensors[other], tensor):
                     yield other, name
             by_fingerprint[_fingerprint(tensor.numpy())].append(name)

@@ -45,11 +45,12 @@ NON_STRUCTURAL_KEYS = frozenset(
     "_class_name _diffusers_version _name_or_path sample_size scaling_factor shift_factor latents_mean latents_std "
     "force_upcast upcast_attention".split()
 )
-# Keys that determine the graph of a CLIP or T5 text encoder, whose config has many others.
+# Keys that determine the graph of a CLIP, T5 or Qwen3 text encoder, whose config has many others.
 TEXT_ENCODER_KEYS = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings hidden_act "
     "layer_norm_eps eos_token_id projection_dim d_model d_kv d_ff num_layers num_heads feed_forward_proj "
-    "relative_attention_num_buckets relative_attention_max_distance layer_norm_epsilon".split()
+    "relative_attention_num_buckets relative_attention_max_distance layer_norm_epsilon "
+    "num_key_value_heads head_dim rms_norm_eps attention_bias rope_theta".split()
 )
 MAX_CONSTANT_ELEMENTS = 1 << 14  # of a tensor without a recipe that the template stores: zeros, frequencies
 
@@ -69,6 +70,11 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
     complete = {**defaults, **{name: value for name, value in config.items() if name in defaults or not defaults}}
     if encoder := component.startswith("text_encoder"):
         complete = {name: value for name, value in complete.items() if name in TEXT_ENCODER_KEYS}
+        if cls == "Qwen3ForCausalLM":  # rope_theta was a key of its own before transformers 5
+            rope = config.get("rope_parameters") or config
+            complete["rope_theta"] = float(rope.get("rope_theta") or 1e6)
+        if not cls.startswith("CLIP"):
+            complete.pop("eos_token_id", None)
         if cls == "CLIPTextModel":
             complete.pop("projection_dim", None)
     structural = {name: value for name, value in complete.items() if name not in NON_STRUCTURAL_KEYS}
@@ -82,7 +88,7 @@ def component_key(source: Checkpoint, component: str, opset: int, exporter: str)
     model = MODEL_OF.get(component, component)
     variant = component == "unet" and "controlnet" in source.configs
     if component.startswith("text_encoder"):
-        variant = has_penultimate_states(source)
+        variant = source.index[model][1].startswith("CLIP") and has_penultimate_states(source)
     return template_key(component, source.index[model][1], source.configs[model], variant, opset, exporter)
 
 

@@ -17,11 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
+
+from sd_ort.core.onnx_file import serialize
 
 OPSET = 18
 GUIDANCE_HALVES = ("negative", "positive")  # of classifier-free guidance, in batch order
 TYPES = {"float32": "float", "float16": "float16", "int64": "int64", "int32": "int32"}
+NUMBERS = {"float32": 1, "uint8": 2, "int32": 6, "int64": 7, "float16": 10}  # onnx.TensorProto.DataType
 
 
 def _type(dtype: np.dtype | type) -> str:
@@ -29,14 +31,12 @@ def _type(dtype: np.dtype | type) -> str:
 
 
 def _cast(dtype: np.dtype | type) -> str:
-    return f"Cast <to = {onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))}>"
+    return f"Cast <to = {NUMBERS[np.dtype(dtype).name]}>"
 
 
 def _model(inputs: list[str], outputs: list[str], lines: list[str]) -> bytes:
     head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>\n'
-    text = f"{head}device ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n" + "\n".join(lines) + "\n}"
-    model: bytes = onnx.parser.parse_model(text).SerializeToString()
-    return model
+    return serialize(f"{head}device ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n" + "\n".join(lines) + "\n}")
 
 
 def identifier(name: str) -> str:
@@ -374,7 +374,7 @@ def to_uint8_graph(dtype: np.dtype) -> bytes:
         "clipped = Clip (shifted, zero, one)",
         "bright = Mul (clipped, white)",
         "rounded = Round (bright)",
-        f"bytes = Cast <to = {onnx.TensorProto.UINT8}> (rounded)",
+        f"bytes = {_cast(np.uint8)} (rounded)",
         "image = Transpose <perm = [0, 2, 3, 1]> (bytes)",
     ]
     return _model([f"{_type(dtype)}[b,c,h,w] sample"], ["uint8[] image", "float image_check"], lines)

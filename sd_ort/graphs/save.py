@@ -13,6 +13,7 @@ from fusion_passes import CONTRIB, DOMAIN
 from sd_ort.core import embedded_weights
 from sd_ort.graphs import external_data_writer
 
+MAX_SIZES = 1 << 16  # maximum bytes of an int64 tensor that is stored in the model file
 MAX_EMBEDDED = 256  # maximum bytes of a weight that is stored in the model file
 IR_VERSION = 10  # minimum for opset 21 and overloads of functions; old exporters write lower ones
 
@@ -50,9 +51,9 @@ def save(
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     weights = [(value, tensor) for value in values if (tensor := value.const_value) is not None]
     for value, tensor in weights:
-        if tensor.nbytes <= MAX_EMBEDDED and isinstance(tensor, ir.ExternalTensor):
+        if _is_embedded(tensor) and isinstance(tensor, ir.ExternalTensor):
             value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
-    external = [(value, tensor) for value, tensor in weights if tensor.nbytes > MAX_EMBEDDED]
+    external = [(value, tensor) for value, tensor in weights if not _is_embedded(tensor)]
     stored, digest = external_data_writer.write(
         path.with_name(f"{path.name}.data"), [tensor for _, tensor in external], on_tensor
     )
@@ -60,6 +61,11 @@ def save(
         value.const_value = tensor
     ir.save(model, path)
     return digest
+
+
+def _is_embedded(tensor: ir.TensorProtocol) -> bool:
+    """Return whether a tensor is stored in the model file: shape inference reads sizes, which are int64, only there."""
+    return tensor.nbytes <= (MAX_SIZES if tensor.dtype == ir.DataType.INT64 else MAX_EMBEDDED)
 
 
 def _save_embedded(model: ir.Model, path: Path) -> None:

@@ -64,12 +64,12 @@ def clashes(requirements: Sequence[str] | None = None) -> list[str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             if requirement not in direct and metadata.version(requirement.name):
                 direct.append(requirement)
-    found = [line for requirement in direct if (line := _unmet(requirement, "{} was tested"))]
+    problems = [line for requirement in direct if (line := _unmet(requirement, "{} was tested"))]
     for package in direct:
         with contextlib.suppress(metadata.PackageNotFoundError):
             indirect = _applicable(metadata.requires(package.name))
-            found += [line for r in indirect if (line := _unmet(r, f"{package.name} needs {{}}"))]
-    return list(dict.fromkeys(found))
+            problems += [line for r in indirect if (line := _unmet(r, f"{package.name} needs {{}}"))]
+    return list(dict.fromkeys(problems))
 
 
 def _applicable(lines: Sequence[str] | None, extra: str = "") -> list[Requirement]:

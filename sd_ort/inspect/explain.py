@@ -68,7 +68,7 @@ def explain(path: Path, components: list[str] | None = None, provider: str | Non
     if (model := pipeline_folder.standalone_model(path)) is not None:
         return {"components": {pipeline_folder.model_name(model): _component(model, None, {}, provider)}}
     manifest = pipeline_folder.read_manifest(path) if path.is_dir() else {}
-    names = [name for name in pipeline_folder.components(path) if not _is_hoisted_part(path, name)]
+    names = [name for name in pipeline_folder.components(path) if not hoist.is_part(path, name)]
     pipeline_folder.check_not_merged(path, names)
     missing = [name for name in components or () if name not in names]
     if missing:
@@ -119,16 +119,10 @@ def _component(
     return entry if provider is None else entry | {"placement": assign_nodes(files, provider)}
 
 
-def _is_hoisted_part(path: Path, name: str) -> bool:
-    """Return whether a component is the prompt or time graph of a hoisted UNet, which is explained with the UNet."""
-    return name in (hoist.PARTS["prompt"], hoist.PARTS["time"]) and hoist.is_hoisted(path)
-
-
 def _graphs(path: Path) -> list[Path]:
-    """Return the files of an optimized component: three for a hoisted UNet."""
-    root, component = path.parent.parent, path.parent.name
-    parts = hoist.PARTS.values() if component == hoist.PARTS["step"] and hoist.is_hoisted(root) else [component]
-    return [root / part / pipeline_folder.MODEL for part in parts]
+    """Return the files of an optimized component: three if it is hoisted."""
+    root = path.parent.parent
+    return [root / part / pipeline_folder.MODEL for part in hoist.parts_of(root, path.parent.name)]
 
 
 def sites(model: ir.Model) -> list[dict[str, Any]]:

@@ -53,8 +53,8 @@ def verify_folder(
     for name, path in paths.items():
         model = load(path)
         check_opens(path)
-        if name in (hoist.PARTS["prompt"], hoist.PARTS["time"]):
-            continue  # they run as parts of the UNet
+        if hoist.is_part(path.parent.parent, name):
+            continue  # it runs as a part of the UNet or transformer
         notes.append(f"{name}: {describe(manifest.get('components', {}).get(name, {}))}")
         values = list(model.graph.inputs)
         runs = load_recorded_inputs(inputs, name, values, required=file is not None)
@@ -95,10 +95,10 @@ def check_hashes(folder: Path, manifest: Mapping[str, Any], components: Sequence
     """Raise VerificationError for a component's file that is missing, differs from its hash or has none."""
     recorded = manifest.get("files", {})
     for name in components:
-        found = {path.name for path in (folder / name).iterdir() if path.is_file()}
-        for file in sorted(found | set(recorded.get(name, {}))):
+        existing = {path.name for path in (folder / name).iterdir() if path.is_file()}
+        for file in sorted(existing | set(recorded.get(name, {}))):
             path, entry = folder / name / file, recorded.get(name, {}).get(file)
-            if entry is None or file not in found:
+            if entry is None or file not in existing:
                 problem = "is missing" if entry else "has no hash in the manifest"
             elif path.stat().st_size == entry["bytes"] and sha256(path) == entry["sha256"]:
                 continue
@@ -151,7 +151,7 @@ def describe(entry: Mapping[str, Any]) -> str:
 
 
 def _component_paths(folder: Path, components: Sequence[str] | None) -> dict[str, Path]:
-    found = pipeline_folder.components(folder)
-    if missing := [name for name in components or () if name not in found]:
-        raise InputError(f"{folder} has no component {', '.join(missing)}: it has {', '.join(found)}.")
-    return {name: pipeline_folder.check_component(folder, name) for name in components or found}
+    names = pipeline_folder.components(folder)
+    if missing := [name for name in components or () if name not in names]:
+        raise InputError(f"{folder} has no component {', '.join(missing)}: it has {', '.join(names)}.")
+    return {name: pipeline_folder.check_component(folder, name) for name in components or names}

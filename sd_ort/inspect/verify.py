@@ -254,18 +254,19 @@ def run_model(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", librar
 
 @contextmanager
 def joined_model(path: Path, name: str, notes: list[str]) -> Iterator[Path]:
-    """Yield `path`, or for a hoisted UNet a temporary model that joins its three graphs."""
+    """Yield `path`, or for a hoisted UNet or transformer a temporary model that joins its three graphs."""
     optimized = path.parent.parent
-    if name != hoist.PARTS["step"] or not hoist.is_hoisted(optimized):
+    parts = hoist.parts_of(optimized, name)
+    if len(parts) == 1:
         yield path
         return
-    for part in hoist.PARTS.values():
+    for part in parts:
         pipeline_folder.check_component(optimized, part)
-    notes.append(f"{name}: {', '.join(hoist.PARTS.values())} were joined to the one graph they came from.")
+    notes.append(f"{name}: {', '.join(parts)} were joined to the one graph they came from.")
     with tempfile.TemporaryDirectory(prefix=".joined-", dir=optimized) as scratch:
         joined = Path(scratch) / name / pipeline_folder.MODEL
         joined.parent.mkdir()
-        ir.save(hoist.join(optimized), joined, external_data=pipeline_folder.DATA)
+        ir.save(hoist.join(optimized, name), joined, external_data=pipeline_folder.DATA)
         yield joined
 
 

@@ -73,8 +73,8 @@ def verify_weights(
     checkpoint = open_checkpoint(model, files)
     if component_config(optimized, "unet").get("ip_adapter") and "image_encoder" not in checkpoint.configs:
         raise InputError(f"{optimized} has an IP-Adapter beside {model}: name its file with --ip-adapter.")
-    found = pipeline_folder.components(optimized)
-    names = [name for name in select_components(checkpoint, components) if name in found]
+    optimized_names = pipeline_folder.components(optimized)
+    names = [name for name in select_components(checkpoint, components) if name in optimized_names]
     if not names:
         raise InputError(f"{optimized} and {model} have no component in common.")
     tables = read_recipes(optimized)
@@ -109,10 +109,8 @@ def check_weights(result: dict[str, Any], model: str, optimized: Path) -> None:
 
 
 def component_graphs(folder: Path, name: str) -> dict[str, ir.Model]:
-    """Return the graphs of a component of a pipeline folder by subfolder: three of a hoisted UNet, else one."""
-    hoisted = name == hoist.PARTS["step"] and hoist.is_hoisted(folder)
-    parts = list(hoist.PARTS.values()) if hoisted else [name]
-    return {part: load(pipeline_folder.check_component(folder, part)) for part in parts}
+    """Return the graphs of a component of a pipeline folder by subfolder: three of a hoisted one, else one."""
+    return {part: load(pipeline_folder.check_component(folder, part)) for part in hoist.parts_of(folder, name)}
 
 
 def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dict[str, ir.Model]:
@@ -128,7 +126,7 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
         return {}
     parts, _ = rewrite(
         source,
-        next(iter(graphs)),
+        list(graphs)[-1],  # the component's name, of its step graph if it is hoisted
         target,
         dtype,
         lambda model: recorded_calibration(model, sites),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.ownership import shown
+from sd_ort.core.ownership import format_names
 from sd_ort.integrations.managed_folder import install_folder, uninstall_folder
 
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ def install(host: str, path: Path, *, overwrite: bool = False) -> str:
     Raises InputError if `path` is not the application's folder, OutputError if something would be lost.
     """
     if host == "diffusers":
-        from sd_ort.integrations.diffusers import install as name_classes
+        from sd_ort.integrations.diffusers_classes import install as name_classes
 
         return f"{path}/model_index.json names sd-ort's classes for {', '.join(name_classes(path))}."
     target = _target(host, path)
@@ -34,13 +34,13 @@ def install(host: str, path: Path, *, overwrite: bool = False) -> str:
 def uninstall(host: str, path: Path) -> str:
     """Undo `install` and return a message. Raises InputError if nothing was installed."""
     if host == "diffusers":
-        from sd_ort.integrations.diffusers import uninstall as restore_classes
+        from sd_ort.integrations.diffusers_classes import uninstall as restore_classes
 
         restore_classes(path)
         return f"Restored {path}/model_index.json."
     target = _target(host, path)
     kept = uninstall_folder(target)
-    return f"Removed sd-ort's files from {target}; kept: {shown(kept)}." if kept else f"Removed {target}."
+    return f"Removed sd-ort's files from {target}; kept: {format_names(kept)}." if kept else f"Removed {target}."
 
 
 def _target(host: str, path: Path) -> Path:

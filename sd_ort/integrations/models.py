@@ -58,7 +58,8 @@ class TorchComponentSessions(LoraMixin):
             self.folder, self.provider, SessionOptions(**options), low_memory=low_memory, graph=graph
         )
         self.index = read_index(self.folder)
-        self.unet_config = component_config(self.folder, "unet")
+        denoiser = "transformer" if "transformer" in self.models else "unet"
+        self.unet_config = component_config(self.folder, denoiser)
         device_id = int(self.models.options.provider_options.get("device_id", 0))
         on_gpu = self.models.device == "cuda" and self.models.stream is not None
         self.shared = share and on_gpu and device_id < torch.cuda.device_count()

@@ -116,8 +116,8 @@ def recorded_calibration(model: ir.Model, names: Sequence[str]) -> Calibration:
     if names:
         common.NameFixPass()(model)
     values = {str(output.name): output for node in model.graph for output in node.outputs}
-    found = [values[name] for name in names if name in values]
-    return Calibration("", {node for value in found for node in _around(value)}, [{"value": v.name} for v in found])
+    ranges = [values[name] for name in names if name in values]
+    return Calibration("", {node for value in ranges for node in _around(value)}, [{"value": v.name} for v in ranges])
 
 
 def _around(value: ir.Value) -> set[ir.Node]:

@@ -70,7 +70,7 @@ def merge(
     available = pipeline_folder.components(source)
     names = [*text_encoders(index), "unet", "vae_decoder"]
     if "controlnet" in available or component_config(source, "unet", required=True).get("in_channels", 4) != 4:
-        raise InputError(f"{source} draws from pictures: only a text-to-image pipeline can be merged.")
+        raise InputError(f"{source} generates from images: only a text-to-image pipeline can be merged.")
     names += [hoist.PARTS["prompt"], hoist.PARTS["time"]] if hoist.is_hoisted(source) else []
     parts = {name: load(pipeline_folder.check_component(source, name)) for name in names}
     input_names = {str(value.name) for part in parts.values() for value in part.graph.inputs}
@@ -126,8 +126,8 @@ class _Merger:
         history = self._call(loop_graphs.INIT_HISTORY, "first.", latents=latents, timesteps=self.timesteps)["history"]
         history = self._loop(history, fixed, by_step)
         last = self._node("Shape", [self.timesteps])
-        drawn = self._call(loop_graphs.LATENTS, "last.", history=history, index=last, weights=self.weights)["latents"]
-        self._decode(drawn, vae)
+        latents = self._call(loop_graphs.LATENTS, "last.", history=history, index=last, weights=self.weights)["latents"]
+        self._decode(latents, vae)
 
     # --- The stages -------------------------------------------------------------------------------------------------
 

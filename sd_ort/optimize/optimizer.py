@@ -80,7 +80,7 @@ def optimize_components(
                 options.dtype,
                 calibrate=options.calibrate,
                 inputs=options.inputs,
-                hoisted=bool(options.hoist) and name == hoist.PARTS["step"],
+                hoisted=bool(options.hoist) and name in pipeline_folder.HOISTED,
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,
             )
@@ -114,7 +114,7 @@ def optimize_component(
 
     Args:
         calibrate, inputs: As in `OptimizeOptions`.
-        hoisted: Write the parts of a hoisted UNet next to `output`'s folder.
+        hoisted: Write the parts of a hoisted UNet or transformer next to `output`'s folder.
         cancel_event: Set by another thread to cancel; `output` is then incomplete.
         embed: Write the weights into `output` itself.
         float32_io: Keep the graph's inputs and outputs in float32 with dtype float16.
@@ -183,7 +183,8 @@ def rewrite(
     if target.newest_opset is not None and (reason := lower_opset(model, target.newest_opset)):
         raise InputError(f"{source.name} cannot be lowered for target {target.name}: {reason}.")
     kernel_fallbacks = lower_operators(model, target)
-    parts = {hoist.PARTS[key]: part for key, part in hoist.split(model).items()} if hoisted else {name: model}
+    names = pipeline_folder.HOISTED.get(name, hoist.PARTS)
+    parts = {names[key]: part for key, part in hoist.split(model).items()} if hoisted else {name: model}
     _raise_if_cancelled(cancel_event)
     for part in parts.values():
         if dtype != "float32" and target.half_storage_only:

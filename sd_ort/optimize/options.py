@@ -9,11 +9,11 @@ from typing import Any
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
-from sd_ort.graphs import hoist
+from sd_ort.core.pipeline_folder import HOISTED
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.runtime.provider_table import PROVIDERS
 
-# Targets whose providers pass the results of a hoisted UNet's parts on the device; MIGraphX does not.
+# Targets of providers that gain from hoisting; MIGraphX does not pass results of one graph to another on the device.
 HOIST_TARGETS = ("cuda", "rocm", "hip", "gpu")
 
 
@@ -29,8 +29,8 @@ class OptimizeOptions:
             runs components with less than `calibration.SIZE_LIMIT` bytes of weights.
         inputs: An .npz of recorded inputs for calibration (see `checkpoints.recorded_inputs`), instead of synthetic
             inputs.
-        hoist: Whether the UNet is split into graphs that run once for each prompt, schedule and step (see
-            `graphs.hoist`); None hoists in float16 for `HOIST_TARGETS`.
+        hoist: Whether the UNet or the transformer is split into graphs that run once for each prompt, schedule and
+            step (see `graphs.hoist`); None hoists for `HOIST_TARGETS` in float16, transformers also in bfloat16.
         float16_io: Whether float16 conversion of one ONNX file also converts the graph's inputs and outputs. Those of a
             pipeline folder are always converted.
     """
@@ -77,17 +77,18 @@ class OptimizeOptions:
     def with_components(self, names: Sequence[str]) -> OptimizeOptions:
         """Return options that have a target with these components and `hoist` as a bool.
 
-        Raises InputError if a UNet is to be hoisted that is not among the components, or in bfloat16.
+        Raises InputError if neither a UNet nor a transformer is to be hoisted, or a UNet in bfloat16.
         """
         assert self.target is not None
-        has_unet, hoisted = hoist.PARTS["step"] in names, self.hoist
+        denoisers, hoisted = [name for name in HOISTED if name in names], self.hoist
+        dtypes = ("float16", "bfloat16") if denoisers == ["transformer"] else ("float16",)
         if hoisted is None:
-            hoisted = self.dtype == "float16" and self.target in HOIST_TARGETS and has_unet
-        if hoisted and not has_unet:
-            raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
-        if hoisted and self.dtype == "bfloat16" and not TARGETS[self.target].half_storage_only:
+            hoisted = self.dtype in dtypes and self.target in HOIST_TARGETS and bool(denoisers)
+        if hoisted and not denoisers:
+            raise InputError("--hoist splits the UNet or transformer: take it into --component, or leave out --hoist.")
+        if hoisted and "unet" in denoisers and self.dtype == "bfloat16" and not TARGETS[self.target].half_storage_only:
             raise InputError(
-                "--hoist passes tensors between graphs, which ONNX Runtime cannot in bfloat16: use --float16."
+                "--hoist of a UNet passes tensors between graphs, which ONNX Runtime cannot in bfloat16: use --float16."
             )
         return replace(self, components=list(names), hoist=hoisted)
 

@@ -8,7 +8,7 @@ the sources of MIGraphX EP 1.27.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -29,19 +29,27 @@ from fusion_passes.lower import (
     linear_split_gelu,
     nhwc_layout,
     pack_qkv,
+    rotary_qkv,
+    split_concat,
     subpixel_conv,
+    transposed_attention,
     upsample_nearest,
     winograd_conv,
 )
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
-from fusion_passes.lower.standard_attention import FOUR_AXES, standard_attention
+from fusion_passes.lower.standard_attention import (
+    KernelConstraint,
+    grouped_attention,
+    grouped_sdpa,
+    standard_attention,
+    standard_sdpa,
+)
 from fusion_passes.operators import OPERATORS
+from fusion_passes.repeated_heads import unrepeated
 from sd_ort.runtime.ort_wheel import installed_wheels
 from sd_ort.runtime.provider_choice import choose_provider, installed_gpus, target_of
 from sd_ort.runtime.provider_table import WHEELS
 from sd_ort.runtime.rocm_kernels import NEWEST_OPSET
-
-KernelConstraint = Callable[[ir.Node], str | None]
 
 
 def _any(node: ir.Node) -> str | None:
@@ -72,13 +80,20 @@ def _long_keys(node: ir.Node) -> str | None:
 
     onnxruntime 1.31's kernel of MultiHeadAttention is faster for long sequences, that of Attention for few keys
     (results/cpu_unet_sd15.md). In graphs with dynamic sizes, few keys means cross-attention, or heads of 160 and more,
-    which Stable Diffusion has at its lowest resolutions.
+    which Stable Diffusion has at its lowest resolutions. Attention is also faster than keys that are repeated.
     """
     query, key, size = c.dims(node.inputs[0]), c.dims(node.inputs[1]), _head_size(node)
+    if unrepeated(node.inputs[1], 2) is not None:
+        return None
     if query is None or key is None or size is None:
         return "its sizes are unknown"
     few = query[1] != key[1] or size >= 160
     return None if few else "with as many keys as queries the kernel of MultiHeadAttention is faster"
+
+
+def _uncapped(node: ir.Node) -> str | None:
+    capped = node.attributes.get_float("softcap", 0.0)
+    return "its kernel takes 1.6 times as long as products, Tanh and Softmax" if capped else None
 
 
 def _head_size(node: ir.Node) -> int | None:
@@ -86,10 +101,24 @@ def _head_size(node: ir.Node) -> int | None:
     query = c.dims(node.inputs[0])
     if query is None or not isinstance(query[-1], int):
         return None
-    return query[-1] if len(query) == 5 else query[-1] // node.attributes["num_heads"].as_int()
+    return query[-1] if len(query) > 3 else query[-1] // node.attributes["num_heads"].as_int()
+
+
+def _square_if_causal(node: ir.Node) -> str | None:
+    """Return why ONNX Runtime's MultiHeadAttention cannot run an attention: its causal mask ends at the last key."""
+    if not node.attributes.get_int("unidirectional", 0) or len(node.inputs) < 3 or node.inputs[2] is None:
+        return None
+    query, key = (c.dims(value) for value in node.inputs[:2])
+    same = query is not None and key is not None and query[1] == key[1]
+    return None if same else "it is causal with another number of keys than of queries"
 
 
 def _narrow_heads(node: ir.Node) -> str | None:
+    if node.op_type == "MultiHeadAttention" and (reason := _square_if_causal(node)):
+        return reason
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if source is not None and source.op_type == "RotaryQkv":
+        return "its kernel copies packed heads first"
     size = _head_size(node)
     slow = size is not None and size > 256
     return f"its kernel for heads of {size} runs at a fifth of the speed of two products" if slow else None
@@ -137,15 +166,25 @@ _FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i i
 _NO_SDPA = inline_fused_ops("ScaledDotProductAttention")  # no provider has a kernel
 
 # TRANSFORMER_FUSIONS write RMSNormalization of opset 23, for which rocm and migraphx have no kernels.
-PORTABLE = Target("portable", fusions=(*FUSIONS, *TRANSFORMER_FUSIONS))
+PORTABLE = Target(
+    "portable",
+    fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
+    lowering_passes=(grouped_sdpa(), grouped_attention()),
+)
 
 # onnxruntime 1.31's SkipLayerNormalization and InstanceNormalization are slower than the kernels of the op library, and
 # than function bodies without it (results/cpu_unet_sd15.md); its attention is faster.
 CPU = Target(
     "cpu",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
-    lowering_passes=(FOUR_AXES, _NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS, contrib_kernels.PASS),
-    contrib_constraints=dict.fromkeys(("QuickGelu", "MultiHeadAttention", "RotaryEmbedding"), _any),
+    lowering_passes=(
+        standard_sdpa(_uncapped),
+        _NO_SDPA,
+        standard_attention(_long_keys),
+        winograd_conv.PASS,
+        contrib_kernels.PASS,
+    ),
+    contrib_constraints={"QuickGelu": _any, "MultiHeadAttention": _square_if_causal, "RotaryEmbedding": _any},
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each
     bfloat16_passes=(
         _NO_SDPA,
@@ -168,7 +207,7 @@ CUDA_CONTRIB: Mapping[str, KernelConstraint] = {
     "BiasSplitGelu": _cuda_gelu_width,
     "BiasAdd": _three_axes,
     "SkipLayerNormalization": _full_skip,
-    "MultiHeadAttention": _any,
+    "MultiHeadAttention": _square_if_causal,
     "NhwcConv": _any,
     "QuickGelu": _any,
 }
@@ -178,11 +217,15 @@ CUDA = Target(
     "cuda",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
     lowering_passes=(
+        standard_sdpa(_narrow_heads),
         _NO_SDPA,
+        rotary_qkv.PASS,
+        grouped_attention(_narrow_heads),
         adaptive_norm.PASS,
         nhwc_layout.PASS,
         fold_bias.PASS,
         pack_qkv.PASS,
+        split_concat.PASS,
         linear_add.PASS,
         upsample_nearest.PASS,
         subpixel_conv.PASS,
@@ -221,7 +264,7 @@ MIGRAPHX = Target(
     contrib_constraints={
         "GroupNorm": _channels_last,
         "SkipLayerNormalization": _any,
-        "MultiHeadAttention": _any,
+        "MultiHeadAttention": _square_if_causal,
         "NhwcConv": _any,
         "QuickGelu": _any,
     },
@@ -236,12 +279,15 @@ HIP = Target(
     "hip",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
     lowering_passes=(
+        transposed_attention.PASS,
         _NO_SDPA,
+        rotary_qkv.PASS,
         adaptive_norm.PASS,
         nhwc_layout.PASS,
         fold_bias.PASS,
         pack_qkv.PASS,
         linear_split_gelu.PASS,
+        split_concat.PASS,
         linear_add.SHORTCUTS_FIRST,
         upsample_nearest.PASS,
         subpixel_conv.PASS,

@@ -1,4 +1,4 @@
-"""What can be asked of a pipeline, whatever the model: checked before anything is loaded or drawn."""
+"""Checks of the arguments of a pipeline that hold for any model, before anything is loaded or generated."""
 
 from __future__ import annotations
 
@@ -112,15 +112,15 @@ def check_text(texts: Sequence[object]) -> None:
 
 
 def check_numbers(height: int | None, width: int | None, images: int, **scales: float | None) -> None:
-    """Raise InputError for sizes in pixels, numbers of images and scales that no model can draw with."""
+    """Raise InputError for sizes in pixels, numbers of images and scales that no model supports."""
     for name, side in (("height", height), ("width", width)):
         if side is not None and not 1 <= side <= SIDE_LIMIT:
             raise InputError(f"{name} {side} is not between 1 and {SIDE_LIMIT} pixels.")
     if not 1 <= images <= IMAGES_LIMIT:
-        raise InputError(f"{images} images are not between 1 and {IMAGES_LIMIT}: draw them in several calls.")
+        raise InputError(f"{images} images are not between 1 and {IMAGES_LIMIT}: generate them in several calls.")
     for name, scale in scales.items():
         if scale is not None and not math.isfinite(scale):
-            raise InputError(f"{name} {scale} is no number to draw with: give one such as 7.5.")
+            raise InputError(f"{name} {scale} is no scale: give one such as 7.5.")
 
 
 def check_seeds(first: int, count: int) -> None:

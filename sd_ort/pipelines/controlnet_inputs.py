@@ -58,7 +58,8 @@ def controls(request: Request, controlnets: Sequence[str], steps: int) -> list[C
             raise InputError(f"control_guidance from {start} to {end} is no part of the schedule between 0 and 1.")
         height, width = request.size
         pixels = for_batch(preprocess(image, height, width, signed=False), request, "control images")
-        rows = pixels if request.guidance is None or request.guess_mode else np.concatenate([pixels, pixels])
+        copies = 1 if request.guess_mode and not request.is_perturbed else request.rows_per_image
+        rows = np.concatenate([pixels] * copies)
         by_step = [factor * (i / steps >= start and (i + 1) / steps <= end) for i in range(steps)]
         inputs.append(ControlNetInput(name, rows, by_step, request.guess_mode))
     return inputs

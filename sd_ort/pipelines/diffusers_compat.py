@@ -51,11 +51,13 @@ REJECTED_METHODS = {
     "set_lora_device": "LoRAs are added to weights where these are",
     "upcast_vae": "its type is chosen by `sd-ort optimize RAW OUT`, which measures where half precision fails",
 }
-NOOP_METHODS = (
+NOOP_METHODS = dict.fromkeys((
     "enable_attention_slicing", "disable_attention_slicing", "enable_xformers_memory_efficient_attention",
     "disable_xformers_memory_efficient_attention", "fuse_qkv_projections", "unfuse_qkv_projections",
     "set_attention_slice", "set_use_memory_efficient_attention_xformers",
-)  # fmt: skip
+), "attention is fused in the graph") | dict.fromkeys((
+    "maybe_free_model_hooks", "remove_all_hooks", "reset_device_map",
+), "components have no hooks and one provider")  # fmt: skip
 
 
 def loading_options(options: Mapping[str, Any], folder: Path) -> SessionOptions:
@@ -63,10 +65,10 @@ def loading_options(options: Mapping[str, Any], folder: Path) -> SessionOptions:
 
     Raises InputError for one that is unknown, and for a type or variant that the folder does not have.
     """
-    known = {"threads", "allow_fallback", "tuning", "provider_options", "library", "profile"}
+    accepted = {"threads", "allow_fallback", "tuning", "provider_options", "library", "profile"}
     session_options: dict[str, Any] = {}
     for name, value in options.items():
-        if name in known:
+        if name in accepted:
             session_options |= {} if value is None else {name: value}
         elif name in ("torch_dtype", "dtype"):
             _check_dtype(value, folder)
@@ -75,21 +77,22 @@ def loading_options(options: Mapping[str, Any], folder: Path) -> SessionOptions:
         elif name in REJECTED_OPTIONS and value is not None:
             raise InputError(f"from_pretrained takes no {name}: {REJECTED_OPTIONS[name]}.")
         elif name not in IGNORED_OPTIONS and name not in REJECTED_OPTIONS:
-            raise InputError(f"from_pretrained takes no {name}; of a session it takes {', '.join(sorted(known))}.")
+            raise InputError(f"from_pretrained takes no {name}; of a session it takes {', '.join(sorted(accepted))}.")
     return SessionOptions(**session_options)
 
 
-def _check_dtype(wanted: Any, folder: Path) -> None:
+def _check_dtype(requested: Any, folder: Path) -> None:
     """Raise InputError unless the folder was made in this type; None and "auto" are any."""
-    if wanted is None or str(wanted) == "auto":
+    if requested is None or str(requested) == "auto":
         return
-    name = str(wanted).removeprefix("torch.")
+    name = str(requested).removeprefix("torch.")
     options = read_manifest(folder).get("options", {})
-    made = options.get("dtype", "float32")
-    if name != made and (name, options.get("target")) != ("float32", "cpu"):  # which stores halves, and reads float32
+    folder_dtype = options.get("dtype", "float32")
+    # Target cpu stores half precision and reads float32.
+    if name != folder_dtype and (name, options.get("target")) != ("float32", "cpu"):
         option = "" if name == "float32" else f" --{name}"
         raise InputError(
-            f"{folder} computes in {made}, not {name}: its type is chosen by `sd-ort optimize RAW OUT{option}`."
+            f"{folder} computes in {folder_dtype}, not {name}: its type is chosen by `sd-ort optimize RAW OUT{option}`."
         )
 
 
@@ -101,6 +104,8 @@ class DiffusersCompatMixin(PipelineState):
     # Of the last call, under diffusers' names; a callback changes the guidance scale and ends the loop.
     _guidance_scale = 0.0
     _guidance_rescale = 0.0
+    _pag_scale = 0.0
+    _pag_adaptive_scale = 0.0
     _clip_skip: int | None = None
     _cross_attention_kwargs: Mapping[str, Any] | None = None
     _denoising_start: float | None = None
@@ -163,8 +168,8 @@ class DiffusersCompatMixin(PipelineState):
     def components(self) -> dict[str, Any]:
         """The parts by diffusers' names; for another pipeline of them use `from_pipe`."""
         names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet", "controlnet")
-        found = {name: getattr(self, name) for name in names}
-        parts = {name: part for name, part in found.items() if part is not None}
+        attributes = {name: getattr(self, name) for name in names}
+        parts = {name: part for name, part in attributes.items() if part is not None}
         return {"vae": self.vae, **parts, "scheduler": self.scheduler}
 
     @property
@@ -228,23 +233,23 @@ class DiffusersCompatMixin(PipelineState):
 
     # --- Places and settings ----------------------------------------------------------------------------------------
 
-    def to(self, *places: Any, **named: Any) -> Any:
+    def to(self, *targets: Any, **named: Any) -> Any:
         """This pipeline, if it is there already. Raises InputError for another device or type, with what to do."""
         import torch
 
-        for place in (*places, *named.values()):
-            if isinstance(place, torch.dtype):
-                if place != self.dtype:
+        for target in (*targets, *named.values()):
+            if isinstance(target, torch.dtype):
+                if target != self.dtype:
                     raise InputError(
                         f"this pipeline computes in {self.dtype}: its type is chosen by `sd-ort optimize RAW OUT`, "
                         "with --float16 or --bfloat16."
                     )
-            elif place is not None and not isinstance(place, bool) and torch.device(place).type != self.device.type:
-                wanted = torch.device(place).type
-                example = "cpu" if wanted == "cpu" else "cuda (or rocm, migraphx)"
+            elif target is not None and not isinstance(target, bool) and torch.device(target).type != self.device.type:
+                device_type = torch.device(target).type
+                example = "cpu" if device_type == "cpu" else "cuda (or rocm, migraphx)"
                 raise InputError(
                     f"this pipeline runs on {self.models.provider}: load it with from_pretrained(folder, "
-                    f"provider=...), {example} for {wanted}."
+                    f"provider=...), {example} for {device_type}."
                 )
         return self
 
@@ -274,7 +279,7 @@ class DiffusersCompatMixin(PipelineState):
 
     def __getattr__(self, name: str) -> Any:
         if name in NOOP_METHODS:
-            return lambda *_, **__: warn_once(f"{name}() changes nothing: attention is fused in the graph.")
+            return lambda *_, **__: warn_once(f"{name}() changes nothing: {NOOP_METHODS[name]}.")
         if name in REJECTED_METHODS:
             raise AttributeError(f"{name} is not there: {REJECTED_METHODS[name]}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -295,19 +300,19 @@ class DiffusersCompatMixin(PipelineState):
         import torch
 
         more.pop("lora_scale", None)
-        asked = Request(prompt=prompt, negative_prompt=negative_prompt, **more)
-        asked.num_images_per_prompt = num_images_per_prompt
-        asked.size = (1, 1)
-        asked.check_text()
-        asked.guidance = 1.0 if do_classifier_free_guidance else None
-        conditioning = self.texts.condition(asked)
+        request = Request(prompt=prompt, negative_prompt=negative_prompt, **more)
+        request.num_images_per_prompt = num_images_per_prompt
+        request.size = (1, 1)
+        request.check_text()
+        request.guidance = 1.0 if do_classifier_free_guidance else None
+        conditioning = self.texts.condition(request)
         rows = [conditioning.embeddings, conditioning.added["text_embeds"]] if self.is_xl else [conditioning.embeddings]
         halves = [torch.from_numpy(each) for each in rows]
-        made: list[torch.Tensor | None] = []
+        tensors: list[torch.Tensor | None] = []
         for half in halves:
-            positive = half[-asked.batch :]
-            made += [positive, half[: asked.batch] if do_classifier_free_guidance else None]
-        return tuple(made)
+            positive = half[-request.batch :]
+            tensors += [positive, half[: request.batch] if do_classifier_free_guidance else None]
+        return tuple(tensors)
 
     # --- Other pipelines --------------------------------------------------------------------------------------------
 
@@ -341,7 +346,7 @@ class DiffusersCompatMixin(PipelineState):
         kind: Any = cls
         pipeline.models.require(*kind.REQUIRED_COMPONENTS)
         kind = kind._class_for(pipeline.index, pipeline.models, pipeline.is_xl)
-        made = kind(
+        pipe = kind(
             pipeline.folder,
             pipeline.models,
             options.get("scheduler") or pipeline._scheduler,
@@ -350,7 +355,7 @@ class DiffusersCompatMixin(PipelineState):
             safety_checker=bool(options.get("safety_checker", pipeline.safety_checker)),
             device_loop=pipeline.device_loop,
         )
-        made._check_unet()
-        made.texts, made.ip_adapter_scales = pipeline.texts, pipeline.ip_adapter_scales
-        made.loras, made.lora_state = pipeline.loras, pipeline.lora_state
-        return made
+        pipe._check_unet()
+        pipe.texts, pipe.ip_adapter_scales = pipeline.texts, pipeline.ip_adapter_scales
+        pipe.loras, pipe.lora_state = pipeline.loras, pipeline.lora_state
+        return pipe

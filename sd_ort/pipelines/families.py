@@ -7,12 +7,18 @@ diffusers that is installed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import sd_ort
+from sd_ort.core.pipeline_folder import read_index
+from sd_ort.core.progress import announce, print_line
+from sd_ort.model_cache import open_model
 from sd_ort.pipelines.arguments import GUIDANCE, STEPS, XL_GUIDANCE
 from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
 from sd_ort.pipelines.request import Generator, Picture, Prompt, Size, StepCallback
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
+from sd_ort.runtime.provider_choice import AUTO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -326,13 +332,47 @@ class LatentConsistencyModelImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
         return self._generate(locals())
 
 
-class AutoPipelineForText2Image(StableDiffusionPipeline):
+class AutoPipelineMixin:
+    """Loading of the class that the folder's model_index.json names, or of its form with PAG."""
+
+    TASK: str
+
+    @classmethod
+    def from_pretrained(
+        cls, model: Path | str, provider: str = AUTO, scheduler: Any = None, *, enable_pag: bool = False, **options: Any
+    ) -> Any:  # fmt: skip
+        """Load a model, see `StableDiffusionPipeline.from_pretrained`. `enable_pag`: with perturbed attention guidance,
+        in the layers `pag_applied_layers`."""
+        if enable_pag:
+            guided: Any = getattr(sd_ort, f"StableDiffusionPAG{cls.TASK}Pipeline")
+            return guided.from_pretrained(model, provider, scheduler, **options)
+        dtype, config = options.get("torch_dtype", options.get("dtype")), options.pop("config", None)
+        folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
+        if choice.reason:
+            announce(choice.line)
+        if (name := str(read_index(folder).get("_class_name"))) in sd_ort.TRANSFORMER_PIPELINES:
+            family: Any = getattr(sd_ort, sd_ort.transformer_pipeline(name, cls.TASK))
+            return family.from_pretrained(folder, choice.provider, scheduler=scheduler, **options)
+        parent: Any = super()
+        return parent.from_pretrained(folder, choice.provider, scheduler, **options)
+
+    @classmethod
+    def from_pipe(cls, pipeline: Any, *, enable_pag: bool = False, **options: Any) -> Any:
+        """Return a pipeline over another's folder and sessions. `enable_pag` as in `from_pretrained`."""
+        if enable_pag:
+            guided: Any = getattr(sd_ort, f"StableDiffusionPAG{cls.TASK}Pipeline")
+            return guided.from_pipe(pipeline, **options)
+        parent: Any = super()
+        return parent.from_pipe(pipeline, **options)
+
+
+class AutoPipelineForText2Image(AutoPipelineMixin, StableDiffusionPipeline):
     """Text to image with the class that the folder's model_index.json names."""
 
 
-class AutoPipelineForImage2Image(StableDiffusionImg2ImgPipeline):
+class AutoPipelineForImage2Image(AutoPipelineMixin, StableDiffusionImg2ImgPipeline):
     """Image to image with the class that the folder's model_index.json names."""
 
 
-class AutoPipelineForInpainting(StableDiffusionInpaintPipeline):
+class AutoPipelineForInpainting(AutoPipelineMixin, StableDiffusionInpaintPipeline):
     """Inpainting with the class that the folder's model_index.json names."""

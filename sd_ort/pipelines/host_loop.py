@@ -31,7 +31,8 @@ class Denoiser:
     """Noise predictions of a folder's UNet for one prompt and one schedule: plain, hoisted, or with ControlNets.
 
     `conditioning`: the UNet's inputs by name beside sample and timestep, each (rows, ...), float32; with guidance the
-    rows are negative, then positive. `timesteps` (T,): those of the schedule, in order.
+    rows are negative, then positive. `timesteps` (T,): those of the schedule, in order. `unet`: key of the UNet.
+    `perturbed`: the number of rows, the last ones, with perturbed attention.
     """
 
     def __init__(
@@ -40,26 +41,35 @@ class Denoiser:
         conditioning: Mapping[str, np.ndarray],
         timesteps: np.ndarray,
         controls: Sequence[ControlNetInput] = (),
+        unet: str = "unet",
+        perturbed: int = 0,
     ) -> None:
         """Run the hoisted parts. Raises InputError if the UNet needs a ControlNet and there is no image for it."""
         self.models = models
         self.conditioning = conditioning
         self.timesteps = timesteps
         self.controls = controls
+        self.unet = unet
+        self.perturbed = perturbed
         self.by_step: dict[str, np.ndarray] = {}
         self.fixed: dict[str, np.ndarray] = {}
         if not controls and "controlnet" in models:
             raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
         if "unet_prompt" in models:
             self._hoist()
-        unet = models["unet"]
+        model = models[unet]
         inputs = {**self.conditioning, **self.fixed}
-        self.fixed = {name: inputs[name].astype(unet.dtype(name)) for name in unet.inputs if name in inputs}
+        self.fixed = {name: inputs[name].astype(model.dtype(name)) for name in model.inputs if name in inputs}
+        if perturbed:
+            from sd_ort.graphs.perturbed_attention import ROWS
+
+            rows = np.arange(len(conditioning["encoder_hidden_states"]))
+            self.fixed[ROWS] = np.where(rows < len(rows) - perturbed, rows, rows + len(rows))
         self.control_inputs = [self._control_inputs(control) for control in controls]
 
     def __call__(self, index: int, sample: np.ndarray) -> np.ndarray:
         """Predicted noise (rows, C, h, w), float32, for the scaled latents `sample` (rows, C, h, w) of step `index`."""
-        unet = self.models["unet"]
+        unet = self.models[self.unet]
         feed = {"sample": sample, **self.fixed, **{name: v[index] for name, v in self.by_step.items()}}
         if "timestep" in unet.inputs:
             feed["timestep"] = unet.one("timestep", self.timesteps[index])
@@ -173,7 +183,8 @@ def denoise(
     channels: np.ndarray | None,
     blend: InpaintBlend | None,
 ) -> np.ndarray:
-    """Return the latents (B, C, h, w) after the last step. With guidance the UNet reads 2B rows, negative first.
+    """Return the latents (B, C, h, w) after the last step. With guidance the UNet reads 2B rows, negative first; B
+    perturbed rows follow.
 
     `pipeline`: argument of callbacks. `noise`: the noise samples of a linear schedule. `channels`, `blend`: see
     `pipelines.sampling`.
@@ -184,16 +195,16 @@ def denoise(
         steps = LinearSteps(schedule, noise)
     else:
         steps = NonlinearSteps(schedule, request.generator)
-    state = StepState(latents, denoiser, request.guidance, request.guidance_rescale, channels, blend)
+    state = StepState(
+        latents, denoiser, request.guidance, request.guidance_rescale, channels, blend, request.is_perturbed
+    )
     with step_bar(range(len(schedule.timesteps)), request.progress) as bar:
         for index in bar:
             sample = steps.scale(index, state.latents)
             if state.channels is not None:
                 sample = np.concatenate([sample, state.channels], 1)
-            if state.guidance is None:
-                prediction = state.denoiser(index, sample)
-            else:
-                prediction = guided(state.denoiser(index, np.concatenate([sample, sample])), state)
+            noise_rows = state.denoiser(index, np.concatenate([sample] * state.rows_per_image))
+            prediction = guided(noise_rows, state, _pag_scale(pipeline, schedule.timesteps[index]))
             state.latents = steps.step(index, prediction, state.latents)
             if state.blend is not None:
                 state.latents = state.blend.after_step(state.latents, index)
@@ -233,6 +244,12 @@ class StepState:
     guidance_rescale: float
     channels: np.ndarray | None
     blend: InpaintBlend | None
+    is_perturbed: bool = False
+
+    @property
+    def rows_per_image(self) -> int:
+        """Rows that the UNet reads per image."""
+        return 1 + (self.guidance is not None) + self.is_perturbed
 
     def call_back(self, pipeline: Any, request: Request, index: int, timestep: Any) -> None:
         """Call callback_on_step_end with the tensors that it reads. Apply its changes of tensors and of the pipeline's
@@ -255,14 +272,14 @@ class StepState:
             mask, image = np.split(self.channels, [1], 1)
             mask, image = changed.get("mask", mask)[:count], changed.get("masked_image_latents", image)[:count]
             self.channels = np.concatenate([mask, image], 1)
-        self._condition(changed)
+        self._condition(changed, pipeline.CONTROLNET_READS_CHANGES)
 
     def _tensor(self, name: str) -> Any:
         """Return a tensor that a callback reads, by diffusers' name. Raises InputError if this call has none."""
         import torch
 
         rows, conditioning = len(self.latents), self.denoiser.conditioning
-        doubled = 1 if self.guidance is None else 2
+        copies = self.rows_per_image
         if name == "latents":
             return torch.from_numpy(self.latents)
         if input_name := CONDITIONING_TENSORS.get(name):
@@ -272,17 +289,17 @@ class StepState:
         if name in ("image", "control_image") and len(self.denoiser.controls) == 1:
             return torch.from_numpy(self.denoiser.controls[0].image)
         if name == "mask" and self.blend is not None:
-            return torch.from_numpy(np.concatenate([self.blend.mask] * doubled))
+            return torch.from_numpy(np.concatenate([self.blend.mask] * copies))
         if name == "masked_image_latents" and self.blend is not None and self.blend.masked_image is not None:
-            return torch.from_numpy(np.concatenate([self.blend.masked_image] * doubled))
+            return torch.from_numpy(np.concatenate([self.blend.masked_image] * copies))
         if name in ("mask", "masked_image_latents") and self.channels is not None:
             channels = self.channels[:, :1] if name == "mask" else self.channels[:, 1:]
-            return torch.from_numpy(np.concatenate([channels] * doubled))
+            return torch.from_numpy(np.concatenate([channels] * copies))
         raise InputError(f"callback_on_step_end_tensor_inputs: this call has no {name} to give.")
 
-    def _condition(self, changed: Mapping[str, np.ndarray]) -> None:
+    def _condition(self, changed: Mapping[str, np.ndarray], controlnet_reads_changes: bool) -> None:
         """Apply changed conditioning and control images to the next steps; without guidance, the positive rows."""
-        denoiser, rows = self.denoiser, len(self.latents) * (1 if self.guidance is None else 2)
+        denoiser, rows = self.denoiser, len(self.latents) * self.rows_per_image
         inputs = {CONDITIONING_TENSORS[name]: value for name, value in changed.items() if name in CONDITIONING_TENSORS}
         image = changed.get("image", changed.get("control_image"))
         if not inputs and image is None and rows == len(denoiser.conditioning["encoder_hidden_states"]):
@@ -291,18 +308,34 @@ class StepState:
         controls = [
             replace(control, image=(control.image if image is None else image)[-rows:]) for control in denoiser.controls
         ]
-        self.denoiser = Denoiser(denoiser.models, arrays, denoiser.timesteps, controls)
+        self.denoiser = Denoiser(
+            denoiser.models, arrays, denoiser.timesteps, controls, denoiser.unet, denoiser.perturbed
+        )
+        if not controlnet_reads_changes:
+            self.denoiser.control_inputs = [
+                {name: value[-rows:] for name, value in inputs.items()} for inputs in denoiser.control_inputs
+            ]
 
 
-def guided(noise: np.ndarray, state: StepState) -> np.ndarray:
-    """Return the guided prediction (B rows) for predictions of 2B rows, negative first.
+def _pag_scale(pipeline: Any, timestep: Any) -> float:
+    """Return the scale of perturbed attention guidance at a timestep."""
+    scale, decrease = float(pipeline._pag_scale), float(pipeline._pag_adaptive_scale)
+    return max(scale - decrease * (1000 - float(timestep)), 0.0) if decrease > 0 else scale
+
+
+def guided(noise: np.ndarray, state: StepState, pag_scale: float) -> np.ndarray:
+    """Return the guided prediction (B rows) for predictions of the rows of `StepState`.
 
     `guidance_rescale` restores a share of the positive prediction's deviation (Lin et al., 2023, section 3.4).
     """
-    assert state.guidance is not None
-    negative, positive = np.split(noise, 2)
-    prediction = negative + np.float32(state.guidance) * (positive - negative)
-    if not state.guidance_rescale:
+    parts = np.split(noise, state.rows_per_image)
+    perturbed = parts.pop() if state.is_perturbed else None
+    prediction = positive = parts[-1]
+    if state.guidance is not None:
+        prediction = parts[0] + np.float32(state.guidance) * (positive - parts[0])
+    if perturbed is not None:
+        prediction = prediction + np.float32(pag_scale) * (positive - perturbed)
+    if state.guidance is None or not state.guidance_rescale:
         return prediction
     axes, share = tuple(range(1, prediction.ndim)), np.float32(state.guidance_rescale)
     deviations = (array.std(axes, ddof=1, keepdims=True) for array in (positive, prediction))

@@ -1,4 +1,4 @@
-"""Pictures from a picture: image to image, and inpainting with ordinary UNets and with those made for it.
+"""Image to image, and inpainting with ordinary UNets and with UNets of 9 input channels.
 
 Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise. So the same seed gives the same image.
 """
@@ -95,7 +95,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         return torch.from_numpy(self._start(as_array(image), request))
 
     def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
-        """Latents of all images; a picture that is latents already stays as it is."""
+        """Latents of all images; an image that is latents already stays as it is."""
         if is_latents(request.image, self.vae.latent_channels):
             return tile(pixels, request, "images")
         if isinstance(request.generator, list) and self.NOISE_FOR_EACH_IMAGE:
@@ -116,19 +116,19 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         if not 0 < strength <= 1:
             raise InputError(f"strength {strength} is not above 0 and at most 1.")
         if request.denoising_start:
-            kept = int((timesteps < cutoff_timestep(timetable, request.denoising_start)).sum())
-            if order == 2 and kept % 2 == 0:
-                kept += 1  # no step of two predictions is cut in two
-            start = len(timesteps) - kept
+            step_count = int((timesteps < cutoff_timestep(timetable, request.denoising_start)).sum())
+            if order == 2 and step_count % 2 == 0:
+                step_count += 1  # no step of two predictions is cut in two
+            start = len(timesteps) - step_count
         elif self.STRENGTH_IN_SCHEDULER:
-            kept, start = len(timesteps), 0
+            step_count, start = len(timesteps), 0
         else:
-            kept = int(request.num_inference_steps * strength)
-            start = (request.num_inference_steps - kept) * order
+            step_count = int(request.num_inference_steps * strength)
+            start = (request.num_inference_steps - step_count) * order
         end = self._end(request)
-        if kept < 1 or start >= end:
-            part = f"strength {strength}" + (f" and denoising_end {request.denoising_end}" if kept else "")
-            raise InputError(f"{request.num_inference_steps} steps at {part} leave none to draw: raise one of them.")
+        if step_count < 1 or start >= end:
+            part = f"strength {strength}" + (f" and denoising_end {request.denoising_end}" if step_count else "")
+            raise InputError(f"{request.num_inference_steps} steps at {part} leave none: raise one of them.")
         schedule: Schedule = timetable.schedule(start, end)
         return schedule
 
@@ -141,8 +141,8 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
 
 
 class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
-    """Draw where a mask is white. Ordinary UNets get the rest of the picture back after every step; UNets of 9
-    channels (sd15-inpaint) see mask and masked picture."""
+    """Inpaint where a mask is white. Ordinary UNets get the rest of the image back after every step; UNets of 9
+    channels (sd15-inpaint) see mask and masked image."""
 
     NOISE_FOR_EACH_IMAGE = False
     _callback_tensor_inputs: tuple[str, ...] = (
@@ -213,7 +213,8 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         schedule = self._schedule(request)
         blends = self.unet_config.get("in_channels", 4) == self.vae.latent_channels
         start = None
-        if blends or (request.strength or 1) < 1 or request.denoising_start is not None:
+        below_full = (request.strength or 1) < 1 and request.latents is None
+        if blends or below_full or request.denoising_start is not None:
             start = self._start(pixels, request)
         noise = self._noise(request, request.latents)
         if request.denoising_start is not None:
@@ -251,7 +252,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         return VaeImageProcessor(self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
 
     def _pictures(self, request: Request) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the region of the picture that is drawn, if not
+        """Pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the region of the image that is generated, if not
         all of it."""
         channels, (height, width) = self.vae.latent_channels, request.size
         if request.padding_mask_crop is None:
@@ -263,8 +264,8 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         region = masks.get_crop_region(request.mask_image, width, height, pad=request.padding_mask_crop)
 
         def cropped(processor: Any, image: Any) -> torch.Tensor:
-            made: torch.Tensor = processor.preprocess(image, height, width, crops_coords=region, resize_mode="fill")
-            return made.float()
+            pixels: torch.Tensor = processor.preprocess(image, height, width, crops_coords=region, resize_mode="fill")
+            return pixels.float()
 
         if (control := request.control_image) is not None:
             parts = [cropped(self.image_processor, each) / 2 + 0.5 for each in _listed(control)]
@@ -273,15 +274,15 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         return image.numpy(), mask.numpy(), region
 
     def _put_back(self, output: PipelineOutput, request: Request, region: Any) -> PipelineOutput:
-        """What was drawn of a region, laid over the picture. Raises InputError for another output than PIL images."""
+        """The generated region laid over the image. Raises InputError for another output than PIL images."""
         if request.output_type != "pil":
             raise InputError("padding_mask_crop gives PIL images: leave output_type at pil.")
         laid = self.image_processor.apply_overlay
-        output.images = [laid(request.mask_image, request.image, drawn, region) for drawn in output.images]
+        output.images = [laid(request.mask_image, request.image, patch, region) for patch in output.images]
         return output
 
     def _masked(self, pixels: np.ndarray, mask: np.ndarray, request: Request) -> np.ndarray:
-        """Latents of the picture without what is under the mask, for UNets that see them."""
+        """Latents of the image without the part under the mask, for UNets that see them."""
         if request.masked_image_latents is not None:
             return tile(as_array(request.masked_image_latents), request, "masked images")
         masked = self.vae.to_latents(pixels * (mask < 0.5), request.generator)

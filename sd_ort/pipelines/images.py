@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
-from PIL import Image
 
 from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
 from sd_ort.core.errors import InputError
@@ -17,11 +16,25 @@ from sd_ort.pipelines.request import Picture, Request
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a torch tensor, without importing torch."""
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def is_pil(value: Any) -> TypeGuard[Image.Image]:
+    """Return whether a value is a PIL image, without importing PIL."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def pil_images(pixels: np.ndarray) -> list[Image.Image]:
+    """Return uint8 pixels (B, H, W, 3) as PIL images."""
+    from PIL import Image
+
+    return [Image.fromarray(each) for each in pixels]
 
 
 def as_array(value: Any) -> np.ndarray:
@@ -37,7 +50,7 @@ def readable(picture: Picture | None, what: str = "image") -> Any:
         return picture.astype(np.float32) / 255 if picture.dtype == np.uint8 else picture
     if is_tensor(picture) and picture.ndim in (2, 3, 4) and picture.numel():
         return picture.float() / 255 if str(picture.dtype) == "torch.uint8" else picture.float()
-    if isinstance(picture, Image.Image):
+    if is_pil(picture):
         return picture
     raise InputError(f"no {what} was given: pass a PIL image, an array, a tensor, or a list of them.")
 
@@ -50,13 +63,13 @@ def finished(pixels: np.ndarray, output_type: str) -> Any:
 
         return torch.from_numpy(unit)
     rows = np.ascontiguousarray(unit.transpose(0, 2, 3, 1))
-    return rows if output_type == "np" else [Image.fromarray(row) for row in (rows * 255).round().astype(np.uint8)]
+    return rows if output_type == "np" else pil_images((rows * 255).round().astype(np.uint8))
 
 
 def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
     """Return height and width in pixels of a `readable` image, or of the first one. A latent is `factor` pixels."""
     first = picture[0] if isinstance(picture, list) else picture
-    if isinstance(first, Image.Image):
+    if is_pil(first):
         return first.height, first.width
     if is_tensor(first):
         height, width = first.shape[-2:]
@@ -81,7 +94,9 @@ def preprocess(
     channels is returned as it is: latents.
     """
     listed = images if isinstance(images, list) else [images]
-    if isinstance(listed[0], Image.Image):
+    if is_pil(listed[0]):
+        from PIL import Image
+
         sized = [
             image.resize((width, height), Image.Resampling.LANCZOS).convert("L" if mask else "RGB") for image in listed
         ]
@@ -132,6 +147,8 @@ def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
 def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
     """Return CLIP's input for an image: its central square, resized and normalized, (3, size, size) float32. `config`:
     see `feature_extractor`."""
+    from PIL import Image
+
     sides = [max(size, size * side // min(picture.size)) for side in picture.size]
     picture = picture.resize((sides[0], sides[1]), Image.Resampling.BICUBIC)
     left, top = ((side - size) // 2 for side in sides)

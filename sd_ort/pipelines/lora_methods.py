@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from sd_ort.weights.lora import AdapterScale, ComponentScale, LoraManager
 
 log = logging.getLogger("sd_ort")
-COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
+COMPONENTS = ("unet", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 @dataclass(frozen=True)
 class LoraState:
-    """Which adapters of a pipeline are in use, as diffusers and PEFT define it; the weights follow from it.
+    """Active adapters of a pipeline, as diffusers and PEFT define them; the weights follow from this state.
 
     `scales`: adapter scales by name, of all loaded adapters. `active`: names by component. `fused`: while a component
     has some, it runs with these scales alone. `permanent`: fused adapters that were unloaded; `LoraManager` has them
@@ -74,6 +74,7 @@ class LoraMixin:
     unet_config: dict[str, Any]
     loras: LoraManager | None = None
     lora_state: LoraState = NO_LORAS
+    LORA_COMPONENTS: tuple[str, ...] = ("unet", "text_encoder", "text_encoder_2")  # that fuse_lora fuses by default
 
     def load_lora_weights(
         self, source: str | Path | Weights, adapter_name: str | None = None, weight_name: str | None = None
@@ -142,7 +143,7 @@ class LoraMixin:
 
     def fuse_lora(
         self,
-        components: Sequence[str] = ("unet", "text_encoder", "text_encoder_2"),
+        components: Sequence[str] | None = None,
         lora_scale: float = 1.0,
         safe_fusing: bool = False,
         adapter_names: Sequence[str] | None = None,
@@ -152,6 +153,7 @@ class LoraMixin:
         Scales are multiplied by `lora_scale` and stay so. `safe_fusing` changes nothing: weights with NaN are refused
         when they are loaded.
         """
+        components = self.LORA_COMPONENTS if components is None else components
         is_list = isinstance(components, (list, tuple, set, frozenset))
         listed: list[Any] = list(components) if is_list else [components]
         if wrong := [each for each in listed if not isinstance(each, str) or each not in COMPONENTS or not is_list]:
@@ -171,14 +173,15 @@ class LoraMixin:
         }
         self._set_loras(replace(state, fused={**state.fused, **fused}))
 
-    def unfuse_lora(self, components: Sequence[str] = ("unet", "text_encoder", "text_encoder_2")) -> None:
+    def unfuse_lora(self, components: Sequence[str] | None = None) -> None:
         """Undo `fuse_lora` for `components`: the LoRAs in use are applied as before."""
+        components = self.LORA_COMPONENTS if components is None else components
         fused = {name: scales for name, scales in self.lora_state.fused.items() if name not in components}
         self._set_loras(replace(self.lora_state, fused=fused))
 
     @property
     def num_fused_loras(self) -> int:
-        """How many LoRAs are fused."""
+        """Number of fused LoRAs."""
         return len(self.fused_loras)
 
     @property

@@ -1,4 +1,4 @@
-"""What a pipeline gives back."""
+"""Result of a pipeline call."""
 
 from __future__ import annotations
 

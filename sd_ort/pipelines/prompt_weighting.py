@@ -29,7 +29,7 @@ TOKEN = re.compile(
 
 @dataclass
 class Chunk:
-    """One run of a text encoder: token ids and their weights, both (length,), marks and padding of weight 1."""
+    """Input of a run of a text encoder: token ids and weights, both (length,); start, end and padding have weight 1."""
 
     ids: np.ndarray
     weights: np.ndarray

@@ -12,13 +12,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from PIL import Image
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text, check_types, is_integer
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
 Prompt = str | Sequence[str]
 Generator: TypeAlias = "torch.Generator | Sequence[torch.Generator | int] | int | None"
@@ -36,16 +36,15 @@ UNSUPPORTED_ARGUMENTS = {
     "kwargs": "it only carries diffusers' old callback and callback_steps: use callback_on_step_end",
     "callback": "it is diffusers' old one: use callback_on_step_end",
     "callback_steps": "it belongs to diffusers' old callback: use callback_on_step_end",
-    **dict.fromkeys(
-        ("pag_scale", "pag_adaptive_scale", "pag_applied_layers"),
-        "perturbed attention changes the UNet's graph, which is fixed when it is exported",
-    ),
+    "pag_applied_layers": "it is an option of from_pretrained of the PAG pipelines",
 }
-# Names that only some pipelines take, and which ones.
+# Names that only some pipelines take, what they do, and the pipelines.
+_IMAGE = "changes a picture: use StableDiffusion"
 IMAGE_ARGUMENTS = {
-    **dict.fromkeys(("strength", "denoising_start"), "StableDiffusionImg2ImgPipeline"),
-    **dict.fromkeys(("mask_image", "masked_image_latents", "padding_mask_crop"), "StableDiffusionInpaintPipeline"),
+    **dict.fromkeys(("strength", "denoising_start"), f"{_IMAGE}Img2ImgPipeline"),
+    **dict.fromkeys(("mask_image", "masked_image_latents", "padding_mask_crop"), f"{_IMAGE}InpaintPipeline"),
 }
+PAG_ARGUMENTS = dict.fromkeys(("pag_scale", "pag_adaptive_scale"), "perturbs attention: use StableDiffusionPAGPipeline")
 
 
 @dataclass
@@ -53,7 +52,8 @@ class Request:
     """The arguments of one call, under diffusers' names and with its meanings; None is diffusers' default.
 
     `height`, `width`: pixels, multiples of the pipeline's `size_multiple`. `guidance_scale`: 1 or less turns guidance
-    off. `generator`: a torch.Generator or an integer seed, a list of one per image, or None for torch's global one.
+    off. `pag_scale`, `pag_adaptive_scale`: scale of perturbed attention guidance, and its decrease per timestep.
+    `generator`: a torch.Generator or an integer seed, a list of one per image, or None for torch's global one.
     `latents`: (B, C, height/8, width/8) standard normal noise instead of drawn noise. `prompt_embeds` and its negative
     (N, S, C), `pooled_prompt_embeds` and its negative (N, D): in place of N prompts, or of their negatives.
     `prompt_syntax`: "plain", or "weights" for (word:1.3), [word], BREAK and long prompts (`pipeline.weighting`).
@@ -99,6 +99,8 @@ class Request:
     denoising_end: float | None = None
     guidance_scale: float | None = None
     guidance_rescale: float = 0.0
+    pag_scale: float = 0.0
+    pag_adaptive_scale: float = 0.0
     eta: float = 0.0
 
     image: Picture | None = None
@@ -126,6 +128,8 @@ class Request:
     count: int = field(init=False, default=1)  # prompts
     guidance: float | None = field(init=False, default=None)  # None where nothing is guided
     embedded_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) reads instead
+    is_perturbed: bool = field(init=False, default=False)  # whether the UNet reads perturbed rows behind the others
+    unet: str = field(init=False, default="unet")  # key of the UNet in `Components`
     timetable: Any = field(init=False, default=None)  # the scheduler's, see `pipelines.scheduler`
     pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
 
@@ -141,6 +145,11 @@ class Request:
             self.callback_on_step_end, "tensor_inputs", self.callback_on_step_end_tensor_inputs
         )
         return names
+
+    @property
+    def rows_per_image(self) -> int:
+        """Rows that the UNet reads per image: negative, positive and perturbed, as far as there are such."""
+        return 1 + (self.guidance is not None) + self.is_perturbed
 
     def given(self) -> set[str]:
         """Names of the arguments that differ from their defaults."""
@@ -208,18 +217,10 @@ class Request:
             check_text([texts] if isinstance(texts, str) else texts or [])
 
 
-def check_size(size: Size, side: int, multiple: int, doubles: Callable[[], bool]) -> None:
-    """Raise InputError for a height and width that a pipeline cannot draw.
-
-    `side`: pixels of a latent. `multiple`: of sizes that halve evenly at every level of the UNet. `doubles`: whether
-    its graph takes no others (`graphs.unet`).
-    """
-    needed, why = side, ""
-    if any(length % multiple for length in size) and doubles():
-        times = (multiple // side).bit_length() - 1
-        needed, why = multiple, f": this UNet halves latents {times} times, and its graph can only double them again"
-    if any(length % needed or length < needed for length in size):
-        raise InputError(f"height {size[0]} and width {size[1]} must be multiples of {needed}{why}.")
+def check_size(size: Size, multiple: int) -> None:
+    """Raise InputError for a height and width in pixels that are no multiples of `multiple`."""
+    if any(length % multiple or length < multiple for length in size):
+        raise InputError(f"height {size[0]} and width {size[1]} must be multiples of {multiple}.")
 
 
 def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mapping[str, Any]) -> Request:
@@ -232,7 +233,7 @@ def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mappi
         if name in UNSUPPORTED_ARGUMENTS and value is not None:
             raise InputError(f"{name} is not taken: {UNSUPPORTED_ARGUMENTS[name]}.")
         if name in leaves and value is not None:
-            raise InputError(f"{name} changes a picture: use {IMAGE_ARGUMENTS[name]}.")
+            raise InputError(f"{name} {(IMAGE_ARGUMENTS | PAG_ARGUMENTS)[name]}.")
         if name not in known and name not in UNSUPPORTED_ARGUMENTS:
             near = difflib.get_close_matches(name, known, 1)
             raise InputError(f"{name} is no argument of a pipeline{f': {near[0]} is' if near else ''}.")

@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from sd_ort.pipelines.images import clip_pixels, feature_extractor
+from sd_ort.pipelines.images import clip_pixels, feature_extractor, pil_images
 from sd_ort.runtime.session import Model
 
 SIZE = 224  # pixels a side of clip_input, if the folder does not name them
@@ -22,7 +21,7 @@ def check(model: Model, folder: Path, images: np.ndarray) -> tuple[np.ndarray, l
     config = feature_extractor(folder)
     size = config.get("crop_size", SIZE)
     size = size["height"] if isinstance(size, dict) else size
-    pictures = [Image.fromarray((image * 255).round().astype(np.uint8)) for image in images]
+    pictures = pil_images((images * 255).round().astype(np.uint8))
     clip = np.stack([clip_pixels(picture, size, config) for picture in pictures])
     outputs = model(clip_input=clip, images=images)
     flagged = [bool(flag) for flag in np.ravel(outputs["has_nsfw_concepts"])]

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from PIL import Image
 
 from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.linear_schedule import LinearSchedule
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import host_loop
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
+from sd_ort.pipelines.images import pil_images
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend, PromptTokens, SamplingJob, check_finite
 from sd_ort.pipelines.state import PipelineState
 from sd_ort.pipelines.text import Conditioning
 from sd_ort.runtime.providers import warn_once
+from sd_ort.weights.recipes import read_recipes
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from sd_ort.pipelines.device.loop import DeviceLoop
     from sd_ort.pipelines.scheduler import Schedule
+
+Edit: TypeAlias = "Callable[[ir.Model, int], bool]"  # of a graph and `size_multiple`; returns whether the graph changed
 
 
 class SamplingMixin(PipelineState):
@@ -63,11 +70,16 @@ class SamplingMixin(PipelineState):
         noise = [self._noise(request) for _ in range(getattr(schedule, "noise_count", 0))]
         # A ControlNet on the device reads the UNet's sample: all rows, and no channels of a mask.
         same_sample = not controls or (channels is None and not request.guess_mode)
-        if not self._runs_on_device(request, schedule) or not same_sample:
+        if not self._runs_on_device(request, schedule) or not same_sample or request.unet != "unet":
             if self.models.guidance_peer is not None:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
-            unet = host_loop.Denoiser(self.models, arrays | request.pictures, np.asarray(schedule.timesteps), controls)
+            arrays |= request.pictures
+            perturbed = request.batch if request.is_perturbed else 0
+            if perturbed:
+                arrays = {name: np.concatenate([value, value[-perturbed:]]) for name, value in arrays.items()}
+            timesteps = np.asarray(schedule.timesteps)
+            unet = host_loop.Denoiser(self.models, arrays, timesteps, controls, request.unet, perturbed)
             result = host_loop.denoise(self, latents, schedule, noise, unet, request, channels, blend)
             check_finite(result, "unet")
             return self._finish(result, request)
@@ -96,8 +108,25 @@ class SamplingMixin(PipelineState):
             )
         )
         if result.dtype == np.uint8:
-            return PipelineOutput([Image.fromarray(image) for image in result])
+            return PipelineOutput(pil_images(result))
         return self._finish(result, request)
+
+    def _prepare_unet(self, request: Request) -> None:
+        """Choose the UNet of a call: the folder's, or an edited graph of it for perturbed attention and for sizes that
+        do not halve evenly, which runs from the host. Raises InputError if the graph cannot be edited."""
+        edits: list[tuple[str, Edit]] = []
+        if any(side % self.size_multiple for side in request.size) and self.HAS_SEPARATE_COMPONENTS:
+            edits.append(("odd sizes", _crop_upsampling))
+        if request.is_perturbed:
+            layers = ", ".join(self.pag_applied_layers)
+            edits.append((f"PAG in {layers}", partial(_perturb_attention, self.folder, self.pag_applied_layers)))
+        if not edits:
+            return
+        label = " and ".join(label for label, _ in edits)
+        request.unet = self.models.edit("unet", label, partial(_edited, edits, self.size_multiple))
+        if self.device_loop and request.unet != "unet":
+            vars(self).pop("loop", None)  # which holds the UNet's session
+            warn_once(f"latents go through the host at every step: the UNet's graph is another for {request.unet[5:]}.")
 
     def _condition(self, request: Request) -> Conditioning | PromptTokens:
         """Return the conditioning of the prompts, or their tokens if the text encoders run on the device, too."""
@@ -117,6 +146,35 @@ class SamplingMixin(PipelineState):
             warn_once(f"latents go through the host at every step: {schedule.reason}")
             return False
         return True
+
+
+def _edited(edits: Sequence[tuple[str, Edit]], size_multiple: int, path: Path) -> bytes | None:
+    """Return the UNet at `path` with edits of its graph, serialized over its data; None if they change nothing."""
+    from sd_ort.graphs.load import load, serialize_over_data
+
+    model = load(path)
+    changed = [edit(model, size_multiple) for _, edit in edits]
+    return serialize_over_data(model, path.parent) if any(changed) else None
+
+
+def _crop_upsampling(model: ir.Model, size_multiple: int) -> bool:
+    from sd_ort.graphs.unet import crop_upsampling, requires_even_sizes
+
+    if not requires_even_sizes(model):
+        return False
+    try:
+        crop_upsampling(model)
+    except InputError as error:
+        raise InputError(f"height and width must be multiples of {size_multiple}: {error}") from error
+    return True
+
+
+def _perturb_attention(folder: Path, patterns: Sequence[str], model: ir.Model, _: int) -> bool:
+    from sd_ort.graphs.perturbed_attention import perturb_attention, self_attention_layers
+
+    recipes = read_recipes(folder).get("unet", {})
+    perturb_attention(model, recipes, self_attention_layers(recipes, patterns))
+    return True
 
 
 def _arrays(conditioning: Conditioning) -> dict[str, np.ndarray]:

@@ -111,6 +111,6 @@ def check_finite(values: np.ndarray, component: str) -> None:
     """Raise SdOrtError if an output of a component has NaN or infinite values, which would be a black image."""
     if not np.isfinite(values).all():
         raise SdOrtError(
-            f"the {component} gave numbers that are not finite (NaN or infinite), and no picture: optimize it again "
+            f"the {component} gave numbers that are not finite (NaN or infinite), and no image: optimize it again "
             "without --float16 or with --calibrate, or take a lower guidance scale."
         )

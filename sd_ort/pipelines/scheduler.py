@@ -60,9 +60,9 @@ class PipelineScheduler:
         names = ("timesteps", "sigmas", "original_inference_steps", *(["strength"] if with_strength else []))
         options = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
         if not options.keys() - {"strength"} and (not options or self.name == "LCMScheduler"):
-            found = self._numpy(request.num_inference_steps, request.eta, **options)
-            if found is not None:
-                return found
+            numpy_timetable = self._numpy(request.num_inference_steps, request.eta, **options)
+            if numpy_timetable is not None:
+                return numpy_timetable
         from sd_ort.checkpoints.schedule import DiffusersTimetable
 
         return DiffusersTimetable(self.diffusers, request.num_inference_steps, request.eta, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,3 +28,10 @@ class PipelineState:
     is_xl: bool
     safety_checker: bool
     device_loop: bool
+    pag_applied_layers: Sequence[str] = ()
+    HAS_SEPARATE_COMPONENTS: bool
+
+    @property
+    def size_multiple(self) -> int:
+        """Pixels of which heights and widths are multiples if they halve evenly at every level of the UNet."""
+        raise NotImplementedError

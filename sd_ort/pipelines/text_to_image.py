@@ -26,7 +26,7 @@ from sd_ort.checkpoints.signatures import controlnet_scale, default_latents, lat
 from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import check_component, read_index
+from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
@@ -41,6 +41,7 @@ from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import (
     IMAGE_ARGUMENTS,
+    PAG_ARGUMENTS,
     Generator,
     Picture,
     Prompt,
@@ -74,11 +75,13 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     """
 
     # Classes in a model_index.json that can be run: diffusers' and Optimum's names.
-    KINDS = re.compile(r"(StableDiffusion(XL)?(ControlNet)?|LatentConsistencyModel)(Img2Img|Inpaint)?Pipeline$")
+    KINDS = re.compile(r"(StableDiffusion(XL)?(ControlNet)?(PAG)?|LatentConsistencyModel)(Img2Img|Inpaint)?Pipeline$")
     REQUIRED_COMPONENTS: tuple[str, ...] = ("unet", "vae_decoder")
     HAS_SEPARATE_COMPONENTS = True  # whether the text encoders are components of their own
+    PAG = ""  # "PAG" in the classes that take pag_scale
     DEFAULT_SIZE_UNLESS_BOTH = True  # whether height or width alone is ignored
     CAN_INTERRUPT = True  # whether a callback that sets `_interrupt` ends the loop
+    CONTROLNET_READS_CHANGES = True  # whether ControlNets read what a callback changes
     CHANGES_LAST_LATENTS = True  # whether the latents that a callback returns after the last step are decoded
     TASK = ""  # in the names of diffusers' classes
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
@@ -211,8 +214,10 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if consistency.startswith("LatentConsistencyModel") and cls.TASK != "Inpaint":
             name = f"LatentConsistencyModel{cls.TASK}Pipeline"
         else:
-            name = f"StableDiffusion{'XL' * is_xl}{'ControlNet' * ('controlnet' in models)}{cls.TASK}Pipeline"
-        family: type = getattr(sd_ort, name)
+            name = f"StableDiffusion{'XL' * is_xl}{'ControlNet' * ('controlnet' in models)}{cls.PAG}{cls.TASK}Pipeline"
+        family: type | None = getattr(sd_ort, name, None)
+        if family is None:
+            raise InputError(f"There is no {name}, in diffusers neither: use the class without PAG.")
         return family
 
     @cached_property
@@ -252,17 +257,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @property
     def size_multiple(self) -> int:
-        """Heights and widths in pixels that are multiples of this halve evenly at every level of the UNet; most graphs
-        can draw no others."""
+        """Heights and widths in pixels that are multiples of this halve evenly at every level of the UNet."""
         return self.vae_scale_factor * latent_multiple(self.unet_config)
-
-    @cached_property
-    def _doubles(self) -> bool:
-        """Whether only sizes that halve evenly can be drawn (`graphs.unet`)."""
-        from sd_ort.graphs.load import load
-        from sd_ort.graphs.unet import requires_even_sizes
-
-        return requires_even_sizes(load(check_component(self.folder, "unet")))
 
     # --- Drawing ----------------------------------------------------------------------------------------------------
 
@@ -290,8 +286,9 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def _generate(self, call: Mapping[str, Any]) -> Any:
         """Check the arguments of a call, the locals of `__call__`, generate, and return what the caller asked for."""
         named = {n: v for n, v in call.items() if n not in ("self", "kwargs") and not isinstance(v, DefaultNumber)}
-        given = named | call["kwargs"]
-        asked = request(self._defaults, self.REJECTED_ARGUMENTS, given)
+        given = named | call.get("kwargs", {})
+        rejected = (*self.REJECTED_ARGUMENTS, *(() if self.PAG else PAG_ARGUMENTS))
+        asked = request(self._defaults, rejected, given)
         self._read_images(asked)
         return self._answer(asked, self._size(asked))
 
@@ -360,7 +357,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         """Check the rest of a request, draw, and give back what was asked for."""
         request.size = size
         request.check(self._scheduler.trained)
-        check_size(size, self.vae_scale_factor, self.size_multiple, lambda: self._doubles)
+        check_size(size, self.vae_scale_factor if self.HAS_SEPARATE_COMPONENTS else self.size_multiple)
         if unknown := set(request.callback_tensors) - set(self._callback_tensor_inputs):
             names = ", ".join(self._callback_tensor_inputs)
             raise InputError(f"callback_on_step_end reads no {unknown.pop()} in this pipeline: it reads {names}.")
@@ -378,6 +375,9 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             request.clip_skip,
         )
         self._cross_attention_kwargs, self._interrupt = request.cross_attention_kwargs, False
+        request.is_perturbed = bool(request.pag_scale > 0 and self.pag_applied_layers)
+        self._pag_scale, self._pag_adaptive_scale = request.pag_scale, request.pag_adaptive_scale
+        self._prepare_unet(request)
         self._denoising_end, self._denoising_start = request.denoising_end, request.denoising_start
         request.pictures = self.encode_ip_adapter_images(request)
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)

@@ -5,8 +5,9 @@ Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,13 +16,17 @@ from sd_ort.checkpoints.flow_match import FlowMatchSchedule, InpaintBlend
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable
 from sd_ort.pipelines.noise import draw_noise, sources
-from sd_ort.pipelines.request import Generator, Picture, Prompt
+from sd_ort.pipelines.request import Generator, Picture, Prompt, StepCallback
 from sd_ort.pipelines.transformer_pipelines import (
+    TEXT_TOKENS,
     FluxPipeline,
     StableDiffusion3Pipeline,
     TransformerPipeline,
-    named,
+    arguments,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _repeated(x: np.ndarray, count: int, what: str) -> np.ndarray:
@@ -39,15 +44,14 @@ class _ImageStart(TransformerPipeline):
     STARTS_FROM_NOISE = False  # at strength 1, and not from what the first sigma leaves of the image
 
     def _start(
-        self, shape: tuple[int, ...], generator: Generator, latents: Any, schedule: FlowMatchSchedule,
-        size: tuple[int, int], image: Picture | None = None, mask_image: Picture | None = None, strength: float = 1.0,
-        **_: Any,
-    ) -> tuple[np.ndarray, InpaintBlend | None]:  # fmt: skip
-        picture, masks = readable(image), None
+        self, shape: tuple[int, ...], call: SimpleNamespace, schedule: FlowMatchSchedule, size: tuple[int, int]
+    ) -> tuple[np.ndarray, InpaintBlend | None]:
+        generator, latents, strength = call.generator, call.latents, call.strength
+        picture, masks = readable(call.image), None
         if latents is not None and (latents := as_array(latents)).shape != shape:
             raise InputError(f"latents of shape {latents.shape} were given where {shape} are needed.")
         if self.INPAINTS:
-            masks = preprocess(readable(mask_image, "mask"), *size, mask=True)
+            masks = preprocess(readable(call.mask_image, "mask"), *size, mask=True)
         elif latents is not None:
             return latents, None
         if isinstance(generator, Sequence) and len(generator) != shape[0]:
@@ -69,36 +73,51 @@ class _ImageStart(TransformerPipeline):
 class StableDiffusion3Img2ImgPipeline(_ImageStart, StableDiffusion3Pipeline):
     """Image to image with Stable Diffusion 3 and 3.5 pipeline folders."""
 
+    _callback_tensor_inputs = ("latents", "prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds")
+
     def __call__(  # type: ignore[override]
-        self, prompt: Prompt, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
+        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
         height: int | None = None, width: int | None = None, image: Picture | None = None, strength: float = 0.6,
         num_inference_steps: int = 50, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
         negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        negative_prompt_3: Prompt | None = None, num_images_per_prompt: int = 1, generator: Generator = None,
-        latents: Any = None, output_type: str = "pil", return_dict: bool = True, max_sequence_length: int = 256,
+        negative_prompt_3: Prompt | None = None, num_images_per_prompt: int | None = 1, generator: Generator = None,
+        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
+        negative_pooled_prompt_embeds: Tensor | None = None, output_type: str | None = "pil",
+        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
+        return_dict: bool = True, joint_attention_kwargs: Mapping[str, Any] | None = None,
+        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 256,
         mu: float | None = None, progress: bool = False, **unsupported: Any,
     ) -> Any:  # fmt: skip
         """Generate from `image`, which is resized to height and width. The arguments are those of diffusers."""
-        return self._generate(**named(locals()))
+        return self._generate(arguments(locals()))
 
 
 class StableDiffusion3InpaintPipeline(_ImageStart, StableDiffusion3Pipeline):
     """Inpainting with Stable Diffusion 3 and 3.5 pipeline folders: generates where a mask is white."""
 
     INPAINTS = STARTS_FROM_NOISE = True
+    _callback_tensor_inputs = ("latents", "prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds")
 
     def __call__(  # type: ignore[override]
-        self, prompt: Prompt, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
-        image: Picture | None = None, mask_image: Picture | None = None, masked_image_latents: Any = None,
+        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
+        image: Picture | None = None, mask_image: Picture | None = None, masked_image_latents: Tensor | None = None,
         height: int | None = None, width: int | None = None, padding_mask_crop: int | None = None,
         strength: float = 0.6, num_inference_steps: int = 50, sigmas: Sequence[float] | None = None,
         guidance_scale: float = 7.0, negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        negative_prompt_3: Prompt | None = None, num_images_per_prompt: int = 1, generator: Generator = None,
-        latents: Any = None, output_type: str = "pil", return_dict: bool = True, max_sequence_length: int = 256,
+        negative_prompt_3: Prompt | None = None, num_images_per_prompt: int | None = 1, generator: Generator = None,
+        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
+        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
+        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
+        return_dict: bool = True, joint_attention_kwargs: Mapping[str, Any] | None = None,
+        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 256,
         mu: float | None = None, progress: bool = False, **unsupported: Any,
     ) -> Any:  # fmt: skip
         """Generate where `mask_image` is white (1). The arguments are those of diffusers."""
-        return self._generate(**_without_crop(named(locals())))
+        return self._generate(arguments(locals()))
 
     def _output(self, latents: np.ndarray, output_type: str, return_dict: bool) -> Any:
         mean, factor = latent_scale(self.vae.config)
@@ -109,15 +128,22 @@ class FluxImg2ImgPipeline(_ImageStart, FluxPipeline):
     """Image to image with FLUX.1 pipeline folders."""
 
     def __call__(  # type: ignore[override]
-        self, prompt: Prompt, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
+        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
         negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, image: Picture | None = None,
         height: int | None = None, width: int | None = None, strength: float = 0.6, num_inference_steps: int = 28,
-        sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0, num_images_per_prompt: int = 1,
-        generator: Generator = None, latents: Any = None, output_type: str = "pil", return_dict: bool = True,
-        max_sequence_length: int = 512, progress: bool = False, **unsupported: Any,
+        sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0, num_images_per_prompt: int | None = 1,
+        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
+        pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
+        ip_adapter_image_embeds: Sequence[Tensor] | None = None, negative_ip_adapter_image: Picture | None = None,
+        negative_ip_adapter_image_embeds: Sequence[Tensor] | None = None,
+        negative_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
+        output_type: str | None = "pil", return_dict: bool = True,
+        joint_attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = TEXT_TOKENS,
+        progress: bool = False, **unsupported: Any,
     ) -> Any:  # fmt: skip
         """Generate from `image`, which is resized to height and width. The arguments are those of diffusers."""
-        return self._generate(**named(locals()))
+        return self._generate(arguments(locals()))
 
 
 class FluxInpaintPipeline(_ImageStart, FluxPipeline):
@@ -126,20 +152,21 @@ class FluxInpaintPipeline(_ImageStart, FluxPipeline):
     INPAINTS = TAKES_UNPACKED_LATENTS = True
 
     def __call__(  # type: ignore[override]
-        self, prompt: Prompt, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
+        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
         negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, image: Picture | None = None,
-        mask_image: Picture | None = None, masked_image_latents: Any = None, height: int | None = None,
+        mask_image: Picture | None = None, masked_image_latents: Tensor | None = None, height: int | None = None,
         width: int | None = None, padding_mask_crop: int | None = None, strength: float = 0.6,
         num_inference_steps: int = 28, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
-        num_images_per_prompt: int = 1, generator: Generator = None, latents: Any = None, output_type: str = "pil",
-        return_dict: bool = True, max_sequence_length: int = 512, progress: bool = False, **unsupported: Any,
+        num_images_per_prompt: int | None = 1, generator: Generator = None, latents: Tensor | None = None,
+        prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
+        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
+        negative_ip_adapter_image: Picture | None = None,
+        negative_ip_adapter_image_embeds: Sequence[Tensor] | None = None,
+        negative_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
+        output_type: str | None = "pil", return_dict: bool = True,
+        joint_attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = TEXT_TOKENS,
+        progress: bool = False, **unsupported: Any,
     ) -> Any:  # fmt: skip
         """Generate where `mask_image` is white (1). The arguments are those of diffusers."""
-        return self._generate(**_without_crop(named(locals())))
-
-
-def _without_crop(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Move the arguments of diffusers' inpainting that are not supported to `unsupported`."""
-    for name in ("masked_image_latents", "padding_mask_crop"):
-        arguments["unsupported"][name] = arguments.pop(name)
-    return arguments
+        return self._generate(arguments(locals()))

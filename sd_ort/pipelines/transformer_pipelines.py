@@ -7,48 +7,132 @@ gives the image of diffusers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sd_ort import demo
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.conditioning import text_length, token_ids
-from sd_ort.checkpoints.configs import component_config, scheduler_config
-from sd_ort.checkpoints.diffusion_transformers import FAMILIES
+from sd_ort.checkpoints.configs import Config, component_config, scheduler_config
+from sd_ort.checkpoints.diffusion_transformers import FAMILIES, encoder_mismatch
+from sd_ort.checkpoints.generation_defaults import demo_defaults
 from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
 from sd_ort.checkpoints.tokenizer import ClipTokenizer
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import read_index
+from sd_ort.core.pipeline_folder import HOISTED, read_index
 from sd_ort.core.progress import announce, print_line, step_bar
 from sd_ort.model_cache import open_model
-from sd_ort.pipelines.arguments import check_numbers, check_text
+from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite
 from sd_ort.pipelines.diffusers_compat import loading_options
 from sd_ort.pipelines.images import as_array, finished
+from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Prompt
+from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Picture, Prompt, StepCallback
 from sd_ort.pipelines.sampling_job import check_finite
+from sd_ort.pipelines.transformer_steps import TransformerSteps
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO
+from sd_ort.runtime.session import Model
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LONGEST_TEXT = 512  # T5 tokens, as in diffusers
+TEXT_TOKENS = DefaultInt(LONGEST_TEXT)
 STEP_LIMIT = 5000  # denoising steps
 # Options of StableDiffusionPipeline.from_pretrained that change nothing here at these values.
 UNUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "scheduler": (None,), "device_loop": (None, False), "graph": (None, False), "controlnet": (None, (), []),
-    "split_guidance": (None,), "unet_on": (None,), "decode_on": (None,), "safety_checker": (None, True, False),
+    "scheduler": (None,), "device_loop": (None, False), "split_guidance": (None,),
+    "unet_on": (None,), "decode_on": (None,), "safety_checker": (None, True, False),
+}  # fmt: skip
+_NO_ADAPTER = "IP-Adapters of diffusion transformers are not supported: use diffusers"
+# Arguments that are refused unless they are None, with the reason.
+UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
+    "ip_adapter_image": _NO_ADAPTER, "ip_adapter_image_embeds": _NO_ADAPTER, "negative_ip_adapter_image": _NO_ADAPTER,
+    "negative_ip_adapter_image_embeds": _NO_ADAPTER,
+    "clip_skip": "the CLIP encoders of this folder return one hidden state: use diffusers",
+    "skip_guidance_layers": "the blocks of an exported transformer are fixed: use diffusers for skip-layer guidance",
+    "control_image": "ControlNets of diffusion transformers are not supported: use diffusers",
+    "masked_image_latents": "give mask_image, from which they are computed",
+    "padding_mask_crop": "crop image and mask_image instead",
 }  # fmt: skip
 
 
-class TransformerPipeline:
-    """Components, text encoding and sampling loop of the pipelines of this module."""
+@dataclass
+class Denoising:
+    """The latents of one call before its first step, and all that its steps read.
+
+    Attributes:
+        sample: Latents as the transformer reads them.
+        schedule: Timesteps and sigmas.
+        prompts: Inputs of the transformer that depend on the prompt; then, with guidance in calls of their own, those
+            of the negative prompt.
+        fixed: The other inputs of the transformer that are the same in each step.
+        timestep_scale: Factor of the schedule's timesteps in the transformer's input.
+        guidance_scale: Scale of classifier-free guidance; None without guidance.
+        one_call: Whether rows of the negative prompt precede those of the prompt in one call.
+        blend: Restores the region outside of a mask; None without one.
+        references: Tokens (B, R, C) of reference images, which follow the latents; None without any.
+        tensors: Other tensors that a callback may read, by name.
+    """
+
+    sample: np.ndarray
+    schedule: flow_match.FlowMatchSchedule
+    prompts: list[dict[str, np.ndarray]]
+    fixed: dict[str, np.ndarray] = field(default_factory=dict)
+    timestep_scale: float = 1.0
+    guidance_scale: float | None = None
+    one_call: bool = False
+    blend: flow_match.InpaintBlend | None = None
+    references: np.ndarray | None = None
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def steps(self, models: Mapping[str, Model]) -> TransformerSteps:
+        """Return the transformer's calls for the prompts as these are now."""
+        timesteps = self.schedule.timesteps * np.float32(self.timestep_scale)
+        return TransformerSteps(models, [{**prompt, **self.fixed} for prompt in self.prompts], timesteps)
+
+    def hidden_states(self) -> np.ndarray:
+        """Return the latents as a call of the transformer reads them."""
+        sample = self.sample if self.references is None else np.concatenate([self.sample, self.references], 1)
+        return np.concatenate([sample, sample]) if self.one_call else sample
+
+    def guided(self, predictions: list[np.ndarray]) -> np.ndarray:
+        """Return the prediction of a step from the outputs of its calls."""
+        if self.references is not None:
+            predictions = [each[:, : self.sample.shape[1]] for each in predictions]
+        if self.guidance_scale is None:
+            return predictions[0]
+        negative, positive = np.split(predictions[0], 2) if self.one_call else predictions[::-1]
+        combined: np.ndarray = negative + np.float32(self.guidance_scale) * (positive - negative)
+        return combined
+
+    def step(self, i: int, prediction: np.ndarray) -> None:
+        """Replace the latents by those after step i."""
+        self.sample = self.schedule.step(i, prediction, self.sample)
+        if self.blend is not None:
+            self.sample = self.blend.apply(self.schedule, i, self.sample)
+
+
+class TransformerPipeline(LoraMixin):
+    """Components, text encoding and sampling loop of the pipelines of diffusion transformers."""
 
     CLASS = ""  # the model class of the transformer
     INDEX_CLASS = ""  # the pipeline class of the folder
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without
     REQUIRED_COMPONENTS: tuple[str, ...] = ("transformer", "vae_decoder")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds")
+    LORA_COMPONENTS = ("transformer", "text_encoder", "text_encoder_2")
+    _interrupt = False  # a callback sets it to end the loop
+    _num_timesteps = 0
+    _guidance_scale = 0.0
+    progress_bar_config: Mapping[str, Any] = {}
 
     def __init__(
         self, folder: Path, models: Components, *, vae_tiling: bool = False, vae_slicing: bool = False
@@ -57,6 +141,7 @@ class TransformerPipeline:
         self.folder, self.models = folder, models
         self.index = read_index(folder)
         self.transformer_config = component_config(folder, "transformer", required=True)
+        self.unet_config = self.transformer_config  # of the denoiser, for LoRAs
         self.family = FAMILIES[self.CLASS]
         self.vae = Vae(
             models, component_config(folder, "vae_decoder", required=True), tiling=vae_tiling, slicing=vae_slicing
@@ -64,9 +149,12 @@ class TransformerPipeline:
         self.vae_scale_factor = self.vae.scale_factor
         self.scheduler_config = scheduler_config(folder)
         flow_match.check_config(self.scheduler_config)
+        self._open_tokenizers()
+
+    def _open_tokenizers(self) -> None:
         self.encoders = [name for name in ("text_encoder", "text_encoder_2", "text_encoder_3") if self._has(name)]
         self.t5 = next((name for name in self.encoders if self.index[name][1] == "T5EncoderModel"), None)
-        tokenizers = {name: folder / name.replace("text_encoder", "tokenizer") for name in self.encoders}
+        tokenizers = {name: self.folder / name.replace("text_encoder", "tokenizer") for name in self.encoders}
         self.clip_tokenizers = {name: ClipTokenizer(path) for name, path in tokenizers.items() if name != self.t5}
         self.t5_tokenizer = T5Tokenizer(tokenizers[self.t5]) if self.t5 else None
 
@@ -80,6 +168,7 @@ class TransformerPipeline:
         provider: str = AUTO,
         *,
         low_memory: bool = False,
+        graph: bool | None = None,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
         config: str | None = None,
@@ -87,8 +176,13 @@ class TransformerPipeline:
     ) -> Any:
         """Load a pipeline folder or a checkpoint on a provider, as `StableDiffusionPipeline.from_pretrained` does.
 
-        Raises InputError for a folder of another pipeline, an incomplete one, and an option that is not supported.
+        `low_memory`: one component is in memory at a time. Text encoders are dropped before the first step, the
+        transformer before the images are decoded. `graph`: capture the transformer's steps as GPU graphs; None
+        where the provider can. Raises InputError for a folder of another pipeline, an incomplete one, and an option
+        that is not supported.
         """
+        if options.pop("controlnet", None):
+            raise InputError(f"{cls.__name__} takes no controlnet: {UNSUPPORTED_ARGUMENTS['control_image']}.")
         for name, values in UNUSED_OPTIONS.items():
             if options.get(name) not in values:
                 raise InputError(f"{cls.__name__} does not support {name}: leave it out.")
@@ -97,18 +191,47 @@ class TransformerPipeline:
         folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
         if choice.reason:
             announce(choice.line)
-        index = read_index(folder)
-        if index.get("_class_name") != cls.INDEX_CLASS:
-            raise InputError(f"{folder} holds a {index.get('_class_name')}, not a {cls.__name__}.")
+        cls.check_folder(folder)
         session_options = loading_options(options, folder)
-        models = Components(folder, choice.provider, session_options, low_memory=low_memory, graph=False)
+        models = Components(folder, choice.provider, session_options, low_memory=low_memory, graph=graph)
         names = [*dict.fromkeys((*cls.ENCODERS, *(n for n in models if n.startswith("text_encoder"))))]
-        needed = [*names, *cls.REQUIRED_COMPONENTS]
+        parts = HOISTED["transformer"].values()
+        needed = [*names, *(parts if any(n in models for n in parts if n != "transformer") else ())]
+        needed = [*dict.fromkeys((*needed, *cls.REQUIRED_COMPONENTS))]
         models.require(*needed)
         pipeline = cls(folder, models, vae_tiling=vae_tiling, vae_slicing=vae_slicing)
         if not low_memory:
             models.open(needed)
         return pipeline
+
+    @classmethod
+    def check_folder(cls, folder: Path) -> None:
+        """Raise InputError for a folder of another pipeline, or with text encoders of other classes."""
+        index = read_index(folder)
+        if index.get("_class_name") != cls.INDEX_CLASS:
+            raise InputError(f"{folder} holds a {index.get('_class_name')}, not a {cls.__name__}.")
+        if mismatch := encoder_mismatch(index):
+            raise InputError(f"{folder} {mismatch}: export the whole pipeline.")
+
+    @classmethod
+    def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
+        """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
+        if not isinstance(file, (str, Path)) or not Path(file).is_file():
+            raise InputError(f"{file}: no such file.")
+        return cls.from_pretrained(file, provider, **options)
+
+    @classmethod
+    def from_pipe(cls, pipeline: Any, **_: Any) -> Any:
+        """Return a pipeline of this class over another one's folder, open sessions and LoRAs.
+
+        Raises InputError if the folder is of another family, or lacks a component.
+        """
+        cls.check_folder(pipeline.folder)
+        pipeline.models.require(*cls.REQUIRED_COMPONENTS)
+        tiling = {"vae_tiling": pipeline.vae.use_tiling, "vae_slicing": pipeline.vae.use_slicing}
+        other = cls(pipeline.folder, pipeline.models, **tiling)
+        other.loras, other.lora_state = pipeline.loras, pipeline.lora_state
+        return other
 
     @property
     def scheduler_name(self) -> str:
@@ -117,11 +240,40 @@ class TransformerPipeline:
     @property
     def default_size(self) -> int:
         """Height and width in pixels if none are given, as in diffusers."""
+        if demo_defaults(self.folder):
+            return demo.HEIGHT
         return int(self.transformer_config.get("sample_size") or 128) * self.vae_scale_factor
 
-    def load_lora_weights(self, *_: Any, **__: Any) -> None:
-        """Raises InputError: LoRAs of diffusion transformers are not supported."""
-        raise InputError(f"{type(self).__name__} does not support LoRAs.")
+    @property
+    def config(self) -> Config:
+        """The folder's model_index.json."""
+        return Config(self.index)
+
+    @property
+    def num_timesteps(self) -> int:
+        """Number of steps of the last call."""
+        return self._num_timesteps
+
+    @property
+    def guidance_scale(self) -> float:
+        return self._guidance_scale
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether a callback set `_interrupt`, which ends the loop."""
+        return self._interrupt
+
+    def set_progress_bar_config(self, **config: Any) -> None:
+        """Set options of the progress bar; `disable=True` hides it."""
+        self.progress_bar_config = config
+
+    def enable_vae_tiling(self) -> None:
+        """Decode images larger than the model's own in overlapping tiles."""
+        self.vae.enable_tiling()
+
+    def enable_vae_slicing(self) -> None:
+        """Decode one image of a batch after the other."""
+        self.vae.enable_slicing()
 
     def load_textual_inversion(self, *_: Any, **__: Any) -> None:
         """Raises InputError: textual inversion is not supported."""
@@ -139,29 +291,74 @@ class TransformerPipeline:
 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
-    def _check(
-        self, height: int | None, width: int | None, steps: int | None, images: int, output_type: str,
-        text_limit: int, unsupported: Mapping[str, Any], **scales: float | None,
-    ) -> tuple[int, int, int]:  # fmt: skip
+    def _check(self, call: SimpleNamespace, **scales: float | None) -> tuple[int, int, int]:
         """Return height, width and steps with defaults. Raises InputError for arguments that cannot be used."""
-        if name := next((name for name, value in unsupported.items() if value is not None), None):
-            raise InputError(f"{type(self).__name__} does not support the argument {name}.")
-        check_numbers(height, width, images, **scales)
-        height, width = height or self.default_size, width or self.default_size
-        multiple = 2 * self.vae_scale_factor
+        kind = type(self).__name__
+        if unknown := [name for name, value in call.unsupported.items() if value is not None]:
+            raise InputError(f"{kind} does not support the argument {unknown[0]}.")
+        for name, reason in UNSUPPORTED_ARGUMENTS.items():
+            if getattr(call, name, None) is not None:
+                raise InputError(f"{kind} does not support the argument {name}: {reason}.")
+        call.num_images_per_prompt = 1 if call.num_images_per_prompt is None else call.num_images_per_prompt
+        check_numbers(call.height, call.width, call.num_images_per_prompt, **scales)
+        height, width = call.height or self.default_size, call.width or self.default_size
+        multiple = self.size_multiple
         if height % multiple or width % multiple:
             raise InputError(f"height {height} and width {width} must be multiples of {multiple}.")
         patches = self.family.max_patches(self.transformer_config)
         if patches is not None and max(height, width) > patches * multiple:
             raise InputError(f"{height} x {width} is too large for this model: at most {patches * multiple} a side.")
-        steps = self.family.steps if steps is None else steps
+        if isinstance(call.max_sequence_length, DefaultInt) and demo_defaults(self.folder):
+            call.max_sequence_length = demo.TEXT_LENGTH
+        steps = self.family.steps if call.num_inference_steps is None else call.num_inference_steps
         if not 1 <= steps <= STEP_LIMIT:
             raise InputError(f"{steps} steps are not between 1 and {STEP_LIMIT}.")
-        if not 1 <= text_limit <= LONGEST_TEXT:
-            raise InputError(f"max_sequence_length must be between 1 and {LONGEST_TEXT}, got {text_limit}.")
-        if output_type not in OUTPUT_TYPES:
-            raise InputError(f"output_type {output_type!r} is unknown: use one of {', '.join(OUTPUT_TYPES)}.")
+        if not 1 <= call.max_sequence_length <= LONGEST_TEXT:
+            raise InputError(
+                f"max_sequence_length must be between 1 and {LONGEST_TEXT}, got {call.max_sequence_length}."
+            )
+        call.output_type = "pil" if call.output_type is None else call.output_type
+        if call.output_type not in OUTPUT_TYPES:
+            raise InputError(f"output_type {call.output_type!r} is unknown: use one of {', '.join(OUTPUT_TYPES)}.")
+        names = call.callback_on_step_end_tensor_inputs or ()
+        if unknown := [name for name in names if name not in self._callback_tensor_inputs]:
+            known = ", ".join(self._callback_tensor_inputs)
+            raise InputError(f"a callback of {kind} reads no {unknown[0]!r}: it reads {known}.")
+        self._check_attention_kwargs(getattr(call, "joint_attention_kwargs", None))
+        self._interrupt, self._guidance_scale = False, call.guidance_scale
         return height, width, steps
+
+    def _check_attention_kwargs(self, options: Any) -> None:
+        """Apply the scale of LoRAs in `options`. Raises InputError for other options."""
+        if unknown := [name for name in options or () if name != "scale"]:
+            raise InputError(f"{unknown[0]!r} in the attention kwargs is not supported: only scale, of LoRAs.")
+        scale = (options or {}).get("scale", 1.0)
+        if not is_finite(scale):
+            raise InputError(f"the scale of LoRAs must be a number, got {str(scale)[:80]!r}.")
+        self.scale_loras(float(scale))
+
+    @property
+    def size_multiple(self) -> int:
+        """Heights and widths in pixels are multiples of this."""
+        return 2 * self.vae_scale_factor
+
+    def _embedded(
+        self, embeds: Any, encode: Any, others: Sequence[Any] = (), what: str = "prompt_embeds"
+    ) -> tuple[np.ndarray, ...]:
+        """Return given embeddings as arrays, or those that `encode` returns.
+
+        Raises InputError if only some of the embeddings are given.
+        """
+        given = [as_array(each) for each in (embeds, *others) if each is not None]
+        if not given:
+            encoded: tuple[np.ndarray, ...] = encode()
+            return encoded
+        if len(given) != 1 + len(others):
+            raise InputError(f"{what} goes with the pooled embeddings of the same prompts: give both.")
+        if {len(each) for each in given} != {len(given[0])} or given[0].ndim != 3:
+            shapes = " and ".join(str(each.shape) for each in given)
+            raise InputError(f"embeddings of shape {shapes} do not fit together.")
+        return tuple(given)
 
     def _clip(self, name: str, prompts: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the outputs of a CLIP text encoder."""
@@ -186,22 +383,48 @@ class TransformerPipeline:
         return draw_noise(shape, sources(generator))
 
     def _start(
-        self, shape: tuple[int, ...], generator: Generator, latents: Any, schedule: flow_match.FlowMatchSchedule,
-        size: tuple[int, int], **images: Any,
+        self, shape: tuple[int, ...], call: SimpleNamespace, schedule: flow_match.FlowMatchSchedule,
+        size: tuple[int, int],
     ) -> tuple[np.ndarray, flow_match.InpaintBlend | None]:  # fmt: skip
         """Return the latents (B, C, h, w) before the first step, and what inpainting needs after each. size: in pixels.
 
-        images: none here; those of the pipelines that start from an image.
+        Pipelines that start from an image override it.
         """
-        sample = self._noise(shape, generator, shape[0]) if latents is None else as_array(latents)
+        sample = self._noise(shape, call.generator, shape[0]) if call.latents is None else as_array(call.latents)
         if sample.shape != shape:
             raise InputError(f"latents of shape {sample.shape} were given where {shape} are needed.")
         return sample, None
 
-    def _predict(self, **inputs: Any) -> np.ndarray:
-        prediction = self.models["transformer"](**inputs)["out_hidden_states"].astype(np.float32)
-        check_finite(prediction, "transformer")
-        return prediction
+    def _denoise(self, job: Denoising, call: SimpleNamespace) -> np.ndarray:
+        """Run the steps of a call and return the latents after the last one."""
+        steps = len(job.schedule.timesteps)
+        self._num_timesteps = steps
+        predict = job.steps(self.models)
+        with step_bar(range(steps), call.progress and not self.progress_bar_config.get("disable")) as bar:
+            for i in bar:
+                if self._interrupt:
+                    break
+                prediction = job.guided(predict(i, job.hidden_states()))
+                check_finite(prediction, "transformer")
+                job.step(i, prediction)
+                if call.callback_on_step_end is not None and self._call_back(i, job, call):
+                    predict = job.steps(self.models)
+        return job.sample
+
+    def _call_back(self, i: int, job: Denoising, call: SimpleNamespace) -> bool:
+        """Call the callback after step i, and replace the tensors that it returns. Returns whether prompts changed."""
+        import torch
+
+        inputs = {"prompt_embeds": "encoder_hidden_states", "pooled_prompt_embeds": "pooled_projections"}
+        values = {name: job.prompts[0][key] for name, key in inputs.items() if key in job.prompts[0]}
+        values |= {**job.tensors, "latents": job.sample}
+        tensors = {name: torch.from_numpy(values[name].copy()) for name in call.callback_on_step_end_tensor_inputs}
+        changed = call.callback_on_step_end(self, i, torch.tensor(job.schedule.timesteps[i]), tensors) or {}
+        if "latents" in changed:
+            job.sample = as_array(changed["latents"])
+        replaced = {key: as_array(changed[name]) for name, key in inputs.items() if name in changed}
+        job.prompts[0] |= {key: array for key, array in replaced.items() if key in job.prompts[0]}
+        return bool(replaced)
 
     def _output(self, latents: np.ndarray, output_type: str, return_dict: bool) -> Any:
         """Return what the caller asked for. latents: (B, C, h, w)."""
@@ -211,24 +434,26 @@ class TransformerPipeline:
         return PipelineOutput(images) if return_dict else (images,)
 
 
-def _latents_as_output(latents: np.ndarray, return_dict: bool) -> Any:
+def latents_as_output(latents: np.ndarray, return_dict: bool) -> Any:
     import torch
 
     tensor = torch.from_numpy(latents)
     return PipelineOutput(tensor) if return_dict else (tensor,)
 
 
-def named(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a method from its `locals()`."""
-    return {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+def arguments(values: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the arguments of a call from the `locals()` of its method."""
+    return SimpleNamespace(**{name: value for name, value in values.items() if name not in ("self", "__class__")})
 
 
-def prompt_list(prompt: Prompt, other: Prompt | None = None, count: int | None = None) -> list[str]:
+def prompt_list(prompt: Prompt | None, other: Prompt | None = None, count: int | None = None) -> list[str]:
     """Return prompts as a list; `other` replaces `prompt` if it is not empty. `count`: of prompts, for a single text.
 
     Raises InputError for a value that is no text, and for another number of prompts.
     """
     value = other or prompt
+    if value is None:
+        raise InputError("no prompt was given: give prompt, or prompt_embeds.")
     texts = [value] * (count or 1) if isinstance(value, str) else list(value)
     check_text(texts)
     if not texts or (count is not None and len(texts) != count):
@@ -236,14 +461,20 @@ def prompt_list(prompt: Prompt, other: Prompt | None = None, count: int | None =
     return texts
 
 
+def repeated(array: np.ndarray, images: int) -> np.ndarray:
+    """Return rows, one for each prompt, repeated for each image."""
+    return np.repeat(array, images, 0)
+
+
 class StableDiffusion3Pipeline(TransformerPipeline):
     """Text to image with Stable Diffusion 3 and 3.5 pipeline folders. Make one with `from_pretrained`."""
 
     CLASS, INDEX_CLASS = "SD3Transformer2DModel", "StableDiffusion3Pipeline"
     ENCODERS = ("text_encoder", "text_encoder_2")
+    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "pooled_prompt_embeds")
 
     def encode_prompt(
-        self, prompt: Prompt, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
+        self, prompt: Prompt | None, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
         max_sequence_length: int = 256, count: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Return the prompt embeddings (B, 77 + max_sequence_length, C) and the pooled ones (B, P), float32.
@@ -261,83 +492,69 @@ class StableDiffusion3Pipeline(TransformerPipeline):
         return np.concatenate([clip, t5], 1), np.concatenate([outputs["text_embeds"] for outputs in clips], -1)
 
     def __call__(
-        self,
-        prompt: Prompt,
-        prompt_2: Prompt | None = None,
-        prompt_3: Prompt | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        num_inference_steps: int | None = None,
-        sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 7.0,
-        negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None,
-        negative_prompt_3: Prompt | None = None,
-        num_images_per_prompt: int = 1,
-        generator: Generator = None,
-        latents: Any = None,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        max_sequence_length: int = 256,
-        mu: float | None = None,
-        progress: bool = False,
-        **unsupported: Any,
-    ) -> Any:
+        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
+        height: int | None = None, width: int | None = None, num_inference_steps: int = 28,
+        sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0, negative_prompt: Prompt | None = None,
+        negative_prompt_2: Prompt | None = None, negative_prompt_3: Prompt | None = None,
+        num_images_per_prompt: int | None = 1, generator: Generator = None, latents: Tensor | None = None,
+        prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
+        pooled_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
+        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
+        output_type: str | None = "pil", return_dict: bool = True,
+        joint_attention_kwargs: Mapping[str, Any] | None = None, clip_skip: int | None = None,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 256,
+        skip_guidance_layers: Sequence[int] | None = None, skip_layer_guidance_scale: float = 2.8,
+        skip_layer_guidance_stop: float = 0.2, skip_layer_guidance_start: float = 0.01, mu: float | None = None,
+        progress: bool = False, **unsupported: Any,
+    ) -> Any:  # fmt: skip
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
         A `guidance_scale` of 1 or less disables guidance. Returns a `PipelineOutput`, a tuple without `return_dict`.
         Raises InputError for arguments that cannot be used.
         """
-        return self._generate(**named(locals()))
+        return self._generate(arguments(locals()))
 
-    def _generate(
-        self, prompt: Prompt, prompt_2: Prompt | None, prompt_3: Prompt | None, height: int | None, width: int | None,
-        num_inference_steps: int | None, sigmas: Sequence[float] | None, guidance_scale: float,
-        negative_prompt: Prompt | None, negative_prompt_2: Prompt | None, negative_prompt_3: Prompt | None,
-        num_images_per_prompt: int, generator: Generator, latents: Any, output_type: str, return_dict: bool,
-        max_sequence_length: int, mu: float | None, progress: bool, unsupported: Mapping[str, Any],
-        strength: float = 1.0, **images: Any,
-    ) -> Any:  # fmt: skip
-        """The arguments as in `__call__` and, of a pipeline that starts from an image, its images and `strength`."""
-        height, width, steps = self._check(
-            height, width, num_inference_steps, num_images_per_prompt, output_type, max_sequence_length, unsupported,
-            guidance_scale=guidance_scale,
-        )  # fmt: skip
-        guided = guidance_scale > 1
-        embeddings, pooled = self.encode_prompt(prompt, prompt_2, prompt_3, max_sequence_length)
-        prompts = len(embeddings)
-        if guided:
-            negatives = (negative_prompt or "", negative_prompt_2, negative_prompt_3)
-            negative, negative_pooled = self.encode_prompt(*negatives, max_sequence_length, prompts)
-            embeddings = np.stack([negative, embeddings])
-            pooled = np.stack([negative_pooled, pooled])
-        else:
-            embeddings, pooled = embeddings[None], pooled[None]
-        # (halves, B, ...) -> negative rows first, each prompt repeated
-        embeddings, pooled = (
-            np.repeat(array, num_images_per_prompt, 1).reshape(-1, *array.shape[2:]) for array in (embeddings, pooled)
+    def _generate(self, call: SimpleNamespace) -> Any:
+        """Generate images. call: the arguments of `__call__`."""
+        height, width, steps = self._check(call, guidance_scale=call.guidance_scale)
+        guided, length = call.guidance_scale > 1, call.max_sequence_length
+        embeddings, pooled = self._embedded(
+            call.prompt_embeds,
+            lambda: self.encode_prompt(call.prompt, call.prompt_2, call.prompt_3, length),
+            [call.pooled_prompt_embeds],
         )
-        count, factor = prompts * num_images_per_prompt, self.vae_scale_factor
-        shape = (count, self.transformer_config["in_channels"], height // factor, width // factor)
+        count, images = len(embeddings), call.num_images_per_prompt
+        embeddings, pooled = repeated(embeddings, images), repeated(pooled, images)
+        tensors = {}
+        if guided:
+            texts = (call.negative_prompt or "", call.negative_prompt_2, call.negative_prompt_3)
+            negatives = self._embedded(
+                call.negative_prompt_embeds,
+                lambda: self.encode_prompt(*texts, length, count),
+                [call.negative_pooled_prompt_embeds],
+                "negative_prompt_embeds",
+            )
+            negative, negative_pooled = (repeated(each, images) for each in negatives)
+            if negative.shape != embeddings.shape:
+                raise InputError(f"negative embeddings of shape {negative.shape} go with {embeddings.shape}.")
+            tensors = {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled}
+            embeddings = np.concatenate([negative, embeddings])
+            pooled = np.concatenate([negative_pooled, pooled])
+        factor = self.vae_scale_factor
+        shape = (count * images, self.transformer_config["in_channels"], height // factor, width // factor)
         tokens = shape[2] * shape[3] // self.transformer_config["patch_size"] ** 2
-        schedule = flow_match.make_schedule(self.scheduler_config, steps, tokens, sigmas, mu).last_part(strength)
-        sample, blend = self._start(shape, generator, latents, schedule, (height, width), strength=strength, **images)
-        with step_bar(range(len(schedule.timesteps)), progress) as bar:
-            for i in bar:
-                prediction = self._predict(
-                    hidden_states=np.concatenate([sample, sample]) if guided else sample,
-                    encoder_hidden_states=embeddings,
-                    pooled_projections=pooled,
-                    timestep=schedule.timesteps[i : i + 1],
-                )
-                if guided:
-                    negative, positive = np.split(prediction, 2)
-                    prediction = negative + np.float32(guidance_scale) * (positive - negative)
-                sample = schedule.step(i, prediction, sample)
-                sample = sample if blend is None else blend.apply(schedule, i, sample)
-        if output_type == "latent":
-            return _latents_as_output(sample, return_dict)
-        return self._output(sample, output_type, return_dict)
+        schedule = flow_match.make_schedule(self.scheduler_config, steps, tokens, call.sigmas, call.mu)
+        schedule = schedule.last_part(getattr(call, "strength", 1.0))
+        sample, blend = self._start(shape, call, schedule, (height, width))
+        job = Denoising(
+            sample, schedule, [{"encoder_hidden_states": embeddings, "pooled_projections": pooled}],
+            guidance_scale=call.guidance_scale if guided else None, one_call=guided, blend=blend, tensors=tensors,
+        )  # fmt: skip
+        sample = self._denoise(job, call)
+        if call.output_type == "latent":
+            return latents_as_output(sample, call.return_dict)
+        return self._output(sample, call.output_type, call.return_dict)
 
 
 class FluxPipeline(TransformerPipeline):
@@ -348,8 +565,9 @@ class FluxPipeline(TransformerPipeline):
     TAKES_UNPACKED_LATENTS = False  # (B, C, h, w), as diffusers does for inpainting
 
     def encode_prompt(
-        self, prompt: Prompt, prompt_2: Prompt | None = None, max_sequence_length: int = 512, count: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, prompt: Prompt | None, prompt_2: Prompt | None = None, max_sequence_length: int = 512,
+        count: int | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Return the T5 embeddings (B, max_sequence_length, C) and CLIP's pooled ones (B, P), float32.
 
         prompt_2: for the T5 encoder, by default `prompt`. count: number of prompts.
@@ -359,93 +577,79 @@ class FluxPipeline(TransformerPipeline):
         return self._t5(second, max_sequence_length), self._clip("text_encoder", first)["pooler_output"]
 
     def __call__(
-        self,
-        prompt: Prompt,
-        prompt_2: Prompt | None = None,
-        negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None,
-        true_cfg_scale: float = 1.0,
-        height: int | None = None,
-        width: int | None = None,
-        num_inference_steps: int | None = None,
-        sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 3.5,
-        num_images_per_prompt: int = 1,
-        generator: Generator = None,
-        latents: Any = None,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        max_sequence_length: int = 512,
-        progress: bool = False,
-        **unsupported: Any,
-    ) -> Any:
+        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
+        negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, height: int | None = None,
+        width: int | None = None, num_inference_steps: int = 28, sigmas: Sequence[float] | None = None,
+        guidance_scale: float = 3.5, num_images_per_prompt: int | None = 1, generator: Generator = None,
+        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
+        pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
+        ip_adapter_image_embeds: Sequence[Tensor] | None = None, negative_ip_adapter_image: Picture | None = None,
+        negative_ip_adapter_image_embeds: Sequence[Tensor] | None = None,
+        negative_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
+        output_type: str | None = "pil", return_dict: bool = True,
+        joint_attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = TEXT_TOKENS,
+        progress: bool = False, **unsupported: Any,
+    ) -> Any:  # fmt: skip
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
         `guidance_scale` is an input of the dev model; schnell ignores it. `negative_prompt` has an effect only with a
         `true_cfg_scale` above 1, which doubles the time of a step. Latents, given or returned, are packed (B, S, C).
         Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
         """
-        return self._generate(**named(locals()))
+        return self._generate(arguments(locals()))
 
-    def _generate(
-        self, prompt: Prompt, prompt_2: Prompt | None, negative_prompt: Prompt | None,
-        negative_prompt_2: Prompt | None, true_cfg_scale: float, height: int | None, width: int | None,
-        num_inference_steps: int | None, sigmas: Sequence[float] | None, guidance_scale: float,
-        num_images_per_prompt: int, generator: Generator, latents: Any, output_type: str, return_dict: bool,
-        max_sequence_length: int, progress: bool, unsupported: Mapping[str, Any], strength: float = 1.0, **images: Any,
-    ) -> Any:  # fmt: skip
-        """The arguments as in `__call__` and, of a pipeline that starts from an image, its images and `strength`."""
-        height, width, steps = self._check(
-            height, width, num_inference_steps, num_images_per_prompt, output_type, max_sequence_length, unsupported,
-            guidance_scale=guidance_scale, true_cfg_scale=true_cfg_scale,
-        )  # fmt: skip
-        texts = [self.encode_prompt(prompt, prompt_2, max_sequence_length)]
-        prompts = len(texts[0][0])
-        if true_cfg_scale > 1 and negative_prompt is not None:
-            texts.append(self.encode_prompt(negative_prompt, negative_prompt_2, max_sequence_length, prompts))
+    def _generate(self, call: SimpleNamespace) -> Any:
+        """Generate images. call: the arguments of `__call__`."""
+        scales = {"guidance_scale": call.guidance_scale, "true_cfg_scale": call.true_cfg_scale}
+        height, width, steps = self._check(call, **scales)
+        length, images = call.max_sequence_length, call.num_images_per_prompt
         texts = [
-            (np.repeat(t5, num_images_per_prompt, 0), np.repeat(clip, num_images_per_prompt, 0)) for t5, clip in texts
-        ]
-        count, side = prompts * num_images_per_prompt, 2 * self.vae_scale_factor
-        rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
-        if sigmas is None:
-            sigmas = list(np.linspace(1.0, 1 / steps, steps))
-        schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas).last_part(strength)
-        shape = (count, channels // 4, 2 * rows, 2 * columns)
-        if latents is None or self.TAKES_UNPACKED_LATENTS:
-            sample, blend = self._start(
-                shape, generator, latents, schedule, (height, width), strength=strength, **images
+            self._embedded(
+                call.prompt_embeds,
+                lambda: self.encode_prompt(call.prompt, call.prompt_2, length),
+                [call.pooled_prompt_embeds],
             )
+        ]
+        count = len(texts[0][0])
+        has_negative = call.negative_prompt is not None or call.negative_prompt_embeds is not None
+        if guided := call.true_cfg_scale > 1 and has_negative:
+            texts.append(
+                self._embedded(
+                    call.negative_prompt_embeds,
+                    lambda: self.encode_prompt(call.negative_prompt, call.negative_prompt_2, length, count),
+                    [call.negative_pooled_prompt_embeds],
+                    "negative_prompt_embeds",
+                )
+            )
+        prompts = [
+            {"encoder_hidden_states": repeated(t5, images), "pooled_projections": repeated(clip, images)}
+            for t5, clip in texts
+        ]
+        count, side = count * images, 2 * self.vae_scale_factor
+        rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
+        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
+        schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas)
+        schedule = schedule.last_part(getattr(call, "strength", 1.0))
+        if call.latents is None or self.TAKES_UNPACKED_LATENTS:
+            sample, blend = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, (height, width))
             sample, blend = pack(sample), None if blend is None else blend.packed(pack)
         else:
-            sample, blend = as_array(latents), None
-            if sample.shape != (count, rows * columns, channels):
-                needed = (count, rows * columns, channels)
+            sample, blend = as_array(call.latents), None
+            if sample.shape != (needed := (count, rows * columns, channels)):
                 raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
-        fixed = {"img_ids": image_ids(rows, columns), "txt_ids": np.zeros((max_sequence_length, 3), np.float32)}
+        tokens = prompts[0]["encoder_hidden_states"].shape[1]
+        fixed = {"img_ids": image_ids(rows, columns), "txt_ids": np.zeros((tokens, 3), np.float32)}
         if self.transformer_config.get("guidance_embeds"):
-            fixed["guidance"] = np.full(count, guidance_scale, np.float32)
-        with step_bar(range(len(schedule.timesteps)), progress) as bar:
-            for i in bar:
-                timestep = schedule.timesteps[i : i + 1] / np.float32(1000)
-                predictions = [
-                    self._predict(
-                        hidden_states=sample,
-                        encoder_hidden_states=t5,
-                        pooled_projections=clip,
-                        timestep=timestep,
-                        **fixed,
-                    )
-                    for t5, clip in texts
-                ]
-                prediction = predictions[0]
-                if len(predictions) == 2:
-                    prediction = predictions[1] + np.float32(true_cfg_scale) * (predictions[0] - predictions[1])
-                sample = schedule.step(i, prediction, sample)
-                sample = sample if blend is None else blend.apply(schedule, i, sample)
-        if output_type == "latent":
-            return _latents_as_output(sample, return_dict)
-        return self._output(unpack(sample, rows, columns), output_type, return_dict)
+            fixed["guidance"] = np.full(count, call.guidance_scale, np.float32)
+        job = Denoising(
+            sample, schedule, prompts, fixed, timestep_scale=1 / 1000,
+            guidance_scale=call.true_cfg_scale if guided else None, blend=blend,
+        )  # fmt: skip
+        sample = self._denoise(job, call)
+        if call.output_type == "latent":
+            return latents_as_output(sample, call.return_dict)
+        return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
 
 
 def pack(latents: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.configs import Config
-from sd_ort.checkpoints.signatures import levels
+from sd_ort.checkpoints.signatures import latent_channels, pixels_per_latent
 from sd_ort.pipelines import tiling
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.noise import draw_noise
@@ -33,8 +33,8 @@ class Vae:
         """`models`: vae_decoder and, to encode, vae_encoder. `tiling`, `slicing`: as in `from_pretrained`."""
         self.models, self.config = models, Config(config)
         self.use_tiling, self.use_slicing = tiling, slicing
-        self.scale_factor = 2 ** (levels(config) - 1)  # pixels a latent
-        self.latent_channels = int(config.get("latent_channels") or 4)
+        self.scale_factor = pixels_per_latent(config)
+        self.latent_channels = latent_channels({"latent_channels": 4, **config})
         size = config.get("sample_size") or 512  # pixels a side: the images the VAE was trained on
         self.tile = max(size) if isinstance(size, list) else int(size)
 

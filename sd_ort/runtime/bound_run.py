@@ -90,6 +90,7 @@ class BoundRun:
         """
         self.session, self.stream, self.graph_id = session, stream, graph_id
         self.graph: GpuGraph | None = None
+        self.shared: Mapping[str, Any] | None = None  # whose arrays the inputs have, of `GpuGraphModel`
         self.captures = captures_of(session)
         self.generation = 0  # of the graph
         if stream is not None:
@@ -188,8 +189,8 @@ def host_inputs(session: ort.InferenceSession) -> list[str]:
     """Return the inputs that nodes on the CPU read; none for ONNX Runtime before 1.23, which does not tell."""
     if not hasattr(session, "get_input_memory_infos"):
         return []
-    places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
-    return [value.name for value, memory in places if memory.name == "Cpu"]
+    pairs = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+    return [value.name for value, memory in pairs if memory.name == "Cpu"]
 
 
 @cache
@@ -258,12 +259,21 @@ class GpuGraphModel(Model):
 
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
         """As `Model.__call__`."""
+        return self.run_with_shared({}, **arrays)
+
+    def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
+        """As `Model.run_with_shared`."""
+        arrays = {**shared, **arrays}
         self.check_names(arrays)
         feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
         with self.lock:
             bound = self.bind(feed)
+            is_written = bound.shared is shared
+            bound.shared = None  # until all of it is written
             for name, array in feed.items():
-                write_value(bound.inputs[name], array)
+                if not (is_written and name in shared):
+                    write_value(bound.inputs[name], array)
+            bound.shared = shared
             bound.run()
             return {name: read_value(value) for name, value in bound.outputs.items()}
 

@@ -34,7 +34,7 @@ from sd_ort.runtime.library import (
     PROVIDER_LIBRARIES,
     SOURCES,
     BuildError,
-    is_whole,
+    is_complete,
     sources_hash,
     trim_builds,
 )
@@ -77,7 +77,7 @@ def build(
         options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
-    if not ((folder / "build.json").is_file() and is_whole(folder)):
+    if not ((folder / "build.json").is_file() and is_complete(folder)):
         shutil.rmtree(folder, ignore_errors=True)  # a damaged build
         say(f"building {library.name} ...")
         _compile(options, folder)
@@ -118,7 +118,7 @@ class _Options:
     nvcc: str | None = None
 
     def hash(self) -> str:
-        """Of the sources, the compilers' versions and the architectures."""
+        """Return the hash of the sources, the compilers' versions and the architectures."""
         digest = hashlib.sha256(sources_hash(self.cpu).encode())
         for part in (
             *map(_version, self.compilers()),
@@ -189,9 +189,9 @@ def _run(command: Sequence[str], failure: str) -> None:
     options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
     process = None
     try:
-        with defer_interrupts() as came:  # an interrupt inside Popen would leave compilers that nobody knows
+        with defer_interrupts() as signals:  # an interrupt inside Popen would leave compilers that nobody knows
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-        if came:
+        if signals:
             raise KeyboardInterrupt
         output, _ = process.communicate()
     except BaseException:
@@ -211,7 +211,7 @@ def _run(command: Sequence[str], failure: str) -> None:
 
 
 def _version(compiler: str) -> str:
-    """What the compiler says of itself; its path too, as two installs may say the same."""
+    """Return the compiler's version line and its path, as two installs may print the same line."""
     result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     return f"{compiler}: {result.stdout.strip()}"
 
@@ -252,11 +252,11 @@ def find_program(program: str, advice: str) -> str:
 
 
 def _cxx_compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else ("g++", "clang++", "c++"):
+    compiler = os.environ.get("CXX")
+    for name in (compiler,) if compiler else ("g++", "clang++", "c++"):
         if path := shutil.which(name):
             return path
-    raise BuildError(f"no C++ compiler ({wanted or 'g++, clang++ or c++'}) on PATH; install one: apt-get install g++")
+    raise BuildError(f"no C++ compiler ({compiler or 'g++, clang++ or c++'}) on PATH; install one: apt-get install g++")
 
 
 def _hip_headers(root: Path) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
 from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap, trim_heap
 from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.partitioned import Partition, PartitionedModel, PlacedPartition
-from sd_ort.runtime.providers import check_provider, is_plugin, provider_named
+from sd_ort.runtime.providers import PLUGIN, check_provider, is_plugin, provider_named
 from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, ModelOverride, SessionOptions, create_session
 from sd_ort.runtime.stream import DeviceLock, Stream, open_stream
 from sd_ort.runtime.updatable_weights import UpdatableWeights, supports_in_place_update, update_callback
@@ -30,7 +30,7 @@ from sd_ort.runtime.warm_up import warm_up
 # Components of every step. With --low-memory they stay in memory together, and their runs are captured as GPU graphs.
 # Measured on an H200, SD 1.5: the UNet gains 0.7 ms per step; the VAE nothing. A text encoder would gain 2 ms an image,
 # but CLIP takes ArgMax of integers, which the CUDA provider leaves to the CPU.
-STEP_COMPONENTS = frozenset({"unet", "controlnet"})
+STEP_COMPONENTS = frozenset({"unet", "transformer", "controlnet"})
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Components(MutableMapping[str, Model]):
         self.low_memory = low_memory
         self.graph = graph
         self.opened: dict[str, Model] = {}
+        self.edited_graphs: dict[str, bytes] = {}  # by the key that `edit` returns
         self.closed: set[str] = set()  # closed when their weights were replaced: opened again together
         self.checked: set[str] = set()
         self.overrides = ComponentOverrides()
@@ -140,8 +141,8 @@ class Components(MutableMapping[str, Model]):
     def _open_on_device(self, number: int) -> Components:
         """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
         ProviderError for a device that is not there, or a provider that drives one device."""
-        if is_plugin(self.provider):
-            raise ProviderError(f"the {self.provider} provider drives one device: take cuda or rocm for two.")
+        if self.provider.startswith(PLUGIN) and provider_named(self.provider).vendor is None:
+            raise ProviderError(f"{self.provider} drives one device: take a provider of sd-ort, cuda or rocm for two.")
         settings = {**self.options.provider_options, "device_id": str(number)}
         settings.pop("user_compute_stream", None)
         options = replace(self.options, provider_options=settings)
@@ -187,8 +188,10 @@ class Components(MutableMapping[str, Model]):
         if name in self.closed:
             self.open([name])
         if name not in self.opened:
-            if name not in self.checked:
+            if name not in self.checked and name not in self.edited_graphs:
                 self.require(name)
+            for other in [other for other in self.opened if self._replaces(name, other)]:
+                del self.opened[other]
             if self.low_memory:
                 keep = _kind(name) in STEP_COMPONENTS
                 for other in [other for other in self.opened if not (keep and _kind(other) in STEP_COMPONENTS)]:
@@ -215,6 +218,11 @@ class Components(MutableMapping[str, Model]):
             trim_heap()
 
     def _open(self, name: str, partition: Partition | None = None) -> Model:
+        if name in self.edited_graphs:
+            component = name.partition(" ")[0]
+            override = replace(self.overrides.of(component), matmul_only=(), graph=self.edited_graphs[name])
+            # on a GPU the graph may compute weights from updatable ones, which must not be folded
+            return Model(self._session(component, override, unfolded=self.device != "cpu"), self.lock)
         if partition is None and name in self.partitioned:
             return self._open_partitions(name)
         if self.device != "cpu" and self.graph is not False and _kind(name) in STEP_COMPONENTS:
@@ -248,6 +256,30 @@ class Components(MutableMapping[str, Model]):
             self.opened[key] = Model(self._session(name, override), self.lock)
         return self.opened[key]
 
+    def edit(self, name: str, label: str, make: Callable[[Path], bytes | None]) -> str:
+        """Return the key of a component with another graph over its own weights, as `variant`; `name` if `make` returns
+        None.
+
+        For components that are too large to be open twice: opening one of the two closes the other.
+        Raises InputError for a component that several devices share, and what `make` raises.
+        """
+        key = f"{name} {label}"
+        if key not in self.edited_graphs:
+            if name in self.partitioned:
+                raise InputError(f"{name} runs on several devices, which {label} cannot: leave unet_on out.")
+            self.require(name)
+            folder, component = self._folder_of(name)
+            graph = make(folder / component / MODEL)
+            if graph is None:
+                return name
+            self.edited_graphs[key] = graph
+        return key
+
+    def _replaces(self, name: str, other: str) -> bool:
+        """Return whether opening `name` closes `other`: one of them is a component, the other an edited graph of it."""
+        same = name != other and name.partition(" ")[0] == other.partition(" ")[0]
+        return same and bool({name, other} & self.edited_graphs.keys())
+
     def drop_variants(self, name: str) -> None:
         """Close the variants of a component."""
         for key in [key for key in self.opened if key.startswith(f"{name} ")]:
@@ -257,12 +289,12 @@ class Components(MutableMapping[str, Model]):
         """The folder of a component, and its name there."""
         return (self.others[name], "controlnet") if name in self.others else (self.folder, name)
 
-    def _session(self, name: str, override: ModelOverride, capture: bool = False) -> Any:
+    def _session(self, name: str, override: ModelOverride, capture: bool = False, unfolded: bool = False) -> Any:
         folder, component = self._folder_of(name)
         # Packing the weights of a LoRA takes a text encoder longer than several runs gain.
         skip = bool(override.weights) and self.provider == "cpu" and _kind(name) not in STEP_COMPONENTS
         sizes = self.overrides.free_dimensions.get(name, {})
-        options = replace(self.options, capture=capture, skip_optimization=skip, free_dimensions=sizes)
+        options = replace(self.options, capture=capture, skip_optimization=skip or unfolded, free_dimensions=sizes)
         return create_session(folder / component / MODEL, self.provider, options, override, checked=True)
 
     def replace_weights(
@@ -329,5 +361,5 @@ class Components(MutableMapping[str, Model]):
 
 
 def _kind(name: str) -> str:
-    """What a component is: controlnet_2 is a controlnet."""
-    return "controlnet" if name.startswith("controlnet_") else name
+    """Return the type of a component: controlnet_2 is a controlnet, an edited UNet a UNet."""
+    return "controlnet" if name.startswith("controlnet_") else name.partition(" ")[0]

@@ -26,7 +26,7 @@ UNKNOWN = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 class Meter:
-    """What can be read of a device: memory in MB and energy in J, None where it cannot; `note` says why not."""
+    """Readings of a device: memory in MB and energy in J, None if unavailable; `note` says why."""
 
     note = NOT_READABLE
 

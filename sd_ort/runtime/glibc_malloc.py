@@ -49,8 +49,10 @@ def return_heap() -> AbstractContextManager[None]:
 
 @contextmanager
 def _while_opening(begin: Callable[[], None]) -> Iterator[None]:
-    """Of several contexts at once, nested or in threads, the settings of the first hold. After the last one, large
-    blocks are taken from the heap as in a process that ran for a while, and the heap's end is trimmed."""
+    """Context manager for malloc settings. If contexts overlap (nested or in threads), the first one's settings apply.
+
+    After the last one, large blocks come from the heap as in a process that ran for a while, and its end is trimmed.
+    """
     global _active
     with _LOCK:
         _active += 1

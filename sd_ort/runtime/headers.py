@@ -29,7 +29,7 @@ Files = dict[str, bytes]
 
 @dataclass(frozen=True)
 class _Source:
-    """Where headers can be had: the C API they are of, how, and the SHA-256 of each, without which none is used."""
+    """Source of headers: version of the C API, command or address, and the SHA-256 that each file must have."""
 
     name: str
     api: int

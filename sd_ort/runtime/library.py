@@ -68,7 +68,7 @@ def trim_builds(limit: int, keep: Path | None = None) -> list[Build]:
     return gone
 
 
-def is_whole(folder: Path, name: str | None = None) -> bool:
+def is_complete(folder: Path, name: str | None = None) -> bool:
     """Whether a build's files match its record: the size of the library `name`, or the contents of all.
 
     A process that loads a truncated library ends with SIGBUS. Records until 2026-11 list no libraries.
@@ -95,7 +95,7 @@ def library_path(name: str = LIBRARY) -> Path | None:
             if (
                 read_json(record).get("sources") == sources_hash()
                 and library.is_file()
-                and is_whole(record.parent, name)
+                and is_complete(record.parent, name)
             ):
                 has_gpu = any((record.parent / gpu).is_file() for gpu in (HIP_LIBRARY, CUDA_LIBRARY))
                 found.append((has_gpu, record.stat().st_mtime_ns, library))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +71,8 @@ def rocm_smi_gpus(output: str) -> list[str]:
 
     A row is of a device (card0) or of the system, whose driver is that of all devices.
     """
+    import csv
+
     rows: dict[str, dict[str, str]] = {}
     heading: list[str] = []
     for cells in csv.reader(output.splitlines()):
@@ -87,6 +87,8 @@ def rocm_smi_gpus(output: str) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Version of Python and of each package a result depends on; the onnxruntime wheel under its own name."""
+    from importlib import metadata
+
     from sd_ort.runtime.ort_wheel import installed_wheels
 
     found = {"python": platform.python_version()}

@@ -66,9 +66,9 @@ def _check_gpu_half(path: Path, provider: str) -> None:
     status.restype = ctypes.c_char_p
     half = str(path.parent / GPU_LIBRARIES[ep])
     lines = dict(line.split(": ", 1) for line in status().decode("utf-8", "replace").splitlines() if ": " in line)
-    found = lines.get(ep, "it is not registered")
-    if not found.endswith(Path(half).name):
-        raise ProviderError(f"{half} cannot be loaded: {found}. Build it again: {build_command(provider)}.")
+    reason = lines.get(ep, "it is not registered")
+    if not reason.endswith(Path(half).name):
+        raise ProviderError(f"{half} cannot be loaded: {reason}. Build it again: {build_command(provider)}.")
 
 
 def hip_runtime_clash(library: Path, provider: str) -> str | None:

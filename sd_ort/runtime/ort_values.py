@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from sd_ort.core.onnx_file import serialize
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.ort_wheel import runtime
 
@@ -24,14 +25,10 @@ BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 @cache
 def _any_session() -> Any:
     """Return a session with an output to bind."""
-    import onnx
-
-    graph = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> any (float[N] x) => (float[N] y) { y = Neg (x) }'
-    )
+    graph = serialize('<ir_version: 8, opset_import: ["" : 17]> any (float[N] x) => (float[N] y) { y = Neg (x) }')
     options = runtime().SessionOptions()
     options.intra_op_num_threads = 1  # it never runs
-    return runtime().InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return runtime().InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 def device_arguments(device: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import struct
 from collections.abc import Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +48,11 @@ def installed_wheels() -> dict[str, str]:
     spec = importlib.util.find_spec("onnxruntime")
     if spec is None or spec.origin is None:
         return {}
-    package = Path(spec.origin).resolve()
-    found = {}
-    for wheel in WHEELS:
-        try:
-            distribution = metadata.distribution(wheel)
-        except metadata.PackageNotFoundError:
-            continue
-        if Path(str(distribution.locate_file("onnxruntime/__init__.py"))).resolve() == package:
-            found[wheel] = distribution.version
-    return found
+    # importlib.metadata, which says the same, takes 10 ms to import.
+    folders = Path(spec.origin).resolve().parents[1].glob("onnxruntime*.dist-info")
+    named = (folder.name.removesuffix(".dist-info").rpartition("-") for folder in folders)
+    versions = {name.lower().replace("_", "-"): version for name, _, version in named}
+    return {wheel: versions[wheel] for wheel in WHEELS if wheel in versions}
 
 
 def needed_libraries(library: Path) -> list[str]:

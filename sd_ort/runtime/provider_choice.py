@@ -117,8 +117,8 @@ def _reason(name: str, candidates: Collection[str], problems: dict[str, str]) ->
         build = f"; {build_command_of(missing)} builds {_own_provider(missing)}, the faster provider"
     serious = [f"{each}: {text}" for each, text in problems.items() if not text.startswith("not ")]
     if name != "cpu":
-        found = " and ".join(dict.fromkeys(gpu.name for gpu in gpus))
-        return f"the fastest that runs here{f', on {found}' if found else ''}{build}"
+        gpu_names = " and ".join(dict.fromkeys(gpu.name for gpu in gpus))
+        return f"the fastest that runs here{f', on {gpu_names}' if gpu_names else ''}{build}"
     if not gpus:
         return "no GPU is visible" + (f" ({'; '.join(serious)})" if serious else "")
     names = " and ".join(dict.fromkeys(gpu.name for gpu in gpus))
@@ -135,6 +135,22 @@ def build_command_of(gpu: Gpu) -> str:
     architecture = gpu.architecture or (_compute_capability() if gpu.vendor == "cuda" else "")
     example = "" if architecture else " (its architecture, such as sm_90)"
     return f"`sd-ort build-ops --{gpu.vendor} {architecture or 'ARCH'}`{example}"
+
+
+def likely_provider(model: Path) -> str | None:
+    """Return sd-ort's own provider that `auto` most likely chooses for a model, by files alone; None for others.
+
+    For `warm_up`, before libraries are loaded and a device is asked.
+    """
+    with suppress(SdOrtError, OSError):
+        manifest = read_manifest(model)
+        names = providers_of(manifest.get("options", {}).get("target")) if manifest else PREFERENCE
+        vendors = {gpu.vendor for gpu in installed_gpus()}
+        for name in names:
+            vendor = PROVIDERS[name].vendor
+            if vendor in vendors and library_path(PROVIDER_LIBRARIES[str(vendor)]) is not None:
+                return name
+    return None
 
 
 def provider_for(folder: Path, name: str = AUTO) -> ProviderChoice:

@@ -10,7 +10,7 @@ CPU_EP = "CPUExecutionProvider"
 
 @dataclass(frozen=True)
 class Provider:
-    """What one `--provider` name means: its ONNX Runtime name, the extra that installs it, and its options.
+    """Entry of a `--provider` name: its ONNX Runtime name, the extra that installs it, and its options.
 
     `wheel` is the one of ONNX Runtime that is installed for it; "" for one that needs no wheel of its own.
     `tuning` holds the options that make it search for the fastest kernels; empty when it has no such search.

@@ -1,4 +1,4 @@
-"""What onnxruntime-rocm would run wrong or on the CPU, checked before a graph is opened on it."""
+"""Checks for nodes that onnxruntime-rocm would run wrong or on the CPU, before it opens a graph."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class SessionOptions:
 
 @dataclass(frozen=True)
 class ModelOverride:
-    """What a session reads instead of the weights and the graph of its model file.
+    """Replacements for the weights and the graph of a model file.
 
     weights: values of initializers by name, with the shape and dtype of the file's. matmul_only: those of them that
     only MatMul reads, which the CPU provider prepacks without a copy. updatable: initializers in memory of the
@@ -185,7 +185,7 @@ def _open(
 
 
 def _refusal(model: Path, provider: str, error: Exception) -> str:
-    """What ONNX Runtime says of a model that it cannot run on a provider, and that it was optimized for another one."""
+    """Return ONNX Runtime's message for a model that it cannot run, and the target that the model was optimized for."""
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
     line = f"ONNX Runtime refuses {model}: {reason or _newer_opset(error) or first_line(error)}"
@@ -199,7 +199,7 @@ def _refusal(model: Path, provider: str, error: Exception) -> str:
 
 
 def _newer_opset(error: Exception) -> str | None:
-    """What to do about a model whose opset is newer than ONNX Runtime's; None for another error."""
+    """Return advice for a model whose opset is newer than ONNX Runtime's; None for another error."""
     found = re.search(r"Opset (\d+) is under development.* till opset (\d+)", str(error), re.DOTALL)
     if found is None:
         return None
@@ -356,7 +356,7 @@ def _add_provider(
     """
     entry = provider_named(provider)
     if is_plugin(provider) and entry.ep != CPU_EP:
-        options.add_provider_for_devices(plugin_devices(plugin_library(provider)), settings)
+        options.add_provider_for_devices(_plugin_devices(provider, settings), settings)
         options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         # A buffer that it hands on is held until the last tensor in it is dead, between them too. The provider's pool
         # hands on what is free: a step of SD 1.5 then needs 86 MiB beside its weights, not 204.
@@ -367,6 +367,21 @@ def _add_provider(
     if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
         return {"providers": [CPU_EP]}
     return {"providers": [(entry.ep, settings), CPU_EP]}
+
+
+def _plugin_devices(provider: str, settings: Mapping[str, str]) -> list[Any]:
+    """Return the devices of a plugin provider for one session: of ours the one that `settings` name.
+
+    ONNX Runtime refuses several with memory of their own. Raises ProviderError if there is none of that number.
+    """
+    devices = plugin_devices(plugin_library(provider))
+    if provider_named(provider).vendor is None:
+        return devices
+    number = settings.get("device_id", "0")
+    if found := [device for device in devices if device.ep_metadata["device_id"] == number]:
+        return found
+    seen = f"{len(devices)} GPU{'s' if len(devices) != 1 else ''}"
+    raise ProviderError(f"GPU {number} is not there: the {provider} provider finds {seen}, counted from 0.")
 
 
 def _provider_settings(entry: Provider, options: SessionOptions) -> dict[str, str]:
@@ -395,7 +410,7 @@ def _with_distinct_functions(options: Any, model_path: Path, override: bytes | N
 
 
 class Model:
-    """One ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
+    """ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
 
     def __init__(self, session: ort.InferenceSession, lock: AbstractContextManager[Any] | None = None) -> None:
         """`lock`: held while the session runs, where sessions that share a stream must not run at once."""
@@ -420,6 +435,13 @@ class Model:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
             raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
         return dict(zip(self.outputs, results, strict=True))
+
+    def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
+        """Run as `__call__` over `arrays` and `shared`, inputs of several runs, whose arrays must not change.
+
+        A captured component copies `shared` to the device only if its last run of these shapes had another one.
+        """
+        return self(**shared, **arrays)
 
     def check_names(self, arrays: Mapping[str, Any]) -> None:
         """Raise InputError for other names than those of the inputs."""

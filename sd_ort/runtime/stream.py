@@ -96,8 +96,10 @@ class Stream:
         self.call("EventRecord", event, ctypes.c_void_p(self.handle))
 
     def follow(self, event: ctypes.c_void_p) -> None:
-        """What is queued from now on waits, on the device, for what `event`, of another stream, stands for by now; an
-        event that was never recorded stands for nothing."""
+        """Let later work of this stream wait on the device for `event` of another stream, as last recorded.
+
+        An event that was never recorded has no effect.
+        """
         self.call("StreamWaitEvent", ctypes.c_void_p(self.handle), event, ctypes.c_uint(0))
 
     def send(self, source: int, other: Stream, target: int, size: int) -> None:

@@ -51,13 +51,13 @@ class TuningError(InputError):
 
 
 class TuningSource(Protocol):
-    """Where results come from and go to: the GPU op library, or in tests something that stands in for it."""
+    """Source and destination of tuning results: the GPU op library, or a stand-in of the tests."""
 
     def validators(self) -> dict[str, str]:
         """arch, driver and library, as in the file."""
 
     def results(self) -> Operators:
-        """All that was measured in this process."""
+        """Return all measurements of this process."""
 
     def take(self, operator: str, signature: str, candidate: str) -> bool:
         """Use an earlier result; False when there is no such operator or candidate."""
@@ -79,9 +79,9 @@ class GpuOps:
 
     def validators(self) -> dict[str, str]:
         names = {"arch": "gpu_arch", "driver": "gpu_versions", "library": "build_hash"}
-        found = {key: getattr(self.c, f"sd_ort_{name}")().decode() for key, name in names.items()}
+        versions = {key: getattr(self.c, f"sd_ort_{name}")().decode() for key, name in names.items()}
         # One build makes the op library's GPU half and the provider, which has operators and candidates of its own.
-        return found | {"library": f"{found['library']} {self.library.path.name}"}
+        return versions | {"library": f"{versions['library']} {self.library.path.name}"}
 
     def results(self) -> Operators:
         operators: Operators = {}
@@ -98,8 +98,7 @@ class GpuOps:
 
 
 def gpu_library(provider: str, op_library: Path | None) -> Path | None:
-    """What holds the kernels that a provider runs: the op library's GPU half, or our own provider itself; None where
-    there is neither."""
+    """Return the library with a provider's kernels: the op library's GPU half or the sd-ort provider; None without."""
     entry = provider_named(provider)
     if is_plugin(provider):
         return plugin_library(provider) if entry.vendor else None
@@ -117,15 +116,15 @@ def gpu_ops(provider: str, op_library: Path | None) -> GpuOps | None:
 
 
 def folder() -> Path:
-    """Where tuning files lie: $SD_ORT_TUNING, else results/tuning below the working directory."""
+    """Return the folder of tuning files: $SD_ORT_TUNING, else results/tuning below the working directory."""
     return Path(os.environ.get("SD_ORT_TUNING") or "results/tuning")
 
 
 def folders(model: Path | None = None) -> list[Path]:
-    """Where a session on `model`, a component's model.onnx, looks for tuning files, the first that has one counts."""
-    beside = [] if model is None else [model.parent.parent / "tuning"]
+    """Return the folders in which a session on `model` (a component's model.onnx) looks for tuning files, in order."""
+    model_folders = [] if model is None else [model.parent.parent / "tuning"]
     cached = [] if os.environ.get("SD_ORT_TUNING") else [cache_folder() / "tuning"]
-    return [folder(), *beside, *cached]
+    return [folder(), *model_folders, *cached]
 
 
 def path_for(validators: Mapping[str, str]) -> Path:
@@ -148,8 +147,8 @@ def read(path: Path) -> Record:
     except InputError as error:
         raise TuningError(f"{path} cannot be read: tune again with sd-ort tune.") from error
     if record.get("format") != FORMAT:
-        found = record.get("format")
-        raise TuningError(f"{path} has format {found}, this version reads {FORMAT}: tune again with sd-ort tune.")
+        version = record.get("format")
+        raise TuningError(f"{path} has format {version}, this version reads {FORMAT}: tune again with sd-ort tune.")
     record = without_nulls(record)
     if not {"validators", "operators"} <= record.keys() or schema_mismatch(record, _LIKE):
         raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged.")
@@ -262,7 +261,7 @@ def table(record: Record) -> list[str]:
 
 
 def validators_of(source: TuningSource | None, onnxruntime_version: str) -> dict[str, str]:
-    """What a file must agree with. Without an op library only ONNX Runtime's version is known."""
+    """Return the values that a tuning file must match. Without an op library only ONNX Runtime's version is known."""
     own = source.validators() if source is not None else {"arch": "unknown", "driver": "", "library": ""}
     return {**own, "onnxruntime": onnxruntime_version}
 
@@ -275,7 +274,7 @@ def attach(
     onnxruntime_version: str,
     model: Path | None = None,
 ) -> None:
-    """What every session on a GPU does: load the file that fits and, with `tune`, measure and save when it ends.
+    """Tuning of a session on a GPU: load the matching file and, with `tune`, measure, and save when the session ends.
 
     Raises TuningError for a fitting file that is damaged.
     """
@@ -296,10 +295,12 @@ def save_at_exit(session: weakref.ref[Any], source: TuningSource | None, onnxrun
 def load(session: Any, source: TuningSource | None, onnxruntime_version: str, model: Path | None = None) -> Path | None:
     """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
     validators = validators_of(source, onnxruntime_version)
-    places = folders(model)
-    fitting = next((path for place in places if is_reachable_file(path := place / _name(validators))), None)
+    searched = folders(model)
+    fitting = next(
+        (path for results_folder in searched if is_reachable_file(path := results_folder / _name(validators))), None
+    )
     if fitting is None:
-        _say_why_not((path for place in places for path in list_files(place, "*.json")), validators)
+        _say_why_not((path for results_folder in searched for path in list_files(results_folder, "*.json")), validators)
         return None
     record = read(fitting)
     check(fitting, record, validators)
@@ -332,15 +333,17 @@ def apply(session: Any, source: TuningSource | None, record: Record) -> None:
 
 def save(sessions: Iterable[Any], source: TuningSource | None, onnxruntime_version: str) -> Path | None:
     """Write what this process and its sessions have measured to the file that fits; None when that is nothing."""
-    found: list[Record] = []
+    ort_results: list[Record] = []
     for session in sessions:
-        found = merge_onnxruntime(found, [entry for entry in session.get_tuning_results() if entry["results"]])
+        ort_results = merge_onnxruntime(
+            ort_results, [entry for entry in session.get_tuning_results() if entry["results"]]
+        )
     operators = source.results() if source is not None else {}
-    if not operators and not found:
+    if not operators and not ort_results:
         return None
     validators = validators_of(source, onnxruntime_version)
     path = path_for(validators)
-    record = {"format": FORMAT, "validators": validators, "operators": operators, "onnxruntime": found}
-    for place in folders():
-        merge(place / path.name, copy.deepcopy(record))
+    record = {"format": FORMAT, "validators": validators, "operators": operators, "onnxruntime": ort_results}
+    for results_folder in folders():
+        merge(results_folder / path.name, copy.deepcopy(record))
     return path

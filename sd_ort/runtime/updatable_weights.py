@@ -21,8 +21,10 @@ WRITTEN = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provid
 
 
 def update_callback(provider: str) -> Callable[[Any], None]:
-    """What is to be called with an OrtValue that sessions on the provider read as a weight, once it was written: our
-    own keeps transformed filters beside it, which it makes again then. Raises SdOrtError when the device fails."""
+    """Return the function to call with an updated weight (OrtValue) that sessions on the provider read in place.
+
+    The sd-ort provider then transforms its cached filters again. The function raises SdOrtError if the device fails.
+    """
     written = getattr(ctypes.CDLL(str(plugin_library(provider))), WRITTEN, None) if is_plugin(provider) else None
 
     def renew(value: Any) -> None:
@@ -50,7 +52,7 @@ class UpdatableWeights:
         if prefetched is None:
             arrays = {name: array.copy() if device == "cpu" else array for name, array in weights.items()}
             self.values = {name: device_value(array, device) for name, array in arrays.items()}
-            self.shared = {name: _shared(made, device) for name, made in self.values.items()}
+            self.shared = {name: _shared(value, device) for name, value in self.values.items()}
         else:
             self.values = self.shared = {name: prefetched.values[name] for name in weights}
         self.changed: set[str] = set()

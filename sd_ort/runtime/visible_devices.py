@@ -21,10 +21,10 @@ def one_each(provider: str, count: int) -> list[dict[str, str]]:
     if provider not in VARIABLE:
         drivers = ", ".join(VARIABLE)
         raise ProviderError(f"the provider {provider} takes no --gpus: choose --provider from {drivers}.")
-    found = visible_gpus(VARIABLE[provider])
-    if count > len(found):
-        raise InputError(f"{count} GPUs were asked for, and {len(found)} are there for the {provider} provider.")
-    return [{VARIABLE[provider]: name} for name in found[:count]]
+    visible = visible_gpus(VARIABLE[provider])
+    if count > len(visible):
+        raise InputError(f"{count} GPUs were asked for, and {len(visible)} are there for the {provider} provider.")
+    return [{VARIABLE[provider]: name} for name in visible[:count]]
 
 
 def visible_gpus(variable: str) -> list[str]:
@@ -37,7 +37,7 @@ def visible_gpus(variable: str) -> list[str]:
 
 
 def nvidia_gpus() -> int:
-    """How many GPUs NVIDIA's driver has."""
+    """Return the number of GPUs of NVIDIA's driver."""
     count = ctypes.c_uint()
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -48,15 +48,15 @@ def nvidia_gpus() -> int:
 
 
 def amd_gpus(nodes: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
-    """How many GPUs the amdgpu driver has for computing; its other nodes are processors, without SIMD units."""
-    found = 0
+    """Return the number of GPUs of the amdgpu driver; its other nodes are processors, without SIMD units."""
+    count = 0
     for path in nodes.glob("*/properties"):
         try:
             properties = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
         except OSError:
             continue
-        found += int(properties.get("simd_count", "0")) > 0
-    return found
+        count += int(properties.get("simd_count", "0")) > 0
+    return count
 
 
 def threads_each(replicas: int) -> int:

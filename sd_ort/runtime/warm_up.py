@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import threading
 from functools import cache
 
@@ -38,6 +39,20 @@ def warm_up(provider: str, device: int = 0) -> threading.Thread | None:
     return thread
 
 
+def import_ahead(*modules: str) -> None:
+    """Import modules in a thread, while libraries load and sessions open without Python's lock.
+
+    A module that cannot be imported raises where it is used.
+    """
+
+    def load() -> None:
+        for module in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+
+    threading.Thread(target=load, name="import_ahead").start()
+
+
 def _initialize(provider: str, device: int) -> None:
     """Create the device's context and run MODEL. Errors are left to the sessions of the caller, which report them."""
     with contextlib.suppress(SdOrtError, OSError, AttributeError):
@@ -46,12 +61,12 @@ def _initialize(provider: str, device: int) -> None:
         library.sd_ort_SetDevice(device)
         library.sd_ort_MemGetInfo(ctypes.byref(free), ctypes.byref(total))
         import numpy as np
-        import onnx
 
+        from sd_ort.core.onnx_file import serialize
         from sd_ort.runtime.capture_lock import CAPTURE_LOCK
         from sd_ort.runtime.session import open_graph
 
-        session = open_graph(onnx.parser.parse_model(MODEL).SerializeToString(), provider, {"device_id": str(device)})
+        session = open_graph(serialize(MODEL), provider, {"device_id": str(device)})
         shapes = {value.name: value.shape for value in session.get_inputs()}
         with CAPTURE_LOCK.shared():
             session.run(None, {name: np.zeros(shape, np.float16) for name, shape in shapes.items()})

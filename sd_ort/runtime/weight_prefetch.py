@@ -8,20 +8,19 @@ gets views of the block (`AddInitializer`).
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from sd_ort.core.cache import cached_bytes
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import inside
 from sd_ort.core.pipeline_folder import DATA
 from sd_ort.runtime.ort_values import device_arguments, value_at
 from sd_ort.runtime.providers import log, plugin_library, provider_named
-
-if TYPE_CHECKING:
-    import onnx
 
 MIN_FILE = 1 << 24  # bytes; smaller files are not prefetched
 MIN_SHARE = 0.8  # of a data file that must be prefetched weights
@@ -63,28 +62,21 @@ class PrefetchedWeights:
 
         Returns whether they are most of the data file.
         """
-        import onnx
-
-        graph = onnx.ModelProto.FromString(model.read_bytes()).graph
-        skipped = {*without, *(value.name for value in (*graph.input, *graph.output))}
-        prefetched = 0
-        for tensor in graph.initializer:
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            offset, size = int(entries.get("offset", 0)), int(entries.get("length", 0))
-            is_weight = tensor.data_type in ELEMENTS and size >= MIN_TENSOR and offset % ALIGNMENT == 0
-            if is_weight and entries.get("location") == DATA and tensor.name not in skipped:
-                self.values[tensor.name] = self._view(tensor, offset)
+        skipped, prefetched = set(without), 0
+        for name, dtype, shape, offset, size in _data_weights(model.read_bytes()):
+            if dtype in ELEMENTS and size >= MIN_TENSOR and offset % ALIGNMENT == 0 and name not in skipped:
+                self.values[name] = self._view(name, dtype, shape, offset)
                 prefetched += size
         return prefetched > MIN_SHARE * self.size
 
-    def _view(self, tensor: onnx.TensorProto, offset: int) -> Any:
-        size = math.prod(tensor.dims) * ELEMENTS[tensor.data_type]
+    def _view(self, name: str, dtype: int, shape: list[int], offset: int) -> Any:
+        size = math.prod(shape) * ELEMENTS[dtype]
         address = self.c.sd_ort_WeightsAddress(
-            self.handle, tensor.name.encode(), ctypes.c_uint64(offset), ctypes.c_uint64(size)
+            self.handle, name.encode(), ctypes.c_uint64(offset), ctypes.c_uint64(size)
         )
         if not address:
             raise InputError(f"{self.file} changed while it was read: try again.")
-        return value_at(self.device, address, tensor.data_type, tensor.dims)
+        return value_at(self.device, address, dtype, shape)
 
     def _rejection(self) -> str:
         reason = ctypes.create_string_buffer(500)
@@ -107,6 +99,29 @@ class PrefetchedWeights:
         if self.c.sd_ort_WeightsWait(self.handle):
             raise InputError(f"{self.file} cannot be read, or the device failed: try again.")
         return session
+
+
+def _data_weights(model: bytes) -> list[tuple[str, int, list[int], int, int]]:
+    """Return name, type, shape, offset and size of each weight in `DATA` that is neither an input nor an output.
+
+    Cached, so that onnx is imported for a new model only.
+    """
+
+    def read() -> bytes:
+        import onnx
+
+        graph = onnx.ModelProto.FromString(model).graph
+        skipped = {value.name for value in (*graph.input, *graph.output)}
+        weights = []
+        for tensor in graph.initializer:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            if entries.get("location") == DATA and tensor.name not in skipped:
+                span = int(entries.get("offset", 0)), int(entries.get("length", 0))
+                weights.append((tensor.name, tensor.data_type, list(tensor.dims), *span))
+        return json.dumps(weights).encode()
+
+    weights: list[tuple[str, int, list[int], int, int]] = json.loads(cached_bytes("weights", model, read))
+    return weights
 
 
 def begin(

@@ -1,7 +1,7 @@
 """Requests of the image API, in the format of OpenAI's: parsed and checked before anything is generated.
 
     {"prompt": "a red circle", "n": 2, "size": "512x512", "response_format": "b64_json",
-     "negative_prompt": "", "steps": 25, "guidance": 7.5, "seed": 1}
+     "negative_prompt": "", "steps": 25, "guidance": 7.5, "seed": 1, "loras": {"style": 0.8}}
 
 Only the prompt is required. The fields of the second line are not OpenAI's.
 """
@@ -22,10 +22,11 @@ from sd_ort.pipelines.arguments import SIDE_LIMIT, check_text
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
 
 FIELDS = (
-    "prompt", "negative_prompt", "n", "size", "steps", "guidance", "seed", "response_format", "output_format", "model",
-    "user",
+    "prompt", "negative_prompt", "n", "size", "steps", "guidance", "seed", "loras", "response_format", "output_format",
+    "model", "user",
 )  # fmt: skip
 FIXED_FIELDS = {"response_format": "b64_json", "output_format": "png"}  # fields with one allowed value
+LORA_LIMIT = 10  # scale of a LoRA
 SEED_LIMIT = 2**63  # exceeds the random seeds of clients
 
 
@@ -77,6 +78,7 @@ def parse_request(body: bytes, model: ModelInfo, limits: Limits) -> list[ImageJo
         height,
         steps=_integer(fields, "steps", min(model.steps, limits.steps), 1, min(limits.steps, model.train_timesteps)),
         guidance=_guidance(fields, model, limits),
+        loras=_loras(fields, model),
     )
     return [ImageJob(prompt, negative, seed, settings) for seed in range(first, first + count)]
 
@@ -144,6 +146,23 @@ def _guidance(fields: dict[str, Any], model: ModelInfo, limits: Limits) -> float
     if not is_number or not 0 <= value <= limits.guidance:
         raise InvalidRequest(f"guidance must be a number between 0 and {limits.guidance:g}.", "guidance")
     return float(value)
+
+
+def _loras(fields: dict[str, Any], model: ModelInfo) -> tuple[tuple[str, float], ...]:
+    """Return the scales of all LoRAs of the model: those of the request, else the defaults."""
+    given = fields.get("loras")
+    if given is None:
+        return model.loras
+    defaults = dict(model.loras)
+    if not isinstance(given, dict) or not given.keys() <= defaults.keys():
+        names = ", ".join(defaults) or "none; start the server with --lora FILE"
+        raise InvalidRequest(f"loras must be an object with a scale for each LoRA of the server: {names}.", "loras")
+    for scale in given.values():
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= LORA_LIMIT:
+            raise InvalidRequest(
+                f"The scale of a LoRA must be a number between -{LORA_LIMIT} and {LORA_LIMIT}.", "loras"
+            )
+    return tuple((name, float(given.get(name, scale))) for name, scale in defaults.items())
 
 
 def _size(fields: dict[str, Any], model: ModelInfo, limits: Limits) -> tuple[int, int]:

@@ -11,13 +11,15 @@ from sd_ort.core.errors import SdOrtError
 class BatchSettings:
     """Settings that all images of a batch share.
 
-    width, height: in pixels; None for the model's default. steps: denoising steps. guidance: guidance scale.
+    width, height: in pixels; None for the model's default. steps: denoising steps. guidance: guidance scale. loras:
+    name and scale of each LoRA of the server; () for their default scales.
     """
 
     width: int | None
     height: int | None
     steps: int
     guidance: float
+    loras: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,19 @@ class ImageJob:
             "steps": str(settings.steps),
             "guidance": str(settings.guidance),
             "seed": str(self.seed),
+            **({"loras": ", ".join(f"{name}:{scale:g}" for name, scale in settings.loras)} if settings.loras else {}),
             **{name: str(pixels) for name, pixels in sizes.items() if pixels},
         }
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a replica reports about its model.
+    """Report of a replica about its model.
 
     default_size: width and height of an image in pixels. size_multiple: width and height must be multiples of it.
     steps, guidance: default denoising steps and guidance scale.
     train_timesteps: the maximum number of steps. pid: the replica's process.
+    loras: name and default scale of each LoRA.
     """
 
     default_size: int
@@ -58,6 +62,7 @@ class ModelInfo:
     guidance: float
     train_timesteps: int
     pid: int = 0
+    loras: tuple[tuple[str, float], ...] = ()
 
 
 class ReplicaDied(Exception):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import read_regular
+from sd_ort.core.interrupts import run_coroutine
 from sd_ort.core.paths import slugify
 from sd_ort.pipelines.arguments import check_seeds, check_text
 from sd_ort.serving.dispatch import Dispatcher
@@ -100,7 +101,7 @@ def generate_on_replicas(
     from sd_ort.serving.ray_replicas import RayCluster
 
     with RayCluster(configs) as cluster:
-        asyncio.run(generate_with(Dispatcher(cluster.replicas, batch), tasks, on_image))
+        run_coroutine(generate_with(Dispatcher(cluster.replicas, batch), tasks, on_image))
 
 
 async def generate_with(dispatcher: Dispatcher, tasks: Sequence[OutputTask], on_image: OnImage) -> None:

@@ -117,9 +117,13 @@ class RayCluster:
             # Restores Python's handler: Ray's prints stacks.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             if self.failure is not None:
-                raise SdOrtError(f"Ray does not start: {first_line(self.failure)}") from self.failure
+                reason = first_line(self.failure).rstrip(".")
+                raise SdOrtError(
+                    f"Ray does not start: {reason}. Run it again, on a less busy machine."
+                ) from self.failure
         except BaseException:
-            self._clean_up()
+            if started.is_set():  # else the thread still starts processes: the watchdog ends them after this process
+                self._clean_up()
             raise
         return self
 

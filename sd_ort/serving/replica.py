@@ -29,6 +29,7 @@ class ReplicaConfig:
     folder: pipeline folder.
     load_options: further arguments of `from_pretrained`.
     setup: called with the loaded pipeline, for example to add LoRAs.
+    loras: name and default scale of each LoRA that `setup` adds and requests may scale.
     call_options: further arguments of each pipeline call.
     png_text: text of each PNG file in addition to `ImageJob.png_text`.
     environment: variables that restrict the process to one GPU; without effect after ONNX Runtime was imported.
@@ -37,6 +38,7 @@ class ReplicaConfig:
     folder: Path
     load_options: Mapping[str, Any] = field(default_factory=dict)
     setup: Callable[[Any], None] = no_setup
+    loras: tuple[tuple[str, float], ...] = ()
     call_options: Mapping[str, Any] = field(default_factory=dict)
     png_text: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -80,13 +82,16 @@ class PipelineReplica:
             **generation_defaults(config.folder)._asdict(),
             train_timesteps=scheduler_config(config.folder).get("num_train_timesteps", 1000),
             pid=os.getpid(),
+            loras=config.loras,
         )
+        self.lora_scales = config.loras
 
     def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
         """Return the PNG files of jobs with equal settings, generated as one batch. Raises SdOrtError on failure."""
         from sd_ort.pipelines.png import png_bytes
 
         settings = jobs[0].settings
+        self._scale_loras(settings.loras or self.config.loras)
         images = self.pipeline(
             [job.prompt for job in jobs],
             height=settings.height or self.pipeline.default_size,
@@ -100,6 +105,12 @@ class PipelineReplica:
         ).images
         texts = [{**job.png_text(), **self.config.png_text} for job in jobs]
         return list(self.writers.map(png_bytes, images, texts))  # slower than a step; releases the GIL
+
+    def _scale_loras(self, loras: tuple[tuple[str, float], ...]) -> None:
+        """Use LoRAs at these scales, unless the last batch did."""
+        if loras != self.lora_scales:
+            self.pipeline.set_adapters([name for name, _ in loras], [scale for _, scale in loras])
+            self.lora_scales = loras
 
 
 @dataclass(frozen=True)

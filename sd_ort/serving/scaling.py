@@ -9,9 +9,12 @@ One image on two GPUs is simpler: each GPU computes one batch row of guidance at
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,43 @@ class ReplicaTimes:
     def limit(self) -> float:
         """Return the images per second of one host with unlimited replicas: the limit of its front process."""
         return 1 / (self.dispatch + self.respond)
+
+
+def poisson_latency(service: float, replicas: int, rate: float, images: int, percentile: float = 99) -> float:
+    """Return a percentile of the seconds from arrival to answer of `images`, which arrive at random, `rate` a second.
+
+    Each replica generates one image at a time in `service` seconds, the longest waiting first: an M/D/c queue that
+    begins empty. The result is the mean of 100,000 images in simulated runs, with a fixed seed.
+    """
+    random, found = np.random.default_rng(0), []
+    for _ in range(max(1, 100_000 // images)):
+        free = [0.0] * replicas  # when each replica is idle again
+        latencies = []
+        for arrival in np.cumsum(random.exponential(1 / rate, images)).tolist():
+            end = max(arrival, free[0]) + service
+            heapq.heapreplace(free, end)
+            latencies.append(end - arrival)
+        found.append(np.percentile(latencies, percentile))
+    return float(np.mean(found))
+
+
+def poisson_load(service: float, replicas: int, latency: float, percentile: float = 99) -> float:
+    """Return the largest share of the replicas' throughput at which `poisson_latency` is at most `latency`."""
+    low, high = 0.0, 1.0
+    for _ in range(8):
+        share = (low + high) / 2
+        rate = share * replicas / service
+        is_enough = poisson_latency(service, replicas, rate, 50_000, percentile) <= latency
+        low, high = (share, high) if is_enough else (low, share)
+    return low
+
+
+def overlapped_decoding(image: float, latents: float) -> float:
+    """Return the seconds of an image among many, if another device decodes it while the next one's latents are drawn.
+
+    image, latents: seconds of an image on one device, and of its latents alone.
+    """
+    return max(latents, image - latents)
 
 
 def split_step(rows: Sequence[float], exchange: float) -> float:

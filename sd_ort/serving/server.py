@@ -1,4 +1,4 @@
-"""The HTTP server: `POST /v1/images/generations`, `GET /health`, `GET /metrics`.
+"""The HTTP server: `POST /v1/images/generations`, `GET /v1/model`, `GET /health`, `GET /metrics`, and a page at `/`.
 
 Starlette and uvicorn receive the requests, `api` parses them, `dispatch` has the images generated.
 """
@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -31,6 +32,17 @@ from sd_ort.serving.image_jobs import ImageJob, ModelInfo
 from sd_ort.serving.metrics import Metrics
 
 BODY_TIMEOUT_S = 10.0  # for a client to send its request
+# Files of the page by path, with their types. The page loads nothing else, and no other site can embed it.
+PAGE = {
+    "/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript"),
+}  # fmt: skip
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 CLIENT_CLOSED_REQUEST = 499  # nginx's status if a client disconnects before the response
 
 
@@ -39,7 +51,7 @@ class Service:
     """Request handlers.
 
     token: required in requests; None for none. timeout: seconds for the images of a request. names: names of this
-    server, besides localhost and IP addresses.
+    server, besides localhost and IP addresses. title: what is served, for the page.
     """
 
     dispatcher: Dispatcher
@@ -48,6 +60,7 @@ class Service:
     token: str | None = None
     timeout: float = 600.0
     names: Collection[str] = ()
+    title: str = ""
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.dispatcher)
@@ -56,6 +69,8 @@ class Service:
         """Return the routes as an ASGI application, for requests that are addressed to this server."""
         routes = [
             Route("/v1/images/generations", self.generate, methods=["POST"]),
+            Route("/v1/model", self.get_model, methods=["GET"]),
+            *(Route(path, _page, methods=["GET"]) for path in PAGE),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.get_metrics, methods=["GET"]),
         ]
@@ -85,6 +100,15 @@ class Service:
         status = "ok" if ready == len(replicas) else "degraded" if ready else "unavailable"
         content = {"status": status, "ready": ready, "waiting": len(self.dispatcher.waiting), "replicas": replicas}
         return JSONResponse(content, status_code=200 if ready else 503)
+
+    async def get_model(self, request: Request) -> Response:
+        """Return the defaults of the model."""
+        if unauthorized := self._reject_client(request):
+            return unauthorized
+        model, loras = self.model, [{"name": name, "scale": scale} for name, scale in self.model.loras]
+        content = {"title": self.title, "default_size": model.default_size, "size_multiple": model.size_multiple,
+                   "steps": model.steps, "guidance": model.guidance, "loras": loras}  # fmt: skip
+        return JSONResponse(content)
 
     async def get_metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' text format."""
@@ -163,6 +187,12 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 def _error(message: str, status: int, field: str | None = None, headers: dict[str, str] | None = None) -> Response:
     return JSONResponse(api.error_body(" ".join(message.split()), status, field), status_code=status, headers=headers)
+
+
+async def _page(request: Request) -> Response:
+    name, media_type = PAGE[request.url.path]
+    content = (Path(__file__).parent / "page" / name).read_bytes()
+    return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
+from sd_ort.checkpoints.diffusion_transformers import FAMILIES
 from sd_ort.core.errors import InputError
 from sd_ort.torch import kernels, status
 from sd_ort.torch.modules import (
@@ -79,10 +80,12 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
             reason. A model that changed (LoRA layers and their scales, a processor, moved weights) is captured again.
 
     Raises:
-        InputError: The level is unknown, or the target has no modules.
+        InputError: The level is unknown, or the target has no modules or a diffusion transformer.
     """
     if level not in LEVELS:
         raise InputError(f"Unknown level {level!r}: choose one of {', '.join(LEVELS)}.")
+    if names := [type(part).__name__ for part in components(target) if type(part).__name__ in FAMILIES]:
+        raise InputError(f"{names[0]} is not supported: optimize pipe.vae alone, or generate with sd_ort's pipelines.")
     restore(target)
     for component in components(target):
         for module in component.modules():

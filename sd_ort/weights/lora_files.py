@@ -1,7 +1,7 @@
 """Parser of LoRA files: the deltas of a model's weights and biases, by component and module.
 
 formats   diffusers and PEFT (lora_A, lora_B; lora.down, lora.up), Kohya and LyCORIS (lora_unet_..., with alpha), also
-          with the UNet's modules in LDM's names
+          with the UNet's modules in LDM's names, or a transformer's in the original ones (ComfyUI, Kohya)
 kinds     LoRA, LoCon, DoRA, LoHa, LoKr, full differences
 modules   linear layers, convolutions and norms of the UNet and the text encoders
 """
@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from sd_ort.checkpoints.diffusion_transformers import FAMILIES
+from sd_ort.checkpoints.transformer_layouts import Part, original_modules
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import parsing, read_json
 from sd_ort.core.safetensors_file import read_float32
@@ -38,6 +40,12 @@ Shape = tuple[int, ...]
 PREFIXES = {
     "lora_unet_": "unet", "lora_te1_": "text_encoder", "lora_te2_": "text_encoder_2", "lora_te_": "text_encoder",
     "unet.": "unet", "text_encoder_2.": "text_encoder_2", "text_encoder.": "text_encoder", "base_model.model.": "unet",
+}  # fmt: skip
+# The same for pipelines with a transformer. Kohya's third encoder is T5, which FLUX.1 has as the second.
+TRANSFORMER_PREFIXES = {
+    **{prefix: "transformer" if component == "unet" else component for prefix, component in PREFIXES.items()},
+    "lora_transformer_": "transformer", "transformer.": "transformer", "model.diffusion_model.": "transformer",
+    "diffusion_model.": "transformer", "text_encoder_3.": "text_encoder_3", "lora_te3_": "text_encoder_3",
 }  # fmt: skip
 FACTORS = [f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")] + [
     f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
@@ -194,23 +202,34 @@ class LoraAdapter:
         return self.modules.setdefault(component, {}).setdefault(name, LoraModule())
 
 
-def read_adapter(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> LoraAdapter:
-    """Parse a .safetensors file or a dict of tensors. Raises InputError if it is invalid or no LoRA."""
+def read_adapter(source: str | Path | Weights, config: Mapping[str, Any]) -> LoraAdapter:
+    """Parse a .safetensors file or a dict of tensors. Raises InputError if it is invalid or no LoRA.
+
+    config: of the UNet or the transformer.
+    """
     with parsing(lora_label(source), "a LoRA"):
-        return _parse(source, unet_config)
+        adapter = _parse(source, config)
+        if config.get("_class_name") in FAMILIES:
+            _split_original_modules(adapter, config)
+    return adapter
 
 
-def _parse(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> LoraAdapter:
+def _parse(source: str | Path | Weights, config: Mapping[str, Any]) -> LoraAdapter:
+    has_transformer = config.get("_class_name") in FAMILIES
+    prefixes = TRANSFORMER_PREFIXES if has_transformer else PREFIXES
+    if config.get("_class_name") == "FluxTransformer2DModel":
+        prefixes = prefixes | {"lora_te3_": "text_encoder_2"}
+    denoiser = "transformer" if has_transformer else "unet"
     tensors, configs = _read_tensors(source)
     label = lora_label(source)
     if invalid := next((name for name, tensor in tensors.items() if not np.isfinite(tensor).all()), None):
         raise InputError(f"{label}: {invalid} holds NaN or infinity: get it again.")
     adapter = LoraAdapter()
     for full_name, tensor in tensors.items():
-        name = _diffusers_name(full_name, unet_config.get("layers_per_block", 2))
+        name = full_name if has_transformer else _diffusers_name(full_name, config.get("layers_per_block", 2))
         name = re.sub(r"\.default(_\d+)?(?=\.|$)", "", name)
-        prefix = next((p for p in PREFIXES if name.startswith(p)), "")
-        component, rest = PREFIXES.get(prefix, "unet"), name.removeprefix(prefix)
+        prefix = next((p for p in prefixes if name.startswith(p)), "")
+        component, rest = prefixes.get(prefix, denoiser), name.removeprefix(prefix)
         if not (match := TENSOR_NAME.match(rest)):
             adapter.unmatched.append(full_name)
             continue
@@ -223,8 +242,8 @@ def _parse(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> Lora
             module.alpha = float(tensor.reshape(()))
         else:
             module.tensors[KEYS[end]] = tensor.astype(np.float32, copy=False)
-            if config := configs.get(component):
-                _set_config(module, config, match["module"])
+            if settings := configs.get(component):
+                _set_config(module, settings, match["module"])
     for component, modules in adapter.modules.items():
         for name in [name for name, module in modules.items() if not module.is_complete]:
             adapter.unmatched.append(f"{component}.{name}")
@@ -232,6 +251,38 @@ def _parse(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> Lora
     if not any(adapter.modules.values()):
         raise InputError(f"{label} is no LoRA: none of its tensors is a pair of up and down matrices.")
     return adapter
+
+
+def _split_original_modules(adapter: LoraAdapter, config: Mapping[str, Any]) -> None:
+    """Replace modules of a transformer in its original names by the modules of diffusers that they are.
+
+    Those of a joined matrix have its `down` and their rows of `up`. Raises ValueError for kinds that cannot be split.
+    """
+    modules = adapter.modules.get("transformer", {})
+    originals = {name.replace(".", "_"): parts for name, parts in original_modules(config).items()}
+    for name in [name for name in modules if name in originals]:
+        module, parts = modules.pop(name), originals[name]
+        for part in parts:
+            is_whole = part.start is None and not part.swapped
+            split = module if is_whole else replace(module, tensors=_rows_of(module, part, name))
+            modules[part.module.replace(".", "_")] = split
+    for name in [name for name in modules if re.fullmatch(r"single_transformer_blocks_\d+_attn_to_out_0", name)]:
+        modules[name.removesuffix("_0")] = modules.pop(name)  # FLUX.2 has no list of layers there
+
+
+def _rows_of(module: LoraModule, part: Part, name: str) -> dict[str, np.ndarray]:
+    """Return the tensors of a module for some rows of its weight."""
+    by_rows = {"up", "up_bias", "diff", "diff_b", "output_magnitude"}
+    if unsupported := module.tensors.keys() - by_rows - {"down"}:
+        kind = sorted(unsupported)[0]
+        raise ValueError(f"{name} is a joined matrix, of which {kind} cannot be split: use the LoRA in diffusers")
+
+    def rows(tensor: np.ndarray) -> np.ndarray:
+        if part.swapped:
+            return np.concatenate([tensor[len(tensor) // 2 :], tensor[: len(tensor) // 2]])
+        return tensor[part.start : part.stop]
+
+    return {key: rows(tensor) if key in by_rows else tensor for key, tensor in module.tensors.items()}
 
 
 def lora_label(source: str | Path | Weights) -> str:

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
 
 from fusion_passes import weight_recipes
+from sd_ort.core.onnx_file import serialize
 
 OPSET = 18
+# NumPy's name of a weight's dtype -> ONNX's, and onnx.TensorProto.DataType.
+_TYPES = {"float32": ("float", 1), "float16": ("float16", 10), "bfloat16": ("bfloat16", 16)}
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ def build_weight_update(spec: WeightUpdateSpec) -> bytes:
     Inputs: base, and up_<i>, scale_<i>, down_<i> (float32) for tensor i; `source_shape` (int64) of all tensors if the
     spec has it. Output: weight, in the dtype of base.
     """
-    element_type = onnx.helper.np_dtype_to_tensor_dtype(_dtype(spec.dtype))
-    type_name = onnx.TensorProto.DataType.Name(element_type).lower()
+    type_name, element_type = _TYPES[spec.dtype]
     inputs, lines = [f"{type_name}[] base"], list[str]()
     if spec.has_shape:
         inputs.append("int64[] source_shape")
@@ -93,24 +94,15 @@ def build_weight_update(spec: WeightUpdateSpec) -> bytes:
         f"weight = Cast <to = {element_type}> (sum)",
     ]
     head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>\n'
-    text = f"{head}weight_update ({', '.join(inputs)}) => ({type_name}[] weight) {{\n" + "\n".join(lines) + "\n}"
-    model: bytes = onnx.parser.parse_model(text).SerializeToString()
-    return model
+    body = "\n".join(lines)
+    return serialize(f"{head}weight_update ({', '.join(inputs)}) => ({type_name}[] weight) {{\n{body}\n}}")
 
 
 def build_copy(dtype: np.dtype) -> bytes:
     """Build the graph that copies input `base` to output `weight`."""
-    type_name = onnx.TensorProto.DataType.Name(onnx.helper.np_dtype_to_tensor_dtype(dtype)).lower()
+    type_name, _ = _TYPES[dtype.name]
     head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>'
-    text = f"{head} copy ({type_name}[] base) => ({type_name}[] weight) {{ weight = Identity (base) }}"
-    model: bytes = onnx.parser.parse_model(text).SerializeToString()
-    return model
-
-
-def _dtype(name: str) -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return serialize(f"{head} copy ({type_name}[] base) => ({type_name}[] weight) {{ weight = Identity (base) }}")
 
 
 Add = Callable[..., str]

@@ -58,7 +58,7 @@ class WeightUpdater:
         """Raises InputError if the manifest of the folder has no weight recipes."""
         self.folder = folder
         self.recipes = read_recipes(folder)
-        if "unet" not in self.recipes:
+        if not self.recipes.keys() & {"unet", "transformer"}:
             raise InputError(f"{folder} does not say where its weights come from: export it again with this sd-ort.")
         entries = read_manifest(folder)["components"]
         self.parts = {name: folders_of(name, entry) for name, entry in entries.items()}

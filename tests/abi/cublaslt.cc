@@ -18,7 +18,8 @@ struct BlasLtAssertions {
   static_assert(B::kBiasPointer == CUBLASLT_MATMUL_DESC_BIAS_POINTER);
   static_assert(B::kBatchCount == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT);
   static_assert(B::kBatchStride == CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET);
-  static_assert(B::kEpilogueBias == CUBLASLT_EPILOGUE_BIAS);
+  static_assert(B::kEpilogueBias == CUBLASLT_EPILOGUE_BIAS && B::kEpilogueGelu == CUBLASLT_EPILOGUE_GELU);
+  static_assert((B::kEpilogueBias | B::kEpilogueGelu) == CUBLASLT_EPILOGUE_GELU_BIAS);
   static_assert(sizeof(B::kEpilogueBias) == sizeof(cublasLtEpilogue_t));
   static_assert(B::kMaxWorkspace == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES);
   static_assert(B::kFirstAlignment == CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES);

@@ -18,7 +18,8 @@ struct BlasLtAssertions {
   static_assert(B::kBiasPointer == HIPBLASLT_MATMUL_DESC_BIAS_POINTER);
   static_assert(B::kBatchCount == HIPBLASLT_MATRIX_LAYOUT_BATCH_COUNT);
   static_assert(B::kBatchStride == HIPBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET);
-  static_assert(B::kEpilogueBias == HIPBLASLT_EPILOGUE_BIAS);
+  static_assert(B::kEpilogueBias == HIPBLASLT_EPILOGUE_BIAS && B::kEpilogueGelu == HIPBLASLT_EPILOGUE_GELU);
+  static_assert((B::kEpilogueBias | B::kEpilogueGelu) == HIPBLASLT_EPILOGUE_GELU_BIAS);
   static_assert(sizeof(B::kEpilogueBias) == sizeof(hipblasLtEpilogue_t));
   static_assert(B::kMaxWorkspace == HIPBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES);
   static_assert(B::kFloat32 == HIP_R_32F && B::kFloat16 == HIP_R_16F && B::kBFloat16 == HIP_R_16BF);

@@ -213,7 +213,7 @@ def test_refusals(call: Callable[..., Any], tmp_path: Path) -> None:
     assert re.search("opset 21, at which onnxruntime-rocm runs Reshape, Shape, Transpose on the CPU", said["opset"])
 
 
-def test_op_library_without_gpu_kernels_is_left_out(
+def test_op_library_without_gpu_kernels_is_not_registered(
     for_rocm: Path, operators: Path, call: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Its CPU kernels would take the fused nodes off the GPU; function bodies have norms, which are refused."""

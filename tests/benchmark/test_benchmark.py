@@ -90,7 +90,7 @@ def test_ratios_are_taken_round_by_round(report: dict[str, Any]) -> None:
         assert first[ratios]["values"] == [1, 1, 1]
 
 
-def test_engines_draw_the_same_image(report: dict[str, Any], report_folder: Path) -> None:
+def test_engines_generate_the_same_image(report: dict[str, Any], report_folder: Path) -> None:
     assert report["engines"][2]["psnr_db"] > 50
     assert (report_folder / "raw-ONNX-raw.png").is_file()
     assert (report_folder / "torch-eager.png").is_file()
@@ -225,7 +225,7 @@ def test_batch_without_room_leaves_the_others(tmp_path: Path, monkeypatch: pytes
     assert report["finished"] is True
 
 
-def test_folder_that_cannot_be_made_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_build_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise SdOrtError("unet: ValueError: no such pattern")
 

@@ -17,7 +17,7 @@ def raw_component(raw: Path) -> Path:
     return raw
 
 
-def test_made_component_appears_whole(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_component_appears_at_once(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(task: engine_builds.BuildTask, word: str) -> None:
         assert (task.source, word) == (raw / "unet" / MODEL, "twice")
         task.out.write_text("made")
@@ -35,9 +35,7 @@ def test_made_component_appears_whole(raw: Path, tmp_path: Path, monkeypatch: py
     assert float((out / "unet" / engine_builds.SECONDS).read_text()) >= 0
 
 
-def test_component_that_cannot_be_made_leaves_nothing(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_component_leaves_nothing(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(task: engine_builds.BuildTask) -> None:
         task.out.write_text("half")
         raise ValueError("\nno such pattern\nmore")

@@ -39,20 +39,20 @@ def test_optimized_folder_whose_export_is_gone(raw: Path) -> None:
     assert [e.label for e in engines] == ["fused fp32"]
 
 
-def test_equal_labels_are_told_apart(raw: Path) -> None:
+def test_equal_labels_become_distinct(raw: Path) -> None:
     folders = [optimized(raw, "a", "float32"), optimized(raw, "b", "float32", "cpu"), optimized(raw, "c", "float32")]
     engines, _ = engine_selection.find_engines([raw, *folders], "none")
     assert [e.label for e in engines[1:]] == ["fused fp32 portable a", "fused fp32 cpu", "fused fp32 portable c"]
 
 
-def test_random_weights_are_made_again_for_torch(tmp_path: Path) -> None:
+def test_random_weights_are_equal_in_torch(tmp_path: Path) -> None:
     source = {"model": "sd15-tiny", "random_weights": True}
     folder = fake_folder(tmp_path / "raw", stage="export", source=source, options={"seed": 3})
     torch = engine_selection.find_engines([folder])[0][-1]
     assert (torch.engine, torch.model, torch.random_weights, torch.weights_seed) == ("torch", "sd15-tiny", True, 3)
 
 
-def test_torch_model_that_cannot_be_found_is_a_note(tmp_path: Path) -> None:
+def test_missing_torch_model_is_a_note(tmp_path: Path) -> None:
     folder = fake_folder(tmp_path / "raw", stage="export", source={"model": "owner/name"}, options={})
     engines, notes = engine_selection.find_engines([folder])
     assert [e.engine for e in engines] == ["onnxruntime"]

@@ -33,7 +33,7 @@ def numbered(numbers: Sequence[int]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("scenario", loadgen.SCENARIOS)
-def test_each_scenario_draws_its_queries(scenario: str, tmp_path: Path) -> None:
+def test_each_scenario_generates_its_queries(scenario: str, tmp_path: Path) -> None:
     drawn: list[Sequence[int]] = []
 
     def draw(numbers: Sequence[int]) -> list[np.ndarray]:

@@ -27,7 +27,7 @@ def test_what_is_not_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is an extra")
-def test_it_computes_in_float32_unless_told(tmp_path: Path) -> None:
+def test_computes_in_float32_by_default(tmp_path: Path) -> None:
     text = """<ir_version: 10, opset_import: ["" : 20]> g (float[N,64] x, float[64,64] w) => (float[N,64] y) {
         y = MatMul (x, w) }"""
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")

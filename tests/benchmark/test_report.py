@@ -16,7 +16,7 @@ from PIL import Image
 
 from sd_ort.benchmark import plot, report
 from sd_ort.benchmark.engines.interface import BenchmarkSettings
-from sd_ort.benchmark.report_file import ReportFile, format_speedup
+from sd_ort.benchmark.report_file import ReportFile, format_speedup, to_table
 from sd_ort.benchmark.worker import speedup
 from sd_ort.core import metrics
 from sd_ort.core.errors import InputError, OutputError
@@ -53,6 +53,18 @@ def test_ratios_do_not_contradict_seconds() -> None:
     cells = [format_speedup({"image_speedup": speedup(times, baseline)}) for times in (baseline, unclear, clear)]
     assert cells == ["1.00x", "no difference measured (0.95-1.10)", "1.57x (1.25-2.00)"]
     assert format_speedup({}) == "-"
+    one_slow = [speedup([1.0, 1.0, 1.0, 9.0, 1.0], [2.0, 2.2, 2.0, 2.0, 2.1]), speedup([1, 1, 9, 9, 1], [2] * 5)]
+    cells = [format_speedup({"image_speedup": each}) for each in one_slow]
+    assert cells == ["2.00x (2.00-2.20; round 4, disturbed: 0.22)", "no difference measured (0.22-2.00)"]
+
+
+def test_equal_images_are_called_equal() -> None:
+    report = results()
+    report["engines"][1]["psnr_db"] = metrics.EQUAL_DB
+    text = to_table(report)
+    assert "equal" in text
+    assert "60.0 dB" in text
+    assert "120" not in text
 
 
 def results(kind: str = "benchmark", **more: Any) -> dict[str, Any]:
@@ -193,7 +205,7 @@ def test_nothing_of_a_report_is_markup(tmp_path: Path) -> None:
     assert pages > 50
 
 
-def test_a_picture_outside_or_of_another_kind_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_image_outside_or_of_another_format_is_refused(tmp_path: Path, folder: Path) -> None:
     picture = folder / "raw-ONNX.png"
     Image.open(picture).save(tmp_path / "elsewhere.png")
     for replace in (
@@ -275,7 +287,7 @@ def changed(index: int, **values: Any) -> dict[str, Any]:
         (0, {"psnr_db": 58.0}, "psnr_db"),
     ],
 )
-def test_what_got_worse_is_found(index: int, values: dict[str, Any], metric: str) -> None:
+def test_regressions_are_reported(index: int, values: dict[str, Any], metric: str) -> None:
     rows, _ = report.compare(results(), changed(index, **values), 0.05)
     assert [r["metric"] for r in rows if r["worse"]] == [metric]
     rows, _ = report.compare(changed(index, **values), results(), 0.05)  # the other way round it got better

@@ -50,7 +50,7 @@ def test_folded_parameters_are_filled_again(tmp_path: Path) -> None:
         fill(graph, random | {"norm.weight": torch.randn(9)}, tmp_path / "other")
 
 
-def test_what_is_made_of_a_parameter_otherwise_is_refused() -> None:
+def test_other_derivations_of_a_parameter_are_refused() -> None:
     """Its numbers would be those of the machine that traced the graph."""
     with pytest.raises(SystemExit, match="val_1"):
         refer(constant("val_1", np.full((2, 2), MARK + 1, np.float32)), {})

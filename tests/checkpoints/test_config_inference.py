@@ -107,7 +107,7 @@ INDEX = {
 }
 
 
-def test_old_folders_are_optimized_verified_and_drawn(tmp_path: Path) -> None:
+def test_old_folders_are_optimized_verified_and_run(tmp_path: Path) -> None:
     source = make_small_folder(tmp_path / "old")
     optimize(source, tmp_path / "out", target="portable")
     told = verify(source, tmp_path / "out")
@@ -133,9 +133,9 @@ def test_sizes_that_do_not_halve_are_refused_where_the_graph_doubles(tmp_path: P
     """Resizes to the size of another value, as diffusers' `upsample_size` is traced, draw any multiple of 8."""
     settings: dict[str, Any] = {"height": 72, "width": 64, "num_inference_steps": 1, "output_type": "np"}
     fixed = StableDiffusionPipeline.from_pretrained(make_small_folder(tmp_path / "fixed"))
-    with pytest.raises(InputError, match="multiples of 16: this UNet halves latents 1 times, and its graph can only"):
+    with pytest.raises(InputError, match="multiples of 16: this UNet's graph doubles images that no skip"):
         fixed("a cat", **settings)
-    with pytest.raises(InputError, match=r"must be multiples of 16"):
+    with pytest.raises(InputError, match=r"must be multiples of 8"):
         fixed("a cat", **settings | {"height": 60})
     assert FIXED in GRAPHS["unet"]
     unet = GRAPHS["unet"].replace(f"e = {FIXED}", f"e1 = {FOLLOWING}")
@@ -148,7 +148,7 @@ def test_sizes_that_do_not_halve_are_refused_where_the_graph_doubles(tmp_path: P
             pipeline("a cat", **settings | {"height": 60})
 
 
-def test_what_no_graph_shows_is_asked_for(tmp_path: Path) -> None:
+def test_missing_config_values_are_required(tmp_path: Path) -> None:
     folder = make_small_folder(tmp_path / "old")
     shutil.copy(folder / "text_encoder" / MODEL, folder / "unet" / MODEL)
     with pytest.raises(InputError, match="does not show its resolutions"):

@@ -69,10 +69,10 @@ def without_numbers(path: Path, shapes: dict[str, list[int]]) -> Path:
 @pytest.mark.parametrize(
     ("preset", "shapes", "encoder", "note"),
     [
-        ("sd15", published(SD15, 768, None), VIT_H, "IP-Adapter, 4 tokens a picture, 16 layers"),
-        ("sd15", published(SD15, 768, 768), VIT_H, "IP-Adapter Plus, 16 tokens a picture, 16 layers"),
-        ("sdxl", published(SDXL, 2048, None, 1280), VIT_G, "IP-Adapter, 4 tokens a picture, 70 layers"),
-        ("sdxl", published(SDXL, 2048, 1280), VIT_H, "IP-Adapter Plus, 16 tokens a picture, 70 layers"),
+        ("sd15", published(SD15, 768, None), VIT_H, "IP-Adapter, 4 tokens per image, 16 layers"),
+        ("sd15", published(SD15, 768, 768), VIT_H, "IP-Adapter Plus, 16 tokens per image, 16 layers"),
+        ("sdxl", published(SDXL, 2048, None, 1280), VIT_G, "IP-Adapter, 4 tokens per image, 70 layers"),
+        ("sdxl", published(SDXL, 2048, 1280), VIT_H, "IP-Adapter Plus, 16 tokens per image, 70 layers"),
     ],
     ids=["ip-adapter_sd15", "ip-adapter-plus_sd15", "ip-adapter_sdxl", "ip-adapter-plus_sdxl_vit-h"],
 )

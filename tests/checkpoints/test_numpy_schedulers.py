@@ -138,12 +138,12 @@ def test_lms_integrates_its_polynomials() -> None:
     "config",
     [{"thresholding": True}, {"beta_schedule": "x"}, {"clip_sample": True}, {"beta_start": "x"}, {"trained_betas": []}],
 )
-def test_left_to_diffusers(config: dict[str, Any]) -> None:
+def test_unsupported_schedulers_use_diffusers(config: dict[str, Any]) -> None:
     assert numpy_scheduler("DDIMScheduler", {**BASE, **config}, 5) is None
 
 
 @pytest.mark.parametrize("steps", [0, 2000])
-def test_numbers_of_steps_that_are_left_to_diffusers(steps: int) -> None:
+def test_step_counts_that_use_diffusers(steps: int) -> None:
     assert numpy_scheduler("EulerDiscreteScheduler", BASE, steps) is None
 
 

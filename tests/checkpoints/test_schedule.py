@@ -42,7 +42,7 @@ def test_linear_schedule(name: str, window: int) -> None:
     )
 
 
-def test_a_scheduler_that_draws_is_refused() -> None:
+def test_random_scheduler_is_refused() -> None:
     timetable = DiffusersTimetable(make_scheduler(MODEL_DIR, "euler_ancestral"), 4, 0.0)
     with pytest.raises(InputError, match="draws random numbers or clips"):
         fixed_schedule(timetable)

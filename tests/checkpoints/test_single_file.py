@@ -82,7 +82,7 @@ def streamed(source: Checkpoint, model: str, loaded: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("preset", FAMILIES)
-def test_equals_the_pipeline_it_was_made_from(checkpoints: Callable, preset: str) -> None:
+def test_equals_its_source_pipeline(checkpoints: Callable, preset: str) -> None:
     file, base = checkpoints(preset)
     source = open_single_file(file, base)
     original = open_preset(f"{preset}-one", 3)
@@ -258,7 +258,7 @@ def test_wrong_options(checkpoints: Callable, sd_ort: Cli, tmp_path: Path, monke
     assert "as --config" in message
 
 
-def test_configs_of_a_folder_that_sd_ort_made(checkpoints: Callable, tmp_path: Path) -> None:
+def test_configs_of_a_folder_of_sd_ort(checkpoints: Callable, tmp_path: Path) -> None:
     """Its component folders hold no weights of diffusers', and the VAE's config in those of its two halves."""
     file, base = checkpoints("sd15")
     made = tmp_path / "made"

@@ -44,7 +44,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stdout.split() == ["True"]
 
 
-def test_windows_is_told_what_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(SystemExit, match=r"sd-ort: runs on Linux, and on Windows in WSL\."):
         cli.main()

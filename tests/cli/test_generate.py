@@ -20,7 +20,7 @@ Cli = Callable[..., tuple[int, str, str]]
 PROMPT = "a red circle on a blue background"
 
 
-def test_shell_and_python_draw_the_same_image(sd_ort: Cli, tmp_path: Path) -> None:
+def test_shell_and_python_generate_the_same_image(sd_ort: Cli, tmp_path: Path) -> None:
     """By the model's own defaults, which signatures do not name; the checkpoint is optimized once for both."""
     png, again = tmp_path / "a.png", tmp_path / "b.png"
     options = ("--model", "demo", "--seed", 7, "--height", 64, "--width", 64)

@@ -72,7 +72,7 @@ def test_only_a_new_entry_trims_the_cache(optimized: list[dict[str, Any]], monke
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "manifest", "interrupted", "tokenizer"])
-def test_a_damaged_entry_is_made_again(optimized: list[dict[str, Any]], damage: str) -> None:
+def test_a_damaged_entry_is_rebuilt(optimized: list[dict[str, Any]], damage: str) -> None:
     entry = entry_of("demo")
     model = entry / "unet/model.onnx"
     content = model.read_bytes()

@@ -24,7 +24,7 @@ def test_a_cache_that_cannot_be_reached_is_an_empty_one(monkeypatch: pytest.Monk
     library.library_path()
 
 
-def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

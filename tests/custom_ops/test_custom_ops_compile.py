@@ -45,7 +45,7 @@ def test_every_kernel_is_there_for_every_architecture(kernels: list[Kernel]) -> 
     assert len(names[TARGETS[0]]) > 100
 
 
-def test_waves_are_known_to_the_compiler_alone(kernels: list[Kernel]) -> None:
+def test_wave_size_comes_from_the_compiler(kernels: list[Kernel]) -> None:
     """The same blocks run in waves of 64 on CDNA and of 32 on RDNA, and are whole waves on both."""
     for kernel in kernels:
         assert kernel.wave_size == (64 if kernel.target.startswith("gfx9") else 32)
@@ -63,7 +63,7 @@ def test_lanes_exchange_before_any_is_off(kernels: list[Kernel]) -> None:
         assert masked_exchanges(code) == [], name
 
 
-def test_lds_is_read_at_whole_words(kernels: list[Kernel]) -> None:
+def test_lds_is_read_in_dwords(kernels: list[Kernel]) -> None:
     """clang 19 cuts some copies of 32 bytes into loads of 16 at odd addresses and single bytes."""
     for name, code in disassembled(kernels, "gfx"):
         wide = re.findall(r"ds_(?:load|read)_b(?:32|64|96|128) [^\n]*offset:(\d+)", code)
@@ -111,7 +111,7 @@ def test_masked_exchanges_are_found() -> None:
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
-def test_no_cache_is_emptied_and_all_memory_known_to_be_global(kernels: list[Kernel], arch: str) -> None:
+def test_no_cache_flush_and_global_memory_only(kernels: list[Kernel], arch: str) -> None:
     """What __syncthreads(), and pointers that may be null, would make of the code."""
     for _, text in disassembled(kernels, arch):
         alone = (
@@ -287,7 +287,7 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         build.build(cuda=["sm_90"])
 
 
-def test_given_headers_are_checked(tmp_path: Path) -> None:
+def test_header_option_is_checked(tmp_path: Path) -> None:
     with pytest.raises(library.BuildError, match=r"has no onnxruntime_c_api\.h"):
         headers.find_headers(tmp_path)
 

@@ -115,7 +115,7 @@ def test_bfloat16(provider: str, folder: Path) -> None:
         (COMPONENTS[3], "float32"),
     ],
 )
-def test_whole_component(provider: str, folder: Path, name: str, dtype: str) -> None:
+def test_complete_component(provider: str, folder: Path, name: str, dtype: str) -> None:
     model = lowered(folder, name, dtype)
     raw = ort.InferenceSession(str(folder / name / "raw" / model.parent.name / MODEL))
     session = session_of(model, provider)
@@ -145,6 +145,25 @@ def test_operators_of_transformers(provider: str, batch: int) -> None:
     for got, wanted in zip(session.run(None, arrays), bodies.run(None, arrays), strict=True):
         assert relative_error(got, wanted) < BOUND["float32"]
     assert placed(session) == {"SdOrtSimulated": Counter(AdaptiveNorm=1, RotaryEmbedding=1)}
+
+
+@pytest.mark.parametrize("text", [0, 3])
+def test_heads_of_transformers(provider: str, text: int) -> None:
+    """Heads of one stream are written over their input, those of two to a tensor of both."""
+    other = ("float[B,T,2,3,8] other,", "other, w, w, w, w, c, s") if text else ("", ", w, w, , , c, s")
+    model = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["" : 23, "sd_ort" : 1]>
+        g (float[B,S,2,3,8] x, {other[0]} float[8] w, float[L,4] c, float[L,4] s) => (float[B,L,2,3,8] y) {{
+            q = Tanh (x)
+            y = sd_ort.RotaryQkv <epsilon = 0.01, interleaved = 1> (q, {other[1]})
+        }}""")
+    function_bodies.attach(model, [node for node in model.graph if node.op_type == "RotaryQkv"])
+    proto = ir.to_proto(model).SerializeToString()
+    session, bodies = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
+    arrays = made_up(bodies, {"B": 2, "S": 5, "T": text, "L": 5 + text})
+    for _ in range(2):
+        (got,), (wanted,) = session.run(None, arrays), bodies.run(None, arrays)
+        assert relative_error(got, wanted) < BOUND["float32"]
+    assert placed(session) == {"SdOrtSimulated": Counter(Tanh=1, RotaryQkv=1)}
 
 
 def test_changing_shapes(provider: str, folder: Path) -> None:
@@ -178,7 +197,7 @@ class Bound:
         return np.array(self.output.numpy())
 
 
-def test_memory_that_others_made_is_read_in_place(provider: str) -> None:
+def test_foreign_memory_is_read_in_place(provider: str) -> None:
     """Bound by its address, as what a wheel with a CUDA provider of its own made is: each run sees what is in it then,
     not what was when it was bound."""
     session = session_of(small("Neg"), provider)
@@ -248,7 +267,7 @@ def test_no_more_memory(provider: str, folder: Path) -> None:
     np.testing.assert_array_equal(session.run(None, made_up(session, small_image))[0], wanted)
 
 
-def test_parts_of_any_width_are_joined_and_taken_apart(provider: str) -> None:
+def test_parts_of_any_width_are_concatenated_and_split(provider: str) -> None:
     """Split into more parts than one launch takes, and Concat of them turned around, in elements of 2 and 8 bytes."""
     widths = [*range(1, 38), 8, 16, 24]
     ends = np.cumsum(widths)
@@ -268,7 +287,7 @@ def test_parts_of_any_width_are_joined_and_taken_apart(provider: str) -> None:
             np.testing.assert_array_equal(session.run(None, {"x": x})[0], wanted)
 
 
-def test_large_weights_arrive_whole(provider: str, tmp_path: Path) -> None:
+def test_large_weights_are_complete(provider: str, tmp_path: Path) -> None:
     """In pieces by several threads, the last piece a smaller one; from a file, as those of a folder."""
     weight = np.random.default_rng(0).normal(size=1_700_001).astype(np.float32)
     graph = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20]>
@@ -280,7 +299,7 @@ def test_large_weights_arrive_whole(provider: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(session.run(None, {"x": np.zeros(1, np.float32)})[0], weight)
 
 
-def test_a_sum_that_nobody_reads_is_not_made(provider: str) -> None:
+def test_unread_sum_is_not_computed(provider: str) -> None:
     """11 MiB hold an image and its normalization, 4 each, and with the sum they do not."""
     graph = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "sd_ort": 1]>
         g (float[1, 1024, 32, 32] x) => (float[1, 1024, 32, 32] y)

@@ -188,7 +188,7 @@ def test_missing_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         providers.plugin_devices(library)
 
 
-def test_a_missing_blas_library_is_told(
+def test_a_missing_blas_library_is_named(
     provider: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The provider runs without it, at a fraction of the speed: that is said, once."""

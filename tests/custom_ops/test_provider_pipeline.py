@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +24,12 @@ from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import ProviderError
 from sd_ort.core.pipeline_folder import MODEL, read_manifest
 from sd_ort.inspect.node_assignment import assign_nodes
-from sd_ort.runtime import provider_table, providers, tuning, warm_up, weight_prefetch
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.pipelines.transformer_steps import TransformerSteps
+from sd_ort.runtime import bound_run, provider_table, providers, tuning, warm_up, weight_prefetch
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
+from sd_ort.runtime.components import Components
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import ModelOverride, SessionOptions, create_session
@@ -38,7 +45,7 @@ def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
     assert files[0] != files[1]
 
 
-def test_held_weights_are_taken_where_they_lie(provider: str) -> None:
+def test_shared_initializers_are_used_in_place(provider: str) -> None:
     """A session refuses a weight that owns its memory on a device, and takes its view, which sees what is written."""
     ones = np.ones((8, 8), np.float32)
     held = UpdatableWeights({"weight": ones}, provider_named(provider).device)
@@ -154,7 +161,7 @@ def test_memory_outlives_the_values_that_a_session_was_given(
     assert owner() is None
 
 
-def test_it_reads_held_weights_in_place(provider: str) -> None:
+def test_shared_initializers_are_read_in_place(provider: str) -> None:
     assert supports_in_place_update(provider, provider_named(provider).device, {})
 
 
@@ -192,7 +199,7 @@ def a_lora(*modules: str) -> dict[str, torch.Tensor]:
     return lora
 
 
-def test_a_whole_pipeline_by_the_plain_call(
+def test_pipeline_by_the_default_call(
     by_name: str,
     small_export: Path,
     tmp_path: Path,
@@ -252,6 +259,63 @@ def test_a_whole_pipeline_by_the_plain_call(
     assert "tuning results of" in caplog.text
 
 
+TRANSFORMER = """<ir_version: 10, opset_import: ["" : 20]>
+    g (float[batch,image,16] hidden_states, float[batch,text,16] encoder_hidden_states, float[1] timestep)
+        => (float[batch,image,16] out_hidden_states)
+    <float[1,8] frequencies, float[8,32] wt, float[16,16] we, int64[2] row = {1, 1}, int64[3] view = {0, 1, 16},
+     int64[1] one = {1}, int64[1] last = {9223372036854775807}> {
+        column = Reshape (timestep, row)  angles = Mul (column, frequencies)  time = MatMul (angles, wt)
+        scale, shift = Split <axis = 1, num_outputs = 2> (time)
+        scales = Reshape (scale, view)  shifts = Reshape (shift, view)
+        text = MatMul (encoder_hidden_states, we)  joint = Concat <axis = 1> (text, hidden_states)
+        scaled = Mul (joint, scales)  shifted = Add (scaled, shifts)
+        length = Shape <start = 1, end = 2> (encoder_hidden_states)
+        image_part = Slice (shifted, length, last, one)  out_hidden_states = Tanh (image_part)
+    }"""
+
+
+@pytest.fixture
+def transformer_folder(tmp_path: Path) -> Path:
+    """A pipeline folder with a hoisted transformer of one modulated layer, target gpu."""
+    model, random = onnx.parser.parse_model(TRANSFORMER), np.random.default_rng(0)
+    for value in list(model.graph.value_info):
+        shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        weight = onnx.numpy_helper.from_array(random.normal(0, 1, shape).astype(np.float32), value.name)
+        model.graph.initializer.append(weight)
+    (tmp_path / "raw").mkdir()
+    onnx.save(onnx.shape_inference.infer_shapes(model), tmp_path / "raw" / "whole.onnx")
+    out = tmp_path / "folder"
+    optimize_component(tmp_path / "raw" / "whole.onnx", out / "transformer" / MODEL, TARGETS["gpu"], hoisted=True)
+    (out / "model_index.json").write_text("{}")
+    return out
+
+
+def test_transformer_steps_are_captured(by_name: str, transformer_folder: Path) -> None:
+    """Calls of other sizes and batches, in turn too, compute what the whole graph does; what steps share is copied at
+    the first one."""
+    whole = ort.InferenceSession(str(transformer_folder.parent / "raw" / "whole.onnx"))
+    models, random = Components(transformer_folder, by_name), np.random.default_rng(1)
+    timesteps = np.array([0.9, 0.5, 0.2], np.float32)
+    texts = [random.normal(0, 1, shape).astype(np.float32) for shape in ((2, 3, 16), (2, 3, 16), (1, 5, 16))]
+    jobs = [TransformerSteps(models, [{"encoder_hidden_states": text}], timesteps) for text in (*texts, texts[0])]
+    sizes = [4, 4, 7, 6]
+    for i in range(len(timesteps)):
+        for job, text, size in zip(jobs, (*texts, texts[0]), sizes, strict=True):
+            latents = random.normal(0, 1, (len(text), size, 16)).astype(np.float32)
+            inputs = {"hidden_states": latents, "encoder_hidden_states": text, "timestep": timesteps[i : i + 1]}
+            (prediction,) = job(i, latents)
+            np.testing.assert_allclose(prediction, whole.run(None, inputs)[0], rtol=1e-5, atol=1e-6)
+    model = models["transformer"]
+    assert isinstance(model, GpuGraphModel)
+    assert len(model.runs) == 3
+    assert all(run.graph_id != NO_GRAPH_ID for run in model.runs.values())
+    written = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bound_run, "write_value", lambda value, array: written.append(array.shape))
+        jobs[3](2, latents)
+    assert written == [(2, 6, 16), (2, 32)]  # latents and modulation
+
+
 def test_a_provider_that_is_not_built(
     monkeypatch: pytest.MonkeyPatch, sd_ort: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -291,3 +355,34 @@ def test_warm_up(by_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert [warm_up.warm_up(name) for name in ("cpu", "auto")] == [None, None]
     onnx.save(onnx.parser.parse_model(warm_up.MODEL), tmp_path / "model.onnx")
     assert assign_nodes([tmp_path / "model.onnx"], by_name)["unassigned_nodes"] == []
+
+
+TWO_DEVICES = """
+import sys
+import numpy as np
+from sd_ort import StableDiffusionPipeline
+from sd_ort.core.errors import ProviderError
+folder, provider = sys.argv[1:]
+arguments = dict(height=64, width=64, num_inference_steps=2, generator=3, progress=False)
+images = []
+for options in ({}, {"split_guidance": (0, 1)}, {"decode_on": 1}, {"unet_on": (0, 1)}):
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, provider, **options)
+    images += [np.asarray(pipeline("a cat", **arguments).images[0]).astype(int) for _ in range(2)]
+print(max(int(np.abs(image - images[0]).max()) for image in images), images[0].std() > 5)
+try:
+    StableDiffusionPipeline.from_pretrained(folder, provider, split_guidance=(0, 2))("a cat", **arguments)
+except ProviderError as error:
+    print(error)
+"""
+
+
+def test_two_devices(provider: str, small_export: Path) -> None:
+    """Guidance, decoding and layers of the U-Net on a second device; the simulated ones share the host's memory."""
+    command = [sys.executable, "-c", TWO_DEVICES, str(small_export), provider]
+    environment = os.environ | {"SD_ORT_SIMULATED_DEVICES": "2"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    drawn, error = result.stdout.splitlines()
+    difference, is_image = drawn.split()
+    assert int(difference) <= 1
+    assert is_image == "True"
+    assert error == "GPU 2 is not there: this machine shows 2 GPUs, counted from 0."

@@ -71,7 +71,7 @@ def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weig
     ],
     ids=["a node", "a branch"],
 )
-def test_a_weight_that_the_host_reads_is_left_to_onnx_runtime(
+def test_weights_read_by_the_host_stay_with_onnx_runtime(
     provider: str,
     tmp_path: Path,
     weights: dict[str, np.ndarray],

@@ -53,7 +53,7 @@ def test_other_weights_that_compute_the_same(models: dict[str, torch.nn.Module])
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_from_file_to_picture(
+def test_from_file_to_image(
     models: dict[str, torch.nn.Module], sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     from sd_ort.benchmark.engines.pytorch import torch_pipeline

@@ -16,16 +16,20 @@ from PIL import Image
 from test_export import check_against_torch
 
 import sd_ort as sd_ort_package
-from sd_ort import FluxPipeline, StableDiffusion3Pipeline
+from sd_ort import Flux2KleinPipeline, FluxPipeline, StableDiffusion3Pipeline
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
+from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.export import exporter, templates
 from sd_ort.graphs.load import load
+from sd_ort.inspect.explain import explain
 from sd_ort.inspect.verify import verify
+from sd_ort.pipelines import transformer_steps
+from sd_ort.runtime.session import Model
 from sd_ort.stages import optimize
 
 SIZES = (
@@ -33,14 +37,16 @@ SIZES = (
     {"batch": 2, "sequence": 33, "height": 16, "width": 20, "image_sequence": 41},
     {"batch": 3, "sequence": 7, "height": 10, "width": 48, "image_sequence": 15},
 )
-SD3, LARGE, FLUX = "sd35-medium-mini", "sd35-large-mini", "flux-dev-mini"
-WHOLE = {SD3: 20, FLUX: 21}  # opset of the exports that images are generated with
+SD3, LARGE, FLUX, KLEIN = "sd35-medium-mini", "sd35-large-mini", "flux-dev-mini", "flux2-klein-base-4b-mini"
+WHOLE = {SD3: 20, FLUX: 21, KLEIN: 20}  # opset of the exports that images are generated with
 EXPORTS = {
     (SD3, 20): ["text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae_encoder", "vae_decoder"],
     (SD3, 23): ["transformer"],
     (LARGE, 20): ["transformer"],
     (FLUX, 21): ["text_encoder", "text_encoder_2", "transformer", "vae_encoder", "vae_decoder"],
     (FLUX, 23): ["transformer", "text_encoder_2"],
+    (KLEIN, 20): ["text_encoder", "transformer", "vae_encoder", "vae_decoder"],
+    (KLEIN, 23): ["text_encoder", "transformer"],
 }
 
 
@@ -90,7 +96,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("target", ["cpu", "portable"])
-@pytest.mark.parametrize(("preset", "opset"), EXPORTS)
+@pytest.mark.parametrize(("preset", "opset"), [key for key in EXPORTS if key[0] in FUSED])
 def test_fusions(exported, tmp_path, preset, opset, target):
     """The same nodes from every opset, equal outputs; no attention is taken apart, no modulation stays."""
     folder = exported(preset, opset)
@@ -110,15 +116,15 @@ def test_fusions(exported, tmp_path, preset, opset, target):
 @pytest.mark.parametrize(("target", "dtype"), [("gpu", "float16"), ("gpu", "bfloat16"), ("cuda", "float16")])
 @pytest.mark.parametrize("preset", [SD3, FLUX])
 def test_gpu_targets(exported, tmp_path, preset, target, dtype):
-    """Norms with their gated residuals are one node each, nothing computes in float64, the outputs are equal."""
+    """Heads are one node behind one product a stream, norms with their gated residuals another; equal outputs."""
     folder, out = exported(preset, WHOLE[preset]), tmp_path / "out"
     manifest = optimize(folder, out, target=target, dtype=dtype, components=["transformer"])
     assert "exceed" in manifest["components"]["transformer"].get("calibration", "exceed"), "it was calibrated"
     graph = load(out / "transformer" / "model.onnx").graph
     counts = Counter(node.op_type for node in graph)
-    norms = FUSED[preset]["RMSNormalization"] + FUSED[preset]["LayerNormalization"]
-    expected = {op: FUSED[preset].get(op, 0) for op in ("MultiHeadAttention", "RotaryEmbedding")}
-    expected |= {"AdaptiveNorm": norms} | dict.fromkeys(("RMSNormalization", "LayerNormalization", "Einsum"), 0)
+    attentions, norms = FUSED[preset]["MultiHeadAttention"], FUSED[preset]["LayerNormalization"]
+    expected = {"MultiHeadAttention": attentions, "RotaryQkv": attentions, "AdaptiveNorm": norms}
+    expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Einsum", "Gelu"), 0)
     assert {op: counts[op] for op in expected} == expected
     assert not [value for node in graph for value in node.outputs if value.dtype == ir.DataType.DOUBLE]
     result = verify(folder, out, components=["transformer"])
@@ -132,7 +138,7 @@ def test_templates_tell_the_encoders_apart(mini_presets):
         return templates.component_key(open_preset(preset, 0), component, 20, "dynamo")
 
     assert key("sd35-medium-mini", "text_encoder") != key("flux-dev-mini", "text_encoder")
-    assert key("sd35-medium-mini", "text_encoder_3") != key("flux-dev-mini", "text_encoder")
+    assert key("sd35-medium-mini", "text_encoder_3") == key("flux-dev-mini", "text_encoder_2")
 
 
 # --- Folders --------------------------------------------------------------------------------------------------------
@@ -160,7 +166,8 @@ def test_diffusers_folder(mini_presets, tmp_path):
     [
         ({"transformer": ["diffusers", "QwenImageTransformer2DModel"]}, "transformer of class QwenImageTransformer2D"),
         ({"transformer": [None, None]}, "neither a UNet nor a transformer"),
-        ({"text_encoder_2": ["transformers", "Qwen3ForCausalLM"]}, "text_encoder_2 of class Qwen3ForCausalLM"),
+        ({"text_encoder_2": ["transformers", "Qwen3ForCausalLM"]}, "text_encoder_2 of class Qwen3ForCausalLM, but"),
+        ({"text_encoder_2": [None, None]}, "no text_encoder_2, but its FluxTransformer2DModel needs a T5EncoderModel"),
         ({"tokenizer_3": ["transformers", "T5TokenizerFast"]}, "lacks its tokenizer_3"),
     ],
 )
@@ -172,7 +179,8 @@ def test_unsupported_folders_are_rejected_by_name(mini_presets, tmp_path, change
 # --- Images ---------------------------------------------------------------------------------------------------------
 
 PROMPTS = ["a red square", "Blue circles; on the left"]
-CLASSES = {SD3: StableDiffusion3Pipeline, FLUX: FluxPipeline}
+CLASSES = {SD3: StableDiffusion3Pipeline, FLUX: FluxPipeline, KLEIN: Flux2KleinPipeline}
+IMAGE_PRESETS = [SD3, FLUX]  # with pipelines that start from an image
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +188,9 @@ def folder(tmp_path_factory, exported):
     """Return a function that optimizes the export of a preset for target cpu once and returns the folder."""
 
     @cache
-    def make(preset: str) -> Path:
+    def make(preset: str, hoist: bool = False) -> Path:
         out = tmp_path_factory.mktemp(preset) / "out"
-        optimize(exported(preset, WHOLE[preset]), out, target="cpu")
+        optimize(exported(preset, WHOLE[preset]), out, target="cpu", hoist=hoist)
         return out
 
     return make
@@ -200,7 +208,8 @@ def reference(tmp_path_factory, mini_presets):
         configs = tmp_path_factory.mktemp(f"{preset}-configs")
         source.write_configs(configs)
         models = {name: source.load(name) for name in source.configs}
-        pipeline = DiffusionPipeline.from_pretrained(configs, **models, image_encoder=None, feature_extractor=None)
+        absent = {} if preset == KLEIN else {"image_encoder": None, "feature_extractor": None}
+        pipeline = DiffusionPipeline.from_pretrained(configs, **models, **absent)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -212,6 +221,8 @@ CALLS = {
     "not guided, other texts": (SD3, {"guidance_scale": 1.0, "prompt_2": PROMPTS[::-1], "prompt_3": ["x", "y"]}),
     "own sigmas": (SD3, {"sigmas": [0.9, 0.5, 0.1], "num_inference_steps": None}),
     "distilled guidance": (FLUX, {"num_images_per_prompt": 2, "guidance_scale": 2.0}),
+    "klein, guided": (KLEIN, {"num_images_per_prompt": 2, "guidance_scale": 3.0}),
+    "klein, reference images": (KLEIN, {"image": [Image.linear_gradient("L").resize((80, 70)).convert("RGB")] * 2}),
     "true guidance": (FLUX, {"true_cfg_scale": 3.0, "negative_prompt": ["dark", "blur"], "prompt_2": PROMPTS[::-1]}),
 }
 
@@ -225,14 +236,66 @@ def test_the_image_of_diffusers(folder, reference, name):
     }  # fmt: skip
     if call["num_inference_steps"] is None:
         del call["num_inference_steps"]
+    if preset == KLEIN:  # a chat takes 12 tokens, and the tiny encoder has four layers
+        call |= {"max_sequence_length": 40, "text_encoder_out_layers": (1, 2, 3)}
     with torch.no_grad():
         expected = reference(preset)(**call, generator=torch.Generator().manual_seed(5)).images
-    pipeline = CLASSES[preset].from_pretrained(folder(preset), "cpu")
-    actual = pipeline(**call, generator=5).images
-    assert actual.shape == expected.shape == (4 if "num_images_per_prompt" in arguments else 2, 32, 48, 3)
-    assert psnr(actual, expected, 0.01, peak=1.0) >= 60
+    for hoist in (False, True):
+        pipeline = CLASSES[preset].from_pretrained(folder(preset, hoist), "cpu")
+        actual = pipeline(**call, generator=5).images
+        assert actual.shape == expected.shape == (4 if "num_images_per_prompt" in arguments else 2, 32, 48, 3)
+        assert psnr(actual, expected, 0.01, peak=1.0) >= 60
     other = pipeline(**call, generator=6).images
     assert psnr(other, expected, 0.01, peak=1.0) < 40, "the comparison does not see the seed"
+
+
+@pytest.mark.parametrize("preset", CLASSES)
+def test_hoisted_folder(folder, exported, preset):
+    """Modulation leaves the step, and joined graphs are equal; explain and verify know the three as one component."""
+    out, source = folder(preset, True), exported(preset, WHOLE[preset])
+    nodes = read_manifest(out)["components"]["transformer"]["hoisted"]
+    assert nodes.keys() == {"transformer_prompt", "transformer_time", "transformer"}
+    parts = {name: load(out / name / "model.onnx").graph for name in nodes}
+    weights = {name: sum(v.const_value.nbytes for v in part.initializers.values()) for name, part in parts.items()}
+    whole = load(folder(preset) / "transformer" / "model.onnx").graph.initializers
+    assert weights["transformer"] < 0.9 * sum(value.const_value.nbytes for value in whole.values())
+    assert {value.name for value in parts["transformer"].inputs}.isdisjoint({"timestep", "encoder_hidden_states"})
+    assert list(explain(out, ["transformer"])["components"]) == ["transformer"]
+    result = verify(source, out, components=["transformer"])
+    assert result["passed"], result["rows"]
+    assert {row["component"] for row in result["rows"]} == {"transformer"}
+    with pytest.raises(InputError, match="hoisted already"):
+        optimize(out, out.with_name("again"), target="cpu")
+
+
+@pytest.mark.parametrize("hoist", [False, True])
+def test_parts_run_once(folder, monkeypatch, hoist):
+    """The prompt's part runs once a call, modulation of all steps at once; a callback's new prompt runs both again."""
+    runs: Counter[int] = Counter()
+    run = Model.__call__
+
+    def counted(model: Model, **arrays: np.ndarray) -> dict[str, np.ndarray]:
+        runs[id(model)] += 1
+        return run(model, **arrays)
+
+    monkeypatch.setattr(Model, "__call__", counted)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder(SD3, hoist), "cpu", low_memory=False)
+
+    def count(**more) -> list[int]:  # of transformer, transformer_prompt and transformer_time
+        runs.clear()
+        call = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 4, "output_type": "latent"}
+        pipeline("a", **call, **more, generator=1)
+        return [runs[id(model)] for name, model in sorted(pipeline.models.opened.items()) if "transformer" in name]
+
+    assert count() == [4, 1, 1][: 3 if hoist else 1]
+
+    def replace(pipe, i, timestep, tensors):
+        return {"prompt_embeds": 2 * tensors["prompt_embeds"]} if i == 1 else {}
+
+    more = {"callback_on_step_end": replace, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    assert count(**more) == [4, 2, 2][: 3 if hoist else 1]
+    monkeypatch.setattr(transformer_steps, "TIME_ROWS", 6)  # two rows in each of three steps
+    assert count() == [4, 1, 2][: 3 if hoist else 1]
 
 
 def pictures() -> tuple[Image.Image, Image.Image]:
@@ -256,7 +319,7 @@ IMAGE_CALLS = {
 
 
 @pytest.mark.parametrize("name", IMAGE_CALLS)
-@pytest.mark.parametrize("preset", CLASSES)
+@pytest.mark.parametrize("preset", IMAGE_PRESETS)
 def test_images_from_images(folder, reference, preset, name):
     """Image to image and inpainting are those of diffusers, also the generator afterwards."""
     import diffusers
@@ -284,7 +347,7 @@ def test_images_from_images(folder, reference, preset, name):
     assert (psnr(actual, changed, 0.01, peak=1.0) < 40) != replaced, "the comparison does not see the image"
 
 
-@pytest.mark.parametrize("preset", CLASSES)
+@pytest.mark.parametrize("preset", IMAGE_PRESETS)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -402,3 +465,89 @@ def test_generate_command(folder, sd_ort, tmp_path):
     assert sd_ort("generate", "a red square", *options, "--steps", "4", "--image", out, "--out", again)[0] == 0
     with Image.open(again) as image:
         assert image.size == (32, 32)
+
+
+@pytest.mark.parametrize("preset", CLASSES)
+def test_component_of_diffusers(folder, reference, preset):
+    """diffusers' pipeline with the folder's transformer generates the same image."""
+    from sd_ort.integrations.diffusers import OrtTransformer, accelerate
+
+    theirs = reference(preset)
+    call = {"prompt": "a", "height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np"}
+    call |= {"max_sequence_length": 48, "text_encoder_out_layers": (1, 2, 3)} if preset == KLEIN else {}
+    with torch.no_grad():
+        expected = theirs(**call, generator=torch.Generator().manual_seed(2)).images
+    settings = {"is_distilled": theirs.config.is_distilled} if preset == KLEIN else {}
+    for hoist in (False, True):
+        pipeline = accelerate(type(theirs)(**theirs.components, **settings), folder(preset, hoist), provider="cpu")
+        pipeline.set_progress_bar_config(disable=True)
+        assert isinstance(pipeline.transformer, OrtTransformer)
+        with torch.no_grad():
+            actual = pipeline(**call, generator=torch.Generator().manual_seed(2)).images
+        assert psnr(actual, expected, 0.01, peak=1.0) >= 60
+
+
+# --- LoRAs ----------------------------------------------------------------------------------------------------------
+
+
+def lora_tensors(layout: str) -> dict[str, torch.Tensor]:
+    """Return a LoRA of FLUX.1 with rank 4, strong enough to see: attention of a double block, a single block's output.
+
+    diffusers: split query, key and value. kohya, comfyui: joined, under the original names.
+    """
+    generator, width = torch.Generator().manual_seed(3), 96
+    blocks = ("transformer_blocks.0.attn", "single_transformer_blocks.1")
+    if layout == "diffusers":  # with parts that run once a prompt and once a schedule
+        shapes = {f"transformer.{blocks[0]}.to_{name}": (width, width) for name in "qkv"}
+        shapes["transformer.context_embedder"] = (
+            width,
+            open_preset(FLUX, 0).configs["transformer"]["joint_attention_dim"],
+        )
+        shapes["transformer.transformer_blocks.0.norm1.linear"] = (6 * width, width)
+        shapes[f"transformer.{blocks[1]}.proj_out"] = (width, 5 * width)
+        ends = ("lora_B.weight", "lora_A.weight")
+    else:
+        names = {"double_blocks.0.img_attn.qkv": (3 * width, width), "single_blocks.1.linear2": (width, 5 * width)}
+        kohya = layout == "kohya"
+        prefix = "lora_unet_" if kohya else "diffusion_model."
+        shapes = {prefix + (name.replace(".", "_") if kohya else name): shape for name, shape in names.items()}
+        ends = ("lora_up.weight", "lora_down.weight") if kohya else ("lora_B.weight", "lora_A.weight")
+    tensors = {}
+    for name, (out, width_in) in shapes.items():
+        tensors[f"{name}.{ends[0]}"] = torch.randn(out, 4, generator=generator)
+        tensors[f"{name}.{ends[1]}"] = torch.randn(4, width_in, generator=generator) * width_in**-0.5
+        if layout != "diffusers":
+            tensors[f"{name}.alpha"] = torch.tensor(2.0)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("layout", "hoist"), [("diffusers", False), ("diffusers", True), ("kohya", False), ("comfyui", True)]
+)
+def test_loras(folder, reference, tmp_path, layout, hoist):
+    """The image with a LoRA is that of diffusers with PEFT; without it, the image is as before.
+
+    diffusers does not read ComfyUI's names: it gets the same LoRA with Kohya's.
+    """
+    from safetensors.torch import save_file
+
+    path, reference_path = tmp_path / "lora.safetensors", tmp_path / "reference.safetensors"
+    save_file(lora_tensors(layout), path)
+    save_file(lora_tensors("kohya" if layout == "comfyui" else layout), reference_path)
+    call = {"prompt": PROMPTS, "height": 32, "width": 48, "num_inference_steps": 2, "max_sequence_length": 12,
+            "output_type": "np"}  # fmt: skip
+    theirs = reference(FLUX)
+    ours = FluxPipeline.from_pretrained(folder(FLUX, hoist), "cpu")
+    before = ours(**call, generator=5).images
+    theirs.load_lora_weights(str(reference_path))
+    try:
+        with torch.no_grad():
+            expected = theirs(**call, generator=torch.Generator().manual_seed(5)).images
+    finally:
+        theirs.unload_lora_weights()
+    ours.load_lora_weights(path)
+    actual = ours(**call, generator=5).images
+    assert psnr(actual, expected, 0.01, peak=1.0) >= 60
+    assert psnr(before, expected, 0.01, peak=1.0) < 40, "the LoRA changes nothing"
+    ours.unload_lora_weights()
+    assert np.array_equal(ours(**call, generator=5).images, before)

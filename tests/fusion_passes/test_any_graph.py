@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,51 @@ def test_unused_functions_cost_nothing() -> None:
     canonicalize(model)
     assert not model.functions
     assert [node.op_type for node in model.graph] == ["Abs"]
+
+
+@pytest.mark.parametrize("target", ["portable", "cpu", "hip"])
+@pytest.mark.parametrize("form", ["four axes", "three axes", "fewer keys", "boolean mask", "causal", "capped"])
+def test_attention_of_opset_23_is_one_attention(tmp_path: Path, target: str, form: str) -> None:
+    """Its scores are in no tensor of the graph, unless the target's kernel would be slower (capped scores)."""
+    keys = 1 if form == "fewer keys" else 2
+    shapes = [f"B,{heads},{size},8" for heads, size in ((2, "S"), (keys, "L"), (keys, "L"))]
+    attributes = {"causal": "<is_causal = 1>", "capped": "<softcap = 3.0>"}.get(form, "")
+    if form == "three axes":
+        shapes, attributes = [f"B,{size},16" for size in "SLL"], "<q_num_heads = 2, kv_num_heads = 2>"
+    mask = ", bool[S,L] mask" if form == "boolean mask" else ""
+    text = f"""{HEADER} g (float[{shapes[0]}] q, float[{shapes[1]}] k, float[{shapes[2]}] v {mask})
+        => (float[{shapes[0]}] y) {{ y = Attention {attributes} (q, k, v{", mask" if mask else ""}) }}"""
+    random, sizes = np.random.default_rng(0), {"B": 2, "S": 5, "L": 7}
+    feeds = {
+        name: random.standard_normal([sizes.get(axis) or int(axis) for axis in shape.split(",")]).astype(np.float32)
+        for name, shape in zip("qkv", shapes, strict=True)
+    }
+    if mask:
+        feeds["mask"] = random.random((5, 7)) < 0.6
+        feeds["mask"][2] = False
+    source, out = tmp_path / "source.onnx", tmp_path / "out.onnx"
+    onnx.save(onnx.parser.parse_model(text), source)
+    optimize_component(source, out, TARGETS[target])
+    ops = Counter(node.op_type for node in onnx.load(out).graph.node)
+    one = ops["Attention"] + ops["MultiHeadAttention"] + ops["ScaledDotProductAttention"]
+    assert (one, ops["Softmax"]) == ((0, 1) if form == "capped" and target != "portable" else (1, 0)), ops
+    if target == "cpu" and form != "capped":
+        assert ops.total() == 1, ops
+    np.testing.assert_allclose(run(onnx.load(out), feeds)[0], run(onnx.load(source), feeds)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_causal_attention_of_other_lengths_is_not_of_com_microsoft(tmp_path: Path) -> None:
+    """Its MultiHeadAttention aligns the causal mask with the last key, ai.onnx Attention with the first."""
+    text = f"""{HEADER} g (float[B,S,16] q, float[B,L,16] k, float[B,L,16] v) => (float[B,S,16] y) {{
+        y = Attention <q_num_heads = 2, kv_num_heads = 2, is_causal = 1> (q, k, v) }}"""
+    random, sizes = np.random.default_rng(0), {"q": 5, "k": 7, "v": 7}
+    feeds = {name: random.standard_normal((2, size, 16)).astype(np.float32) for name, size in sizes.items()}
+    source, out = tmp_path / "source.onnx", tmp_path / "out.onnx"
+    onnx.save(onnx.parser.parse_model(text), source)
+    optimize_component(source, out, TARGETS["cuda"])
+    attentions = [node.domain for node in onnx.load(out).graph.node if node.op_type == "MultiHeadAttention"]
+    assert attentions == ["sd_ort"]
+    np.testing.assert_allclose(run(onnx.load(out), feeds)[0], run(onnx.load(source), feeds)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -27,6 +27,7 @@ KERNELS = {
     "LinearSplitGelu": "linear_split_gelu",
     "MultiHeadAttention": "multi_head_attention",
     "RotaryEmbedding": "rotary_embedding",
+    "RotaryQkv": "rotary_qkv",
     "SkipGroupNorm": "skip_group_norm",
     "SkipLayerNormalization": "skip_layer_norm",
     "SubpixelShuffle": "subpixel_shuffle",
@@ -72,7 +73,7 @@ def test_the_body_matches_the_kernels_reference(
     while not names[-1]:
         names.pop()
     defaults: dict[str, int | float] = {"channels_last": 1, "unidirectional": 0, "scale": 0.3, "epsilon": 1e-5}
-    defaults |= {"stride": 1, "x_last": 0, "y_last": 0, "gated": 0, "to": onnx.TensorProto.FLOAT}
+    defaults |= {"stride": 1, "x_last": 0, "y_last": 0, "gated": 0, "gelu": 0, "to": onnx.TensorProto.FLOAT}
     available = defaults | case.attributes
     attributes = {name: available[name] for name in operator.attributes}
     node = onnx.helper.make_node(operator.name, names, list(kernel.outputs), domain=DOMAIN)

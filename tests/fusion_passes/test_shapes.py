@@ -44,7 +44,11 @@ def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8
          "h = Shape <start = 2, end = 3> (x) y = Slice (x, z, h, a)", "B, 8, H, y_3"),
         # from a start that is a size: the text tokens of a joint attention; the other axes are kept
         ("e = Constant <value_ints = [9223372036854775807]> () a = Constant <value_ints = [2]> () "
-         "h = Shape <start = 2, end = 3> (x) y = Slice (x, h, e, a)", "B, 8, y_2, W"),
+         "h = Shape <start = 2, end = 3> (x) y = Slice (x, h, e, a)", "B, 8, 0, W"),
+        ("e = Constant <value_ints = [9223372036854775807]> () a = Constant <value_ints = [2]> () "
+         "c = Concat <axis = 2> (x, x) h = Shape <start = 2, end = 3> (x) y = Slice (c, h, e, a)", "B, 8, H, W"),
+        ("a = Constant <value_ints = [2]> () b = Shape <start = 0, end = 1> (x) h = Shape <start = 2, end = 3> (x) "
+         "y = Slice (x, b, h, a)", "B, 8, y_2, W"),
         ("a = Constant <value_int = 1> ()  y = CumSum (x, a)", "B, 8, H, W"),
         ("k = Constant <value_ints = [3]> ()  y, i = TopK <axis = 1> (x, k)", "B, 3, H, W"),
         ("y = DepthToSpace <blocksize = 2> (x)", "B, 2, 2*H, 2*W"),

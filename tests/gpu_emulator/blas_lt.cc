@@ -3,6 +3,7 @@
 // are the layouts of what the caller allocates. Every handle is checked: an argument that the real library would refuse
 // gives an error here, and so do an algorithm that was not proposed, with another workspace than it asked for, and in
 // hipBLASLt's case a handle that multiplies in two streams and a question for more than 8 algorithms.
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -23,7 +24,7 @@ enum { kBatchCount = 5, kBatchStride = 6 };
 constexpr int kMostWanted = 16;
 constexpr bool kHandlePerStream = false;
 #endif
-constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14, kEpilogueBias = 4;
+constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14, kEpilogueBias = 4, kEpilogueGelu = 32;
 constexpr int kInvalid = 7;
 
 namespace {
@@ -130,7 +131,7 @@ EXPORT int NAME(MatmulDescSetAttribute)(void* description, int attribute, const 
   }
   if (attribute == kEpilogue && bytes == sizeof(int)) {
     std::memcpy(&d.epilogue, value, bytes);
-    return d.epilogue == kEpilogueBias ? 0 : kInvalid;
+    return (d.epilogue & ~(kEpilogueBias | kEpilogueGelu)) == 0 ? 0 : kInvalid;
   }
   if (attribute == kBias && bytes == sizeof(void*)) {
     std::memcpy(&d.bias, value, bytes);
@@ -206,7 +207,10 @@ EXPORT int NAME(Matmul)(void* handle, void* description, const void* alpha, cons
         }
         float value = static_cast<float>(scale * sum);
         if (rest != 0) value += rest * load(c, lc.type, i * lc.batch_stride + column * lc.stride + row);
-        if (d.epilogue == kEpilogueBias) value += load(d.bias, ld.type, row);
+        if (d.epilogue & kEpilogueBias) value += load(d.bias, ld.type, row);
+        if (d.epilogue & kEpilogueGelu) {
+          value = 0.5f * value * (1.f + std::tanh(0.79788456f * (value + 0.044715f * value * value * value)));
+        }
         store(to, ld.type, i * ld.batch_stride + column * ld.stride + row, value);
       }
     }

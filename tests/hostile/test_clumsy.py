@@ -228,13 +228,13 @@ def test_a_signal_ends_the_compilers_too(
     ["--scheduler", "nothing"], ["--scheduler", ""], ["--provider", "tpu"], ["--image", "nowhere.png"],
     ["--out", "/dev/null/x.png"], ["--threads", 0], ["--batch", 0],
 ])  # fmt: skip
-def test_numbers_that_nothing_can_be_drawn_with(sd_ort: Cli, source: Path, options: list[object]) -> None:
+def test_numbers_out_of_range(sd_ort: Cli, source: Path, options: list[object]) -> None:
     names = {path.name for path in source.parent.iterdir()}
     out = source.parent / "out.png"
     check(sd_ort("generate", "a cat", "--model", source, "--out", out, "--steps", 2, *options), source.parent, names)
 
 
-def test_a_folder_without_its_tokenizer_draws_nothing(sd_ort: Cli, source: Path) -> None:
+def test_a_folder_without_its_tokenizer_is_refused(sd_ort: Cli, source: Path) -> None:
     """Of an empty folder transformers makes a tokenizer that knows no word."""
     for path in (source / "tokenizer").iterdir():
         path.unlink()
@@ -247,7 +247,7 @@ def test_a_folder_without_its_tokenizer_draws_nothing(sd_ort: Cli, source: Path)
 @pytest.mark.parametrize("options", [
     ["--out", "/dev/null/x.png"], ["--provider", "rocm"], ["--lora", "nowhere.safetensors"], ["--prompts", "x.txt"],
 ])  # fmt: skip
-def test_what_is_wrong_is_told_before_a_checkpoint_is_optimized(sd_ort: Cli, options: list[object]) -> None:
+def test_errors_come_before_a_checkpoint_is_optimized(sd_ort: Cli, options: list[object]) -> None:
     code, _, err = sd_ort("generate", "a cat", "--model", "demo", *options)
     assert code in (2, 3, 5), err
     assert len([line for line in err.splitlines() if not line.startswith("provider ")]) == 1, err
@@ -350,7 +350,7 @@ def test_a_division_without_a_result(
     assert "divides integers by 0" in line or "by zero" in line
 
 
-def test_a_picture_of_any_mode(pristine: Path) -> None:
+def test_image_of_any_mode(pristine: Path) -> None:
     """L and RGBA pictures are drawn over as RGB; the toy has no VAE encoder, so only the preprocessing is seen."""
     from sd_ort import StableDiffusionPipeline
 

@@ -17,14 +17,14 @@ from test_hostile import COMMANDS, Cli, arguments, check, optimized, pristine, s
 from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.files import check_regular, open_regular, read_json, read_regular
+from sd_ort.core.image_file import read_image
 from sd_ort.core.npz_file import read_npz
-from sd_ort.core.pictures import read_picture
 from sd_ort.core.safetensors_file import read_entries, read_float32
 
 __all__ = ["optimized", "pristine", "source"]  # fixtures
 
 READERS: list[Callable[[Path], object]] = [
-    open_regular, read_regular, check_regular, read_json, read_picture, read_entries, read_float32, onnx_file.read,
+    open_regular, read_regular, check_regular, read_json, read_image, read_entries, read_float32, onnx_file.read,
     lambda path: read_npz(path, lambda name: True),
 ]  # fmt: skip
 SPECIAL: dict[str, Callable[[Path], object]] = {

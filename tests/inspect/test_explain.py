@@ -158,7 +158,7 @@ def test_a_geglu_layer_for_our_provider(tmp_path: Path) -> None:
     ]
 
 
-def test_what_no_rule_matches_is_told_as_it_is(tmp_path: Path) -> None:
+def test_unmatched_sites_are_reported(tmp_path: Path) -> None:
     header = (
         "(float[N,S,8] x, float[N,S,8] k, float[8,8] w) => (float y, float z) <float[8] g = {1, 1, 1, 1, 1, 1, 1, 1}>"
     )

@@ -239,7 +239,7 @@ def test_overflowing_site_stays_in_float32(tmp_path: Path, target: str) -> None:
     assert last.dtype == ir.DataType.FLOAT16, "the last convolution is far from overflowing and must be in float16"
 
 
-def test_nothing_is_kept_where_nothing_overflows(source: Path, tmp_path: Path) -> None:
+def test_no_float32_nodes_without_overflow(source: Path, tmp_path: Path) -> None:
     manifest = optimize(source, tmp_path / "out", target="portable", dtype="float16")
     entry = manifest["components"]["vae_decoder"]
     assert entry["float32_sites"] == []
@@ -266,7 +266,7 @@ def test_calibration_switched_off_or_too_large_says_so(
         optimize(source, tmp_path / "out", target="portable", calibrate=True)
 
 
-def test_made_up_prompts_start_and_end() -> None:
+def test_synthetic_prompts_start_and_end() -> None:
     value = ir.Value(name="input_ids", shape=ir.Shape(["batch", "sequence"]), type=ir.TensorType(ir.DataType.INT64))
     ids = synthetic_inputs.random_inputs("text_encoder", [value], {"vocab_size": 514}, synthetic_inputs.SIZES[1])[
         "input_ids"

@@ -130,7 +130,7 @@ def test_hoisting_of_unsupported_models_is_an_error(hoisted: Path, small_export:
         optimize(hoisted, tmp_path / "again")
     with pytest.raises(InputError, match="take it into --component"):
         optimize(small_export, tmp_path / "out", components=["vae_decoder"], hoist=True)
-    with pytest.raises(InputError, match="is no UNet"):
+    with pytest.raises(InputError, match="neither a UNet nor a transformer"):
         hoist.split(ir.load(small_export / "vae_decoder" / MODEL))
     assert list(tmp_path.iterdir()) == []
 

@@ -122,7 +122,7 @@ def test_nhwc_targets_keep_two_transposes(small_export: Path, tmp_path: Path, ta
     (TARGETS["portable"], "float32", 1e-5), (TARGETS["cpu"], "float32", 1e-5), (NHWC, "float32", 1e-5),
     (TARGETS["portable"], "float16", 3e-3), (NHWC, "float16", 3e-3),
 ], ids=lambda x: x.name if isinstance(x, Target) else str(x))  # fmt: skip
-def test_unet_draws_the_same(
+def test_unet_generates_the_same_image(
     drawn: dict[tuple[int, ...], np.ndarray],
     fused_unet: Callable[[Target, str], Path],
     target: Target,
@@ -300,7 +300,7 @@ def test_missing_folder_and_wrong_options(tiny_copy: Path, tmp_path: Path, sd_or
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--component", "unet"), "no component", tmp_path)
 
 
-def test_foreign_output_is_left_alone(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
+def test_foreign_output_stays(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
@@ -329,7 +329,7 @@ def test_interrupt_and_full_disk(
 
 
 @pytest.mark.parametrize("target", ["portable", "nhwc"])
-def test_an_opset_that_cannot_be_raised_is_left_alone(tmp_path: Path, target: str) -> None:
+def test_opset_that_cannot_be_raised_stays(tmp_path: Path, target: str) -> None:
     """Opset 19 mended the divisor of such an AveragePool: raising it would change numbers; bodies are of opset 21."""
     text = """<ir_version: 7, opset_import: ["" : 14]>
         g (float[B,4,8] q) => (float[B,4,8] y) <float s = {0.5}, float[8] b> {
@@ -378,7 +378,7 @@ def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None
     assert code == 0, err
     assert "safety_checker: not fused: opset 14 cannot be raised" in text
     counts = {name: entry["op_counts"] for name, entry in pipeline_folder.read_manifest(out)["components"].items()}
-    assert counts["text_encoder"]["MultiHeadAttention"] == 12
+    assert counts["text_encoder"]["Attention"] == 12
     assert counts["vae_decoder"]["SkipGroupNorm"] == 12
     assert sorted(p.name for p in (out / "vae_decoder").iterdir()) == [pipeline_folder.MODEL, pipeline_folder.DATA]
     code, text, err = sd_ort("verify", source, out)
@@ -391,7 +391,7 @@ def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None
     assert "up to date" in sd_ort("optimize", source, out, *half)[1]
 
 
-def test_few_fused_sites_are_told() -> None:
+def test_low_coverage_is_reported() -> None:
     """Less than half of what looks like attention, or like normalization; half is enough."""
     before = {"Softmax": 4, "InstanceNormalization": 2}
     assert stage.low_coverage_message(before, {"Softmax": 3, "InstanceNormalization": 1}) == "1 of 4 attentions"

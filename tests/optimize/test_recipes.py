@@ -171,5 +171,5 @@ def test_origins_compare_all_numbers() -> None:
         graph.register_initializer(
             ir.Value(name=name, const_value=ir.tensor(array), type=ir.TensorType(ir.DataType.FLOAT))
         )
-    assert initializer_recipes(ir.Model(graph, ir_version=10), {"x": x}) == {"w": ["transpose", [1, 0], "x"]}
+    assert initializer_recipes(graph.initializers.values(), {"x": x}) == {"w": ["transpose", [1, 0], "x"]}
     assert list(duplicate_tensors({"x": x, "y": x.clone(), "z": other})) == [("x", "y")]

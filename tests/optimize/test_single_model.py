@@ -115,7 +115,7 @@ def test_what_cannot_be_done(sd_ort: Cli, tmp_path: Path, command: list[str], wo
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_made_up_inputs_respect_what_the_graph_does_with_them() -> None:
+def test_synthetic_inputs_respect_the_graph() -> None:
     text = """<ir_version: 10, opset_import: ["" : 20]>
     g (float[n] sigma, int64[n, s] ids, float[n] t, bool[n] flags, float[n, c] features, int64[n, s] text_mask)
         => (float[n] a, float[n, s, 3] b, float[n] d, bool[n] e, float[n, c] f, int64[n, s] h)

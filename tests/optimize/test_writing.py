@@ -86,3 +86,19 @@ def test_calibration_from_memory_is_that_from_a_file(tmp_path: Path, monkeypatch
     assert in_memory["p"] == pytest.approx(np.abs(product).max(), rel=1e-5)
     assert in_memory["y"] == pytest.approx(np.abs(product @ weights["other"] * weights["small"]).max(), rel=1e-5)
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_sizes_of_a_file_are_stored_in_the_next_one(tmp_path: Path) -> None:
+    """Shape inference reads int64 tensors in the model file alone; one of a source's data file moves there."""
+    sizes = np.arange(77)
+    (tmp_path / "source.data").write_bytes(sizes.tobytes())
+    stored = ir.ExternalTensor("source.data", 0, sizes.nbytes, ir.DataType.INT64, shape=ir.Shape([77]), name="sizes",
+                               base_dir=str(tmp_path))  # fmt: skip
+    value = ir.Value(name="sizes", shape=stored.shape, type=ir.TensorType(stored.dtype), const_value=stored)
+    node = ir.node("Reshape", [ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT)), value])
+    node.outputs[0].name, node.outputs[0].dtype = "y", ir.DataType.FLOAT
+    graph = ir.Graph([node.inputs[0]], [node.outputs[0]], nodes=[node], initializers=[value], opset_imports={"": 21})
+    save(ir.Model(graph, ir_version=10), tmp_path / "out" / "model.onnx")
+    (saved,) = ir.load(tmp_path / "out" / "model.onnx").graph.initializers.values()
+    assert not isinstance(saved.const_value, ir.ExternalTensor)
+    np.testing.assert_array_equal(saved.const_value.numpy(), sizes)

@@ -13,6 +13,7 @@ from diffusers.callbacks import SDXLCFGCutoffCallback
 from image_metrics import psnr
 from PIL import Image
 
+import sd_ort
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.schedulers import make_scheduler
@@ -68,7 +69,8 @@ def test_a_refused_name_is_answered_with_its_reason(pipeline: Any, name: str) ->
     ("arguments", "message"),
     [
         ({"guidence_scale": 3}, "no argument of a pipeline: guidance_scale is"),
-        ({"strength": 0.5}, f"use {IMAGE_ARGUMENTS['strength']}"),
+        ({"strength": 0.5}, IMAGE_ARGUMENTS["strength"]),
+        ({"pag_scale": 1.0}, "use StableDiffusionPAGPipeline"),
         ({"prompt_embeds": torch.zeros(1, 77, 3)}, r"\[prompts, tokens, 64\]"),
         ({"negative_prompt_embeds": torch.zeros(1, 9, 64)}, "differ in shape"),
         ({"negative_prompt_embeds": torch.zeros(1, 77, 64), "negative_prompt": "x"}, "say the same"),
@@ -109,7 +111,7 @@ def test_results_unpack_as_in_diffusers(pipeline: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["array", "bytes", "tensor", "latents", "list"])
-def test_kinds_of_pictures(pipeline: Any, reference: Any, kind: str) -> None:
+def test_image_formats(pipeline: Any, reference: Any, kind: str) -> None:
     y, x = np.mgrid[:64, :64]
     pixels = np.stack([4 * x, 4 * y, 255 - 2 * (x + y)], -1).astype(np.uint8)
     unit = pixels.astype(np.float32) / 255
@@ -200,3 +202,15 @@ def test_another_pipeline_and_a_copy(small_export: Path, tmp_path: Path, pipelin
     np.testing.assert_array_equal(draw(copy), plain)
     copy.scheduler = diffusers.DDIMScheduler.from_config(copy.scheduler.config)
     assert psnr(draw(copy), plain) < 50
+
+
+def test_classes_with_pag(pipeline: Any) -> None:
+    guided = sd_ort.AutoPipelineForText2Image.from_pipe(pipeline, enable_pag=True, pag_applied_layers="down.*")
+    assert (type(guided), guided.pag_applied_layers) == (sd_ort.StableDiffusionPAGPipeline, ["down.*"])
+    with pytest.raises(InputError, match="a string or a list of strings, got 3"):
+        guided.set_pag_applied_layers(3)
+    guided.set_pag_applied_layers("nowhere")
+    with pytest.raises(InputError, match="no self-attention layer matches 'nowhere'"):
+        draw(guided)
+    with pytest.raises(AttributeError, match="XLPAGRefinerPipeline"):
+        _ = sd_ort.StableDiffusionXLPAGRefinerPipeline

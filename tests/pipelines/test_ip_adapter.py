@@ -165,9 +165,9 @@ def test_draws_as_diffusers(folder: Any, reference: Any, name: str) -> None:
     assert len(draw(ours, **alone, num_images_per_prompt=2)) == 2
 
 
-def test_scale_0_draws_as_without(folder: Any) -> None:
+def test_scale_0_equals_no_adapter(folder: Any) -> None:
     ours = StableDiffusionPipeline.from_pretrained(folder("sd15-seen"))
-    with pytest.raises(InputError, match="has an IP-Adapter: give it a picture"):
+    with pytest.raises(InputError, match="has an IP-Adapter: give it an image"):
         draw(ours)
     ours.set_ip_adapter_scale(0)
     drawn = draw(ours)
@@ -183,7 +183,7 @@ def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
     assert Image.open(tmp_path / "a.png").text["ip_adapter_scale"] == "0.6"  # type: ignore[attr-defined]
     code, _, said = sd_ort("generate", "a", *options, "--out", tmp_path / "b.png")
     assert code == 2
-    assert "has an IP-Adapter: give it a picture" in said
+    assert "has an IP-Adapter: give it an image" in said
     assert not (tmp_path / "b.png").exists()
 
 
@@ -319,10 +319,10 @@ def test_damaged_configs(tmp_path: Path, damage: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ip_adapter_image": [PICTURE, OTHER]}, "2 pictures .* for one IP-Adapter"),
-        ({"ip_adapter_image": "a.png"}, "no picture for the IP-Adapter was given"),
-        ({"ip_adapter_image": torch.zeros(1, 3, 8, 8)}, r"\[pictures, 3, 32, 32\]"),
-        ({"ip_adapter_image_embeds": [torch.zeros(2, 1, 3)]}, r"\[rows, pictures, 20\] are read, 2 rows a prompt"),
+        ({"ip_adapter_image": [PICTURE, OTHER]}, "2 images .* for one IP-Adapter"),
+        ({"ip_adapter_image": "a.png"}, "no image for the IP-Adapter was given"),
+        ({"ip_adapter_image": torch.zeros(1, 3, 8, 8)}, r"\[images, 3, 32, 32\]"),
+        ({"ip_adapter_image_embeds": [torch.zeros(2, 1, 3)]}, r"\[rows, images, 20\] are read, 2 rows a prompt"),
         ({"ip_adapter_image_embeds": [torch.zeros(6, 1, 20)]}, "3 rows of embeddings for 1 prompts"),
         ({"ip_adapter_image": PICTURE, "ip_adapter_image_embeds": [torch.zeros(2, 1, 20)]}, "say the same"),
         (

@@ -128,7 +128,7 @@ def draw(pipeline: Any) -> np.ndarray:
     return np.asarray(pipeline(**SETTINGS, generator=torch.Generator().manual_seed(3)).images)
 
 
-def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callable) -> None:
+def test_generates_the_image_of_diffusers(optimized: Path, weights: dict, make: Callable) -> None:
     """Over reopened sessions, as a CPU has them, and in place, as GPUs have them."""
     theirs = torch_pipeline("sd15-small", True, 0)
     plain, in_place = (StableDiffusionPipeline.from_pretrained(optimized) for _ in range(2))

@@ -581,7 +581,7 @@ def test_refused_calls(make: Callable[..., Tensors], ours: list[Any]) -> None:
     pipeline.unload_lora_weights()
 
 
-def test_config_beside_the_file(make: Callable[..., Tensors], tmp_path: Path) -> None:
+def test_config_next_to_the_file(make: Callable[..., Tensors], tmp_path: Path) -> None:
     """PEFT's own folder: adapter_model.safetensors and adapter_config.json."""
     name = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
     tensors = {f"base_model.model.{name}.lora_{x}.weight": torch.ones(s) for x, s in (("A", (4, 32)), ("B", (32, 4)))}

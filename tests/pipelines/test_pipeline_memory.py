@@ -69,7 +69,7 @@ def test_tiles_of_a_map_that_keeps_pixels() -> None:
         assert max(max(shape[2:]) for shape in seen) <= 16
 
 
-def test_slices_draw_the_same(small_export: Path) -> None:
+def test_slices_generate_the_same_image(small_export: Path) -> None:
     arguments = {**SETTINGS, "num_images_per_prompt": 3}
     sliced = StableDiffusionPipeline.from_pretrained(small_export, vae_slicing=True)
     rows: list[int] = []

@@ -179,7 +179,7 @@ def test_textual_inversion(small_export: Path, fused: Path, tmp_path: Path) -> N
         np.testing.assert_array_equal(embeddings(ours, prompt), before)
 
 
-def test_words_beside_a_table_that_is_stored_in_half_the_space(tmp_path: Path) -> None:
+def test_words_with_a_table_in_half_precision(tmp_path: Path) -> None:
     """Target cpu casts the table to float32 before it looks words up; new words keep their float32."""
     graph = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 20]> g (int64[N, S] input_ids) => (float[N, S, 2] out)

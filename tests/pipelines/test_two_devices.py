@@ -113,7 +113,7 @@ def test_what_is_not_split_is_said(small_export: Path, caplog: pytest.LogCapture
         two.unet = two.unet
 
 
-def test_decoding_beside_drawing(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_while_the_next_batch_is_generated(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same bytes; decoded in another thread, by a session of its own; what was drawn is given before a failure."""
     calls = [{**SETTINGS, "num_inference_steps": 1, "generator": seed} for seed in (1, 2)]
     one = StableDiffusionPipeline.from_pretrained(small_export)

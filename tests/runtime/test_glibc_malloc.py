@@ -59,7 +59,7 @@ def test_what_is_freed_goes_back_or_stays() -> None:
     assert mapped()
 
 
-def test_what_is_kept_stays_until_sessions_were_opened() -> None:
+def test_retained_heap_is_not_trimmed() -> None:
     disable_trim()
     assert stays()
     with retain_heap():
@@ -80,7 +80,7 @@ def test_a_hole_in_the_heap_decides_nothing() -> None:
         assert not mapped()
 
 
-def test_the_first_to_begin_decides_for_those_beside_it() -> None:
+def test_first_of_concurrent_blocks_decides() -> None:
     def opened() -> None:
         with return_heap():
             pass

@@ -50,7 +50,7 @@ def test_a_build_without_gpu_kernels_hides_none_that_has_them(monkeypatch: pytes
     assert library_path(HIP_LIBRARY) == newer / HIP_LIBRARY
 
 
-def test_what_was_asked_for_last_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_last_build_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Though it was built before, and another since."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sd_ort.runtime.build._compile", lambda _, folder: fill(folder, LIBRARY, age=0))
@@ -60,7 +60,7 @@ def test_what_was_asked_for_last_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert build() == first == library_path()
 
 
-def test_a_truncated_library_is_not_loaded_and_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_truncated_library_is_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process that loads one ends with SIGBUS."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = []

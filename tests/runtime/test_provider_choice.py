@@ -12,7 +12,7 @@ import pytest
 from sd_ort.core.errors import ProviderError
 from sd_ort.optimize import targets
 from sd_ort.runtime import provider_choice, providers
-from sd_ort.runtime.provider_choice import Gpu, choose_provider, provider_for, resolve_device
+from sd_ort.runtime.provider_choice import Gpu, choose_provider, likely_provider, provider_for, resolve_device
 from sd_ort.runtime.provider_table import PROVIDERS
 
 H200 = Gpu("cuda", "NVIDIA H200", "sm_90")
@@ -59,7 +59,7 @@ def test_the_best_that_is_there(machine: Machine, gpus: tuple[Gpu, ...], wheel: 
         assert chosen == "cpu" or targets.default_target()[0] == expected
 
 
-def test_a_gpu_without_a_build_is_told_the_one_command(machine: Machine) -> None:
+def test_a_gpu_without_a_build_names_the_command(machine: Machine) -> None:
     machine((H200,))
     line = choose_provider().line
     assert line == (
@@ -113,6 +113,20 @@ def test_a_folder_runs_on_its_target(machine: Machine, tmp_path: Path) -> None:
     assert chosen == {"cpu": "cpu", "cuda": "cuda", "gpu": "sdcuda", "hip": "sdcuda", "portable": "cuda", None: "cuda"}
     reason = provider_for(tmp_path / "cpu").reason
     assert "sdcuda runs here: `sd-ort optimize my/model OUT --target gpu --float16` makes one for it" in reason
+
+
+def test_the_likely_provider_is_known_without_opening_a_device(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine((H200,), "cuda", "cuda")
+    monkeypatch.setattr(provider_choice, "provider_problem", lambda name, required: pytest.fail(name))
+    likely = {target: likely_provider(folder_of(tmp_path / str(target), target)) for target in ("cpu", "cuda", "gpu")}
+    assert likely == {"cpu": None, "cuda": None, "gpu": "sdcuda"}
+    assert likely_provider(Path("demo")) == likely_provider(tmp_path / "model.safetensors") == "sdcuda"
+    (tmp_path / "gpu/sd_ort.json").write_text("{")
+    assert likely_provider(tmp_path / "gpu") is None
+    machine((MI300,), "rocm", "cuda")  # a library for other GPUs
+    assert likely_provider(Path("demo")) is None
 
 
 def test_a_folder_that_nothing_here_runs(machine: Machine, tmp_path: Path) -> None:

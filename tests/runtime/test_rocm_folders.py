@@ -67,7 +67,7 @@ def test_packages_of_pip_have_compiler_tools_and_libraries(nowhere: Path, monkey
     assert rocm.llvm_tool("llvm-cxxfilt") == str(tool)
 
 
-def test_tools_lie_beside_the_compiler_that_is_set(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_lie_next_to_the_selected_compiler(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clang, tool = program(nowhere / "llvm/clang++-22"), program(nowhere / "llvm/llvm-readelf")
     program(nowhere / "bin/clang++").unlink()
     (nowhere / "bin/clang++").symlink_to(clang)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,3 +108,20 @@ def test_responses_have_openais_format() -> None:
     assert content["created"] > 0
     assert error_body("no", 400, "n")["error"]["type"] == "invalid_request_error"
     assert error_body("no", 503)["error"]["type"] == "server_error"
+
+
+def test_loras_have_the_servers_names_and_defaults() -> None:
+    model = replace(MODEL, loras=(("night", 1.0), ("gold", 0.5)))
+
+    def scales(loras: Any) -> Any:
+        (job,) = parse_request(json.dumps({"prompt": "a", "loras": loras}).encode(), model, LIMITS)
+        return job.settings.loras
+
+    assert scales(None) == model.loras
+    assert scales({"gold": -1}) == (("night", 1.0), ("gold", -1.0))
+    for wrong in ({"other": 1}, {"gold": "1"}, {"gold": True}, {"gold": 11}, ["gold"], "gold"):
+        with pytest.raises(InvalidRequest) as caught:
+            scales(wrong)
+        assert caught.value.field == "loras"
+    with pytest.raises(InvalidRequest, match="none; start the server with --lora"):
+        parse(loras={"gold": 1})

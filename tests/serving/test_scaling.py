@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sd_ort.serving.scaling import ReplicaTimes, compare_split, compare_throughput
+from sd_ort.serving.scaling import (
+    ReplicaTimes,
+    compare_split,
+    compare_throughput,
+    overlapped_decoding,
+    poisson_latency,
+    poisson_load,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +38,7 @@ def test_two_replicas_by_hand() -> None:
     assert ReplicaTimes(generate=1.0, hand_over=0.0, dispatch=0.0, respond=1.0).images_a_second(2) == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("name", ["scale_sd15_h200x2", "scale_sdxl_h200x2"])
+@pytest.mark.parametrize("name", ["scale_sd15_h200x2", "scale_sdxl_h200x2", "ray_sd15_h100x2", "ray_sdxl_h100x2"])
 def test_two_gpus_are_predicted_from_one(name: str) -> None:
     rows = json.loads((ROOT / "results" / "serving" / f"{name}.json").read_text())["rows"]
     (check,) = compare_throughput(rows)
@@ -44,3 +51,17 @@ def test_a_split_image_is_predicted_from_its_batch_rows() -> None:
     result, steps = measured["presets"]["sdxl"], measured["settings"]["steps"]
     for seconds, model in compare_split(result, steps).values():
         assert model == pytest.approx(seconds, rel=0.03)
+
+
+def test_random_arrivals() -> None:
+    """Mean wait of an M/D/1 queue: load / (2 (1 - load)) services (Pollaczek and Khinchine); no wait without load."""
+    latencies = [poisson_latency(2.0, 1, 0.25, 20_000, percentile) for percentile in range(5, 100, 10)]
+    assert sum(latencies) / len(latencies) == pytest.approx(2.0 + 2.0 * 0.5, rel=0.1)
+    assert poisson_latency(2.0, 2, 1e-6, 1000) == pytest.approx(2.0)
+    assert poisson_latency(1.0, 2, 1.6, 20) < poisson_latency(1.0, 2, 1.6, 20_000), "a short run begins without a queue"
+    assert 0.05 < poisson_load(1.0, 2, 1.3) < 0.2
+
+
+def test_decoding_elsewhere_hides_the_shorter_part() -> None:
+    assert overlapped_decoding(1.0, 0.9) == pytest.approx(0.9)
+    assert overlapped_decoding(1.0, 0.4) == pytest.approx(0.6)

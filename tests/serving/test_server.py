@@ -13,6 +13,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ import tiny_pipeline
 from test_dispatch import MODEL, FakeReplica, run_tasks
 
 from sd_ort.core.interrupts import INTERRUPTED
+from sd_ort.serving import server
 from sd_ort.serving.api import Limits
 from sd_ort.serving.dispatch import Dispatcher
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
-from sd_ort.serving.server import Service, bind_socket, serve
+from sd_ort.serving.server import PAGE, PAGE_HEADERS, Service, bind_socket, serve
 
 JSON = {"content-type": "application/json"}
 IMAGES = "/v1/images/generations"
+PAGE_FOLDER = Path(server.__file__).parent / "page"
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,42 @@ def test_only_requests_addressed_to_this_server_are_answered(headers: dict[str, 
         dispatcher.close()
 
     asyncio.run(test())
+
+
+def test_the_page_is_of_this_server_alone() -> None:
+    """Its files name no other host, and the browser may load nothing else."""
+
+    async def test() -> None:
+        dispatcher = Dispatcher([FakeReplica()])
+        await dispatcher.start()
+        model = replace(MODEL, loras=(("night", 0.5),))
+        app = Service(dispatcher, model, token="secret", title="demo on cpu").app()
+        for path, (name, _) in PAGE.items():
+            code, content = await request(app, "GET", path)  # without a token: the page asks for it
+            assert (code, content) == (200, (PAGE_FOLDER / name).read_bytes())
+            assert b"//" not in content.replace(b"// ", b"")
+            assert b"style=" not in content
+        assert (await request(app, "GET", "/page.html"))[0] == 404
+        assert "default-src 'none'" in PAGE_HEADERS["Content-Security-Policy"]
+        assert (await request(app, "GET", "/v1/model"))[0] == 401
+        code, content = await request(app, "GET", "/v1/model", headers={"authorization": "Bearer secret"})
+        assert (code, json.loads(content)) == (200, {
+            "title": "demo on cpu", "default_size": 64, "size_multiple": 8, "steps": 25, "guidance": 7.5,
+            "loras": [{"name": "night", "scale": 0.5}],
+        })  # fmt: skip
+        dispatcher.close()
+
+    asyncio.run(test())
+
+
+def test_a_replica_scales_its_loras_when_they_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ReplicaConfig(folder, {"provider": "cpu", "threads": 1}, loras=(("night", 1.0), ("gold", 0.5)))
+    replica, calls = PipelineReplica(config), list[Any]()
+    assert replica.model.loras == config.loras
+    monkeypatch.setattr(replica.pipeline, "set_adapters", lambda *arguments: calls.append(arguments))
+    for loras in ((), (("night", 0.0), ("gold", 0.5)), (("night", 0.0), ("gold", 0.5)), ()):
+        replica.generate([ImageJob("a", "", 1, BatchSettings(64, 64, 1, 1.0, loras))])
+    assert calls == [(["night", "gold"], [0.0, 0.5]), (["night", "gold"], [1.0, 0.5])]
 
 
 @pytest.mark.parametrize("timeout", [1e-3, 1e9])
@@ -270,17 +309,22 @@ def test_nothing_of_ray_outlives_a_killed_server(server: tuple[subprocess.Popen[
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("moment", ["ray"])
+@pytest.mark.parametrize("moment", ["ray", "load"])
 def test_an_interrupt_while_replicas_start(folder: Path, moment: str) -> None:
-    """The server interrupts itself. Its output ends when the watchdog does, after all processes of Ray."""
+    """The server interrupts itself. Its output ends when the watchdog does, after all processes of Ray.
+
+    While replicas load, Ray itself is left out: it gives up a start of 30 s, as on a busy machine.
+    """
     code = (
-        "import os, ray, signal, sys; from sd_ort import cli; from sd_ort.serving.ray_replicas import RayReplica\n"
-        "init, call, (moment, *sys.argv) = ray.init, RayReplica._call, sys.argv[1:]\n"
-        "def interrupt(where):\n"
-        "    if where == moment: os.kill(os.getpid(), signal.SIGINT)\n"
-        "def start_ray(**options): print(options['_temp_dir'], flush=True); interrupt('ray'); init(**options)\n"
-        "async def load(*arguments): interrupt('load'); return await call(*arguments)\n"
-        "ray.init, RayReplica._call = start_ray, load\n"
+        "import asyncio, os, ray, signal, sys; from sd_ort import cli\n"
+        "from sd_ort.serving.ray_replicas import RayReplica\n"
+        "init, (moment, *sys.argv) = ray.init, sys.argv[1:]\n"
+        "def interrupt(): os.kill(os.getpid(), signal.SIGINT)\n"
+        "def start_ray(**options):\n"
+        "    print(options['_temp_dir'], flush=True)\n"
+        "    if moment == 'ray': interrupt(); init(**options)\n"
+        "async def load(replica): interrupt(); await asyncio.sleep(600)\n"
+        "ray.init, RayReplica.start = start_ray, load\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "cli.main()"
     )

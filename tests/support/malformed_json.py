@@ -21,8 +21,8 @@ BROKEN: dict[str, bytes] = {
 READERS: dict[str, tuple[str, ...]] = {
     "model_index.json": ("merge", "generate"),
     "scheduler/scheduler_config.json": ("merge", "generate"),
-    "tokenizer/tokenizer_config.json": ("generate",),
-    "tokenizer/tokenizer.json": ("generate",),
+    "tokenizer/tokenizer_config.json": ("generate", "optimize"),
+    "tokenizer/tokenizer.json": ("generate", "optimize"),
     "unet/config.json": ("merge", "generate", "verify"),
     "vae_decoder/config.json": ("merge", "generate", "verify"),
     "text_encoder/config.json": ("generate", "verify"),

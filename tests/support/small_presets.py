@@ -16,7 +16,7 @@ def mini(preset: Preset) -> Preset:
 
     def cut(name: str, config: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("text_encoder"):
-            return config if "d_model" in config else config | {"num_hidden_layers": 2}
+            return config if {"d_model", "head_dim"} & config.keys() else config | {"num_hidden_layers": 2}
         if name == "transformer":
             return config | {"num_layers": 1 if "num_single_layers" in config else 2}
         small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}

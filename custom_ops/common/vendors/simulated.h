@@ -122,16 +122,28 @@ enum simulatedStreamCaptureMode { simulatedStreamCaptureModeRelaxed };
 enum simulatedStreamCaptureStatus { simulatedStreamCaptureStatusNone, simulatedStreamCaptureStatusActive };
 constexpr unsigned simulatedStreamNonBlocking = 1, simulatedEventDisableTiming = 2;
 
-// The only device.
+// Devices: one, or SD_ORT_SIMULATED_DEVICES. All share the host's memory.
 struct simulatedDeviceProp {
   const char* name = "simulated";
   size_t totalGlobalMem = size_t{16} << 30;
 };
-inline simulatedError_t simulatedGetDeviceCount(int* count) { return *count = 1, simulatedSuccess; }
-inline simulatedError_t simulatedGetDevice(int* device) { return *device = 0, simulatedSuccess; }
-inline simulatedError_t simulatedSetDevice(int device) {
-  return unless_lost(device == 0 ? simulatedSuccess : simulatedErrorInvalidValue);
+inline int simulated_devices() {
+  const char* const count = std::getenv("SD_ORT_SIMULATED_DEVICES");
+  return count == nullptr ? 1 : std::atoi(count);
 }
+inline int& simulated_device() {
+  static thread_local int device = 0;
+  return device;
+}
+inline simulatedError_t simulatedGetDeviceCount(int* count) { return *count = simulated_devices(), simulatedSuccess; }
+inline simulatedError_t simulatedGetDevice(int* device) { return *device = simulated_device(), simulatedSuccess; }
+inline simulatedError_t simulatedSetDevice(int device) {
+  if (device < 0 || device >= simulated_devices()) return simulatedErrorInvalidValue;
+  simulated_device() = device;
+  return unless_lost();
+}
+inline simulatedError_t simulatedDeviceCanAccessPeer(int* can, int, int) { return *can = 1, simulatedSuccess; }
+inline simulatedError_t simulatedDeviceEnablePeerAccess(int, unsigned) { return simulatedSuccess; }
 inline simulatedError_t simulatedGetDeviceProperties(simulatedDeviceProp* properties, int) {
   return *properties = {}, simulatedSuccess;
 }
@@ -162,6 +174,10 @@ inline simulatedError_t simulatedMemcpyAsync(void* to, const void* from, size_t 
   const simulatedError_t error = unless_lost();
   if (error == simulatedSuccess) stream->launch([=] { std::memcpy(to, from, bytes); });
   return error;
+}
+inline simulatedError_t simulatedMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes,
+                                                 simulatedStream_t stream) {
+  return simulatedMemcpyAsync(to, from, bytes, simulatedMemcpyDeviceToDevice, stream);
 }
 inline simulatedError_t simulatedMemsetAsync(void* to, int value, size_t bytes, simulatedStream_t stream) {
   stream->launch([=] { std::memset(to, value, bytes); });

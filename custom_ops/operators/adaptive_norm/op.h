@@ -37,8 +37,10 @@ struct AdaptiveNormParams {
 
 struct AdaptiveNormConfig {
   bool vectors;  // accesses of 16 bytes, which sizes and addresses must allow; else of one element
-  int lanes;     // threads per row: 16 with vectors, or 256
+  int lanes;     // threads per row: 16 or 128 with vectors, or 256; with 128 a row is read once, into registers
 };
+
+constexpr int64_t kAdaptiveNormRegisterBytes = 128 * 4 * 16;  // longest row of 128 threads
 
 const char* adaptive_norm_launch(const AdaptiveNormParams& params, const AdaptiveNormConfig& config, void* stream);
 

@@ -14,6 +14,12 @@ struct LinearAddBinding : BindingBase<LinearAddParams, linear_add_cpu> {
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT, true}, {Port::kT, true}};  // X, W, bias, skip
   static constexpr Port kOutputs[] = {{Port::kT}};                                                 // Y
 
+  static Params attributes(const Attributes& attributes) {
+    Params params{};
+    params.gelu = static_cast<int32_t>(attributes.integer("gelu", 0));
+    return params;
+  }
+
   static void infer(Shapes& shapes) {
     if (!shapes.has(0) || !shapes.has(1)) return;
     std::vector<Dim> dims = shapes.input(0);
@@ -30,6 +36,7 @@ struct LinearAddBinding : BindingBase<LinearAddParams, linear_add_cpu> {
     std::vector<int64_t> shape = x.shape;
     shape.back() = params.columns;
     require(!bias || bias.has_shape({params.columns}), "LinearAdd: bias must have one element a column of W");
+    require(!skip || params.gelu == 0, "LinearAdd: with gelu there must be no skip");
     require(!skip || skip.shape == shape, "LinearAdd: skip must have the shape of Y");
     params.x = x.data;
     params.weight = weight.data;

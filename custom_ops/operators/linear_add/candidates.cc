@@ -12,7 +12,9 @@ constexpr int kAlgorithms = 12;
 
 Candidate<Params> library_candidate(int index) {
   return blas_lt_candidate<Params>(index, [](const Params& p) {
-    return BlasLt::Gemm{p.dtype, p.x, p.weight, p.bias, p.skip, p.y, p.rows, p.inner, p.columns};
+    BlasLt::Gemm gemm{p.dtype, p.x, p.weight, p.bias, p.skip, p.y, p.rows, p.inner, p.columns};
+    gemm.gelu = p.gelu != 0;
+    return gemm;
   });
 }
 

@@ -18,7 +18,9 @@ OUTPUTS = ("Y",)
 class Params(ctypes.Structure):
     """struct LinearAddParams of op.h."""
 
-    _fields_ = struct_fields((INT32, "dtype"), (POINTER, "x weight bias skip y"), (INT64, "rows inner columns"))
+    _fields_ = struct_fields(
+        (INT32, "dtype"), (POINTER, "x weight bias skip y"), (INT64, "rows inner columns"), (INT32, "gelu")
+    )
 
 
 def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
@@ -34,6 +36,7 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         rows=prod(shape[:-1]),
         inner=inner,
         columns=columns,
+        gelu=case.attributes.get("gelu", 0),
     )
 
 
@@ -48,6 +51,8 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     for name in ("bias", "skip"):
         if name in inputs:
             y = y + inputs[name].astype(np.float64)
+    if attributes.get("gelu", 0):
+        y = 0.5 * y * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (y + 0.044715 * y**3)))
     return {"Y": y}
 
 
@@ -58,19 +63,21 @@ def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generat
 
 
 def _case(
-    *shape: int, n: int, bias: bool = True, skip: bool = True, distribution: str = "normal", benchmark: bool = False
-) -> OperatorCase:
+    *shape: int, n: int, bias: bool = True, skip: bool = True, gelu: bool = False, distribution: str = "normal",
+    benchmark: bool = False,
+) -> OperatorCase:  # fmt: skip
     """X of `shape`, `n` columns."""
     inputs: dict[str, Shape] = {"X": shape, "W": (shape[-1], n)}
     if bias:
         inputs["bias"] = (n,)
     if skip:
         inputs["skip"] = (*shape[:-1], n)
-    name = "x".join(map(str, shape)) + f"-n{n}-b{bias:d}-s{skip:d}-{distribution}"
-    # Sums of K products: their errors add up as sqrt(K).
+    name = "x".join(map(str, shape)) + f"-n{n}-b{bias:d}-s{skip:d}{'-gelu' * gelu}-{distribution}"
+    # Sums of K products: their errors add up as sqrt(K). cuBLASLt's GELU has an error of about 4e-6 in float32.
     return OperatorCase(
-        name, inputs, distribution=distribution, benchmark=benchmark, float32_roundoffs=4 + shape[-1] ** 0.5
-    )
+        name, inputs, {"gelu": int(gelu)}, distribution=distribution, benchmark=benchmark,
+        float32_roundoffs=(80 if gelu else 4) + shape[-1] ** 0.5,
+    )  # fmt: skip
 
 
 CASES = [
@@ -80,6 +87,8 @@ CASES = [
     _case(2, 9, 33, n=17, bias=False),
     _case(3, 4, 5, 24, n=8, skip=False),
     _case(2, 6, 8, n=24, bias=False, skip=False),
+    _case(2, 5, 24, n=40, skip=False, gelu=True),
+    _case(3, 7, n=5, bias=False, skip=False, gelu=True),
     _case(0, 4, 8, n=8),
     _case(2, 64, 64, n=64, distribution="large"),
     _case(2, 64, 64, n=64, distribution="tiny"),
@@ -90,4 +99,8 @@ CASES = [
     _case(8192, 1280, n=320, benchmark=True),
     _case(2048, 2560, n=640, benchmark=True),
     _case(512, 5120, n=1280, benchmark=True),
+    # FLUX.1 at 1024 x 1024
+    _case(4608, 3072, n=9216, skip=False, benchmark=True),
+    _case(4608, 3072, n=12288, skip=False, gelu=True, benchmark=True),
+    _case(4608, 12288, n=3072, benchmark=True),
 ]

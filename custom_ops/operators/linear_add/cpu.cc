@@ -16,6 +16,14 @@ Floats load_columns(const T* from, int64_t count) {
   return count >= kLanes ? load(from) : load_some(from, count > 0 ? count : 0);
 }
 
+// GELU by tanh.
+Floats gelu(Floats x) {
+  for (int64_t i = 0; i < kLanes; ++i) {
+    x[i] = 0.5f * x[i] * (1.f + __builtin_tanhf(0.79788456f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+  }
+  return x;
+}
+
 // Computes Y[row : row + rows, column : column + columns].
 template <class T>
 void tile(const LinearAddParams& p, int64_t row, int64_t rows, int64_t column, int64_t columns) {
@@ -36,6 +44,7 @@ void tile(const LinearAddParams& p, int64_t row, int64_t rows, int64_t column, i
       Floats sum = sums[r][part];
       if (p.bias != nullptr) sum += load_columns(static_cast<const T*>(p.bias) + at, left);
       if (p.skip != nullptr) sum += load_columns(static_cast<const T*>(p.skip) + offset, left);
+      if (p.gelu) sum = gelu(sum);
       T* y = static_cast<T*>(p.y) + offset;
       left >= kLanes ? store(y, sum) : store_some(y, sum, left);
     }

@@ -1,5 +1,5 @@
-// LinearAdd(X, W, bias?, skip?) -> Y: X W + bias + skip, with bias and residual in the epilogue of the GEMM. X is (...,
-// K), W (K, N), bias (N), skip and Y (..., N).
+// LinearAdd(X, W, bias?, skip?) -> Y: X W + bias + skip, with bias and residual in the epilogue of the GEMM, or, with
+// `gelu`, tanh's approximation of GELU of X W + bias. X is (..., K), W (K, N), bias (N), skip and Y (..., N).
 #pragma once
 
 #include "common/op.h"
@@ -16,10 +16,12 @@ struct LinearAddParams {
   int64_t rows;
   int64_t inner;    // K
   int64_t columns;  // N
+  int32_t gelu;     // 1: Y = gelu(X W + bias), without skip
 
   std::string signature() const {
     return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(inner) + "x" +
-           std::to_string(columns) + (bias == nullptr ? "" : "_bias") + (skip == nullptr ? "" : "_skip");
+           std::to_string(columns) + (bias == nullptr ? "" : "_bias") + (skip == nullptr ? "" : "_skip") +
+           (gelu ? "_gelu" : "");
   }
   std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * columns), dtype}}; }
 };

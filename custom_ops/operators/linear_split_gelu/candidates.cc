@@ -31,7 +31,7 @@ const char* gate(const Params& p, const void* x, void* stream) {
 
 Candidate<Params> generic() {
   const auto run = [](const Params& p, void* y, void* stream) {
-    const LinearAddParams linear{p.dtype, p.x, p.weight, nullptr, nullptr, y, p.rows, p.inner, 2 * p.half};
+    const LinearAddParams linear{p.dtype, p.x, p.weight, nullptr, nullptr, y, p.rows, p.inner, 2 * p.half, 0};
     const char* error = linear_add_launch(linear, stream);
     return error == nullptr ? gate(p, y, stream) : error;
   };

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
+from fusion_passes.graph_edits import unique_name
+
+# Metadata of an attention that was ai.onnx Attention: the results of a row that its mask hides as a whole are 0.
+ZERO_ROWS = "fusion_passes.zero_rows"
 
 
 def is_finite_mask(mask: ir.Value | None, limit: float | None = None) -> bool:
@@ -49,3 +55,16 @@ def mask_mismatch(
     if any(axis not in (1, full) for axis, full in zip(shape[::-1], scores[::-1], strict=False)):
         return f"the mask's axes {shape} are not those of the scores {scores}"
     return None if mask.dtype == v.dtype else "the mask and the scores differ in dtype"
+
+
+def expanded_mask(op: Any, mask: ir.Value, q: ir.Value, k: ir.Value, sdpa: ir.Value, axis: int = 1) -> Any:
+    """Return `mask`, whose axes are 1 or those of scores, as [1 or B, 1 or N, S, L]; q and k have S and L at `axis`."""
+
+    def ints(numbers: list[int], name: str) -> ir.Value:
+        return op.initializer(ir.tensor(numbers, dtype=ir.DataType.INT64), name=unique_name(sdpa, name))
+
+    shape = values.dims(mask) or []
+    if shape[-2:] != [(values.dims(q) or [])[axis], (values.dims(k) or [])[axis]]:
+        sequences = [op.Shape(x, start=axis, end=axis + 1) for x in (q, k)]
+        return op.Expand(mask, op.Concat(ints([1, 1], "mask_ones"), *sequences, axis=0))
+    return mask if len(shape) == 4 else op.Unsqueeze(mask, ints(list(range(4 - len(shape))), "mask_axes"))

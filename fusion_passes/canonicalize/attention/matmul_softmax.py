@@ -1,6 +1,7 @@
 """Attention as MatMul, Softmax and MatMul on [B,H,S,D] tensors.
 
     MatMul(Softmax(MatMul(q, kT) * s + m), v)     =>  SDPA(q, Transpose(kT), v, m; scale=s)
+    MatMul(Softmax(Tanh(MatMul(q, kT) * s) * c + m), v)  =>  SDPA(..; scale=s*c, softcap=c), as Gemma 2 caps its scores
     Where(IsNaN(p), 0, p) after the Softmax       =>  removed if the mask is finite, because no row of p is NaN then
 
 The mask becomes an input, the scale an attribute. Rejected: a Softmax on another axis, a mask that may be infinite
@@ -66,7 +67,35 @@ class Sdpa(Rule):
         return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=0, _domain=DOMAIN)
 
 
-RULES = (Sdpa,)
+class CappedSdpa(Sdpa):
+    """MatMul(Softmax(Tanh(MatMul(q, kT) * s / d) * c + m), v) => SDPA with capped scores"""
+
+    def pattern(self, op: Any, q: Any, k_t: Any, v: Any, s: Any, d: Any, c: Any, mask: Any) -> Any:
+        scores = op.MatMul(q, k_t)
+        scaled = OrValue([op.Div(op.Mul(scores, s), d), op.Mul(scores, s), op.Div(scores, d), scores])
+        capped = op.Mul(op.Tanh(scaled), c)
+        masked = OrValue([op.Add(capped, mask), op.Add(mask, capped), capped])
+        return op.MatMul(op.Softmax(masked, _outputs=["weights"]), v, _outputs=["out"])
+
+    def reject_reason(
+        self, d: ir.Value | None, c: ir.Value, zero: ir.Value | None = None, **bindings: Any
+    ) -> str | None:
+        if any(x is not None and not (values.scalar(x) or 0.0) > 0 for x in (d, c)):
+            return "the cap is not a constant positive scalar"
+        return super().reject_reason(zero=zero, **bindings)
+
+    def rewrite(
+        self, op: Any, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, d: ir.Value | None, c: ir.Value,
+        mask: ir.Value | None, **_: Any,
+    ) -> Any:  # fmt: skip
+        inputs = [q, op.Transpose(k_t, perm=[0, 1, 3, 2]), v] + ([] if mask is None else [mask])
+        factor, divisor = (1.0 if x is None else values.scalar(x) or 0.0 for x in (s, d))
+        cap = values.scalar(c) or 0.0
+        scale = factor / divisor * cap
+        return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=0, softcap=cap, _domain=DOMAIN)
+
+
+RULES = (Sdpa, CappedSdpa)
 
 
 def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> str:
@@ -183,6 +212,40 @@ CASES = [
         _graph(
             "c = MatMul (q, kt)  t = Transpose <perm = [0, 1, 3, 2]> (c)  w = Softmax <axis = -1> (t) "
             " b2 = Transpose <perm = [0, 1, 3, 2]> (w)  y = MatMul (b2, v)"
+        ),
+    ),
+    _case(
+        "capped scores and a mask, as in Gemma 2",
+        _graph(
+            "c = MatMul (q, kt)  d = Mul (c, a)  f = Div (d, r)  t = Tanh (f)  u = Mul (t, r)  e = Add (u, m)"
+            "  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
+            ", float[B,1,S,L] m",
+        ),
+        ops=_ONE | {"Tanh": 0, "Div": 0, "Add": 0, "Mul": 0},
+    ),
+    _case(
+        "scores capped by another number than they are divided by",
+        _graph(
+            "c = MatMul (q, kt)  f = Div (c, b)  t = Tanh (f)  u = Mul (t, r)  w = Softmax <axis = -1> (u)"
+            "  y = MatMul (w, v)"
+        ),
+        ops=_ONE | {"Tanh": 0, "Div": 0, "Mul": 0},
+    ),
+    _rejected(
+        "a cap that is an input",
+        _graph(
+            "c = MatMul (q, kt)  f = Div (c, n)  t = Tanh (f)  u = Mul (t, n)  w = Softmax <axis = -1> (u)"
+            "  y = MatMul (w, v)",
+            ", float n",
+        ),
+        rejection="the cap is not",
+    ),
+    _rejected(
+        "scores capped behind the mask",
+        _graph(
+            "c = MatMul (q, kt)  e = Add (c, m)  t = Tanh (e)  u = Mul (t, r)  w = Softmax <axis = -1> (u)"
+            "  y = MatMul (w, v)",
+            ", float[B,1,S,L] m",
         ),
     ),
     _rejected("softmax over queries", _graph(_PLAIN.replace("-1", "2")), rejection="last axis"),

@@ -1,4 +1,4 @@
-"""Attention as ai.onnx Attention (opset 23) on 4-D tensors, causal or not."""
+"""Attention as ai.onnx Attention (opset 23), on 4-D tensors or [B,S,N*D], causal or not, with any number of keys."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.canonicalize.attention.masks import batch_mismatch, mask_mismatch
+from fusion_passes.canonicalize.attention.masks import ZERO_ROWS, mask_mismatch
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
 
 
 class FromAttention(Rule):
-    """ai.onnx Attention (opset 23) on [B,H,S,D] tensors with one output => SDPA
+    """ai.onnx Attention (opset 23) with one output => SDPA
 
     A boolean mask becomes 0 for True and the lowest finite value for False, as torch.onnx writes it below opset 23.
     The output of a row without True is 0, as in ONNX Runtime: a factor of 0, unless the mask is constant without one.
+    Heads are split from three axes, and those of keys are repeated if there are fewer of them than of queries.
     """
 
     def pattern(self, op: Any, q: Any, k: Any, v: Any) -> Any:
@@ -33,17 +34,20 @@ class FromAttention(Rule):
         assert node is not None
         if any(x is not None for x in node.inputs[4:]) or len(node.outputs) > 1:
             return "it has a key-value cache"
-        shapes = [values.dims(x) or [] for x in (q, k, v)]
-        if any(len(shape) != 4 for shape in shapes) or not isinstance(shapes[0][-1], int):
-            return "query, key and value are not all 4-D with a known head size"
-        if reason := batch_mismatch(*shapes):
-            return reason
-        if mask is not None and (reason := mask_mismatch(mask, q, shapes[1][2], mask)):
+        shapes = [_heads(node, index) for index in range(3)]
+        query, key, value = (shape or [] for shape in shapes)
+        if any(shape is None for shape in shapes) or not isinstance(query[3], int):
+            return "query, key and value have neither four axes nor three, with a known head size"
+        if query[0] != key[0] or key[:2] != value[:2] or (query[1] != key[1] and _groups(query, key) is None):
+            return f"query, key and value differ in batch or heads: {query[:2]}, {key[:2]}, {value[:2]}"
+        if query[1] != key[1] and not isinstance(value[3], int):
+            return "the head size of the value is unknown"
+        if mask is not None and (reason := mask_mismatch(mask, q, key[2], mask, query[:3])):
             return reason
         if mask is not None and mask.dtype not in (ir.DataType.BOOL, q.dtype):
             return "the mask and the scores differ in dtype"
-        if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
-            return "it caps or returns the scores"
+        if node.attributes.get_int("qk_matmul_output_mode", 0):
+            return "it returns the scores"
         if mask is not None and mask.dtype == ir.DataType.BOOL and node.attributes.get_int("is_causal", 0) == 1:
             return "it is causal and has a boolean mask, so that rows may be masked as a whole"
         return None
@@ -51,19 +55,66 @@ class FromAttention(Rule):
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
         node = out.producer()
         assert node is not None
-        scale = node.attributes.get_float("scale", (values.size(q, -1) or 1) ** -0.5)
-        causal = node.attributes.get_int("is_causal", 0)
-        attention = partial(op.ScaledDotProductAttention, q, k, v, scale=scale, is_causal=causal, _domain=DOMAIN)
-        if mask is None or mask.dtype != ir.DataType.BOOL:
-            return attention() if mask is None else attention(mask)
-        dtype = q.dtype or ir.DataType.FLOAT
-        keep, drop = (op.initializer(ir.tensor(np.array(x, dtype.numpy())), name=unique_name(out, name))
-                      for x, name in ((0, "keep"), (ml_dtypes.finfo(dtype.numpy()).min, "drop")))  # fmt: skip
-        result = attention(op.Where(mask, keep, drop))
-        if _every_row_has_true(mask):
+        query, key, value = (_heads(node, index) or [] for index in range(3))
+
+        def ints(numbers: list[Any], name: str) -> ir.Value:
+            return op.initializer(ir.tensor(np.array(numbers, np.int64)), name=unique_name(out, name))
+
+        if values.rank(q) == 3:
+            shapes = [ints([0, 0, shape[1], -1], name) for shape, name in ((query, "query"), (key, "key"))]
+            q, k, v = (
+                op.Transpose(op.Reshape(x, shapes[index > 0]), perm=[0, 2, 1, 3]) for index, x in enumerate((q, k, v))
+            )
+        groups = _groups(query, key)
+        if groups is not None:
+            many, after = ints([1, 1, groups, 1, 1], "groups"), ints([2], "group_axis")
+            k, v = (
+                op.Reshape(op.Expand(op.Unsqueeze(x, after), many), ints([0, query[1], -1, shape[3]], f"heads_{name}"))
+                for x, shape, name in ((k, key, "key"), (v, value, "value"))
+            )
+        assert isinstance(query[3], int)
+        scale = node.attributes.get_float("scale", query[3] ** -0.5)
+        attributes = {"scale": scale, "is_causal": node.attributes.get_int("is_causal", 0)}
+        if softcap := node.attributes.get_float("softcap", 0.0):
+            attributes["softcap"] = softcap
+        inputs, boolean = [q, k, v], mask is not None and mask.dtype == ir.DataType.BOOL
+        dtype = node.inputs[0].dtype or ir.DataType.FLOAT  # type: ignore[union-attr]
+        if boolean:
+            keep, drop = (op.initializer(ir.tensor(np.array(x, dtype.numpy())), name=unique_name(out, name))
+                          for x, name in ((0, "keep"), (ml_dtypes.finfo(dtype.numpy()).min, "drop")))  # fmt: skip
+            inputs.append(op.Where(mask, keep, drop))
+        elif mask is not None:
+            inputs.append(mask)
+        result = op.ScaledDotProductAttention(*inputs, **attributes, _domain=DOMAIN)
+        if mask is not None:
+            result.producer().metadata_props[ZERO_ROWS] = "1"
+        if boolean and mask is not None and not _every_row_has_true(mask):
+            last = op.initializer(ir.tensor(np.array([-1], np.int64)), name=unique_name(out, "last"))
+            result = op.Mul(result, op.ReduceMax(op.Cast(mask, to=dtype), last, keepdims=1))
+        if values.rank(node.inputs[0]) == 4:
             return result
-        last = op.initializer(ir.tensor(np.array([-1], np.int64)), name=unique_name(out, "last"))
-        return op.Mul(result, op.ReduceMax(op.Cast(mask, to=dtype), last, keepdims=1))
+        return op.Reshape(op.Transpose(result, perm=[0, 2, 1, 3]), ints([0, 0, -1], "merged"))
+
+
+def _heads(node: ir.Node, index: int) -> list[int | str] | None:
+    """Return the shape [B,N,S,D] of input `index` of an Attention on four axes or three, or None."""
+    shape, many = (
+        values.dims(node.inputs[index]) or [],
+        node.attributes.get_int("kv_num_heads" if index else "q_num_heads"),
+    )
+    if len(shape) == 4:
+        return shape
+    if len(shape) != 3 or not many or not isinstance(shape[2], int) or shape[2] % many:
+        return None
+    return [shape[0], many, shape[1], shape[2] // many]
+
+
+def _groups(query: list[int | str], key: list[int | str]) -> int | None:
+    """Return the number of query heads of a key head, or None if it is 1 or unknown."""
+    many, few = query[1], key[1]
+    if not isinstance(many, int) or not isinstance(few, int) or many == few or many % few:
+        return None
+    return many // few
 
 
 def _every_row_has_true(mask: ir.Value) -> bool:
@@ -119,14 +170,33 @@ CASES = [
         ops=_ONE,
         sizes={"B": 2, "S": 5, "L": 7},
     ),
-    _rejected(
+    _case(
         "operator with fewer key heads",
         """<ir_version: 10, opset_import: ["" : 23]>
-        g (float[B,4,S,4] q, float[B,2,L,4] k, float[B,2,L,4] v) => (float[B,4,S,4] y) { y = Attention (q, k, v) }""",
-        rejection="differ in batch or heads",
+        g (float[B,4,S,4] q, float[B,2,L,4] k, float[B,2,L,3] v) => (float[B,4,S,3] y) { y = Attention (q, k, v) }""",
+        ops=_ONE | {"Expand": 2},
     ),
     _rejected(
-        "operator that caps its scores", _graph("y = Attention <softcap = 2.0> (q, k, v)", opset=23), rejection="caps"
+        "operator with an unknown number of key heads",
+        """<ir_version: 10, opset_import: ["" : 23]>
+        g (float[B,4,S,4] q, float[B,N,L,4] k, float[B,N,L,4] v) => (float[B,4,S,4] y) { y = Attention (q, k, v) }""",
+        rejection="differ in batch or heads",
+        sizes=_SIZES | {"N": 2},
+    ),
+    _case(
+        "operator on three axes, with fewer key heads and a mask",
+        """<ir_version: 10, opset_import: ["" : 23]>
+        g (float[B,S,16] q, float[B,L,8] k, float[B,L,6] v, bool[B,1,S,L] m) => (float[B,S,12] y) {
+            y = Attention <q_num_heads = 4, kv_num_heads = 2, scale = 0.3> (q, k, v, m) }""",
+        rewrites=2,
+        ops=_ONE | {"Expand": 2, "ReduceMax": 1},
+        sizes=_SIZES | {"L": 7},
+    ),
+    _case(
+        "operator that caps its scores",
+        _graph("y = Attention <softcap = 2.0> (q, k, v, m)", ", float[S,L] m", opset=23),
+        ops=_ONE,
+        sizes={"B": 2, "S": 5, "L": 7},
     ),
     _rejected(
         "operator whose keys grow from a cache",

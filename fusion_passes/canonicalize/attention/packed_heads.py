@@ -48,9 +48,11 @@ def _reject_reason(node: ir.Node) -> str | None:
         return "the parts are not of size 1"
     dropped = 0 if node.attributes.get_int("axis", 0) == 0 else 2
     for output in node.outputs:
-        whole, consumers = values.dims(output) or [], values.consumers(output)
-        kept = whole[:dropped] + whole[dropped + 1 :]
-        squeezes = [c for c in consumers if c.op_type in ("Squeeze", "Reshape") and values.dims(c.outputs[0]) == kept]
+        dims, consumers = values.dims(output) or [], values.consumers(output)
+        output_dims = dims[:dropped] + dims[dropped + 1 :]
+        squeezes = [
+            c for c in consumers if c.op_type in ("Squeeze", "Reshape") and values.dims(c.outputs[0]) == output_dims
+        ]
         if output.is_graph_output() or not consumers or len(squeezes) != len(consumers):
             return "a part keeps its axis"
     return None

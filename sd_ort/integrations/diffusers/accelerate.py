@@ -14,12 +14,20 @@ import torch
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import code_hash
-from sd_ort.integrations.diffusers.components import Component, OrtControlNet, OrtTextEncoder, OrtUNet, OrtVae
+from sd_ort.integrations.diffusers.components import (
+    Component,
+    OrtControlNet,
+    OrtTextEncoder,
+    OrtTransformer,
+    OrtUNet,
+    OrtVae,
+)
 from sd_ort.integrations.models import TorchComponentSessions, check_same_model, default_provider
 
 # Attribute of a pipeline -> factory of its replacement.
 REPLACEMENTS: dict[str, Callable[[TorchComponentSessions], Component]] = {
     "unet": OrtUNet,
+    "transformer": OrtTransformer,
     "controlnet": OrtControlNet,
     "vae": OrtVae,
     "text_encoder": OrtTextEncoder,
@@ -53,8 +61,12 @@ def accelerate(pipe: Any, folder: Path | str | None = None, *, provider: str | N
     """
     current = {name: getattr(pipe, name, None) for name in REPLACEMENTS}
     present = [name for name, model in current.items() if isinstance(model, torch.nn.Module)]
-    if "unet" not in present:
-        raise InputError(f"{type(pipe).__name__} has no UNet: sd-ort runs SD 1.x, 2.x and SDXL pipelines.")
+    if "transformer" in present:
+        present = ["transformer"]  # text encoders and VAE stay in torch
+    elif "unet" not in present:
+        raise InputError(
+            f"{type(pipe).__name__} has no UNet and no transformer: sd-ort accelerates none of its models."
+        )
     sessions = next((model.models for model in current.values() if isinstance(model, Component)), None)
     if folder is None and sessions is not None:
         folder, provider = sessions.folder, provider or sessions.provider
@@ -78,8 +90,9 @@ def _swap_models(pipe: Any, present: list[str], models: TorchComponentSessions) 
         if all(part in models for part in parts):
             check_same_model(_config(getattr(pipe, name)), models.folder, parts[-1])
             replacements[name] = REPLACEMENTS[name](models)
-    if "unet" not in replacements:
-        raise InputError(f"{models.folder} has no unet: optimize the pipeline's.")
+    denoiser = "transformer" if "transformer" in present else "unet"
+    if denoiser not in replacements:
+        raise InputError(f"{models.folder} has no {denoiser}: optimize the pipeline's.")
     for name, component in replacements.items():
         setattr(pipe, name, component)
 
@@ -97,7 +110,7 @@ def _write(pipe: Any, present: list[str], folder: Path, provider: str) -> None:
         raise InputError(
             "several ControlNets at once: export one with `sd-ort export --controlnet`, and give its folder."
         )
-    half = pipe.unet.dtype == torch.float16
+    half = getattr(pipe, "transformer" if "transformer" in present else "unet").dtype == torch.float16
     with tempfile.TemporaryDirectory(prefix="sd-ort-") as scratch:
         pipe.save_pretrained(scratch)
         names = [part for name in present for part in COMPONENTS_OF.get(name, (name,))]
@@ -110,7 +123,9 @@ def _cache_path(pipe: Any, present: list[str], provider: str) -> Path:
     """Return the cached folder of a pipeline; the key has its weights and configs, the provider and sd-ort's code."""
     import sd_ort
 
-    digest = hashlib.sha256(f"{provider} {pipe.unet.dtype} {code_hash(Path(sd_ort.__file__).parent)}".encode())
+    digest = hashlib.sha256(
+        f"{provider} {getattr(pipe, present[0]).dtype} {code_hash(Path(sd_ort.__file__).parent)}".encode()
+    )
     for name in present:
         model = getattr(pipe, name)
         digest.update(json.dumps(_config(model), sort_keys=True, default=str).encode())

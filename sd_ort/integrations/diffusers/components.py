@@ -5,7 +5,8 @@ Each is a subclass of the model that it replaces, because pipelines check types,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -16,13 +17,14 @@ from diffusers import AutoencoderKL, ConfigMixin, ControlNetModel, ModelMixin, U
 from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
 from diffusers.models.controlnets.controlnet import ControlNetOutput
-from diffusers.models.modeling_outputs import AutoencoderKLOutput
+from diffusers.models.modeling_outputs import AutoencoderKLOutput, Transformer2DModelOutput
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from sd_ort.checkpoints.signatures import default_latents, levels
 from sd_ort.core.errors import InputError
+from sd_ort.core.pipeline_folder import HOISTED
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.integrations.unet import UNetRunner
 from sd_ort.pipelines import tiling
@@ -126,8 +128,10 @@ def _conditioning(
     inputs = {"encoder_hidden_states": context, **(more or {}), **named}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     models = component.models
-    known = {name for part in ("unet", "unet_prompt", "unet_time") if part in models for name in models.inputs(part)}
-    _reject_arguments(component, **{name: value for name, value in inputs.items() if name not in known})
+    supported = {
+        name for part in ("unet", "unet_prompt", "unet_time") if part in models for name in models.inputs(part)
+    }
+    _reject_arguments(component, **{name: value for name, value in inputs.items() if name not in supported})
     return inputs
 
 
@@ -185,6 +189,59 @@ class OrtUNet(Component, UNet2DConditionModel):
     def enable_freeu(self, *_: Any, **__: Any) -> None:
         """Raises InputError: the graph was exported without FreeU."""
         raise InputError("FreeU needs the torch UNet: the graph was exported without it.")
+
+
+class OrtTransformer(Component, ModelMixin, ConfigMixin):
+    """diffusers' transformer of Stable Diffusion 3, FLUX.1 or FLUX.2 on the folder's `transformer`."""
+
+    config_name = "config.json"
+    component, parts = "transformer", ("transformer",)
+    encoder_hid_proj = None
+
+    @contextlib.contextmanager
+    def cache_context(self, name: str) -> Iterator[None]:
+        """Do nothing: the graph caches no block."""
+        yield
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        pooled_projections: torch.Tensor | None = None,
+        timestep: torch.Tensor | None = None,
+        img_ids: torch.Tensor | None = None,
+        txt_ids: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = True,
+        **more: Any,
+    ) -> Any:
+        """See the model's own `forward`. Raises InputError for unsupported arguments: ControlNets, skipped layers."""
+        _reject_arguments(self, joint_attention_kwargs=joint_attention_kwargs, **more)
+        times = torch.as_tensor(timestep, dtype=torch.float32).reshape(-1)
+        if not bool((times == times[0]).all()):
+            raise InputError("the batch has different timesteps: this graph has one timestep for the batch.")
+        inputs = {
+            "hidden_states": hidden_states, "encoder_hidden_states": encoder_hidden_states,
+            "pooled_projections": pooled_projections, "timestep": times[:1], "guidance": guidance,
+            **{name: ids[0] if ids is not None and ids.ndim == 3 else ids
+               for name, ids in (("img_ids", img_ids), ("txt_ids", txt_ids))},
+        }  # fmt: skip
+        out = self._outputs(inputs)["out_hidden_states"].to(hidden_states.dtype)
+        return Transformer2DModelOutput(sample=out) if return_dict else (out,)
+
+    def _outputs(self, inputs: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Run the graph, in a hoisted folder the three that it was split into; return all inputs and outputs."""
+        values = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        parts = [name for name in HOISTED["transformer"].values() if name in self.models]
+        if len(parts) > 1:  # the graphs were split for a timestep for each row
+            values["timestep"] = values["timestep"].expand(len(values["hidden_states"])).contiguous()
+        for part in parts:
+            names = self.models.inputs(part)
+            if missing := [name for name in names if name not in values]:
+                raise InputError(f"the transformer of {self.models.folder} needs {', '.join(missing)}.")
+            values |= self.models.run(part, **{name: values[name] for name in names})
+        return values
 
 
 class OrtControlNet(Component, ControlNetModel):

@@ -138,7 +138,7 @@ def forge_script() -> type[Any]:
 
         def ui(self, *_: Any) -> list[Any]:
             with gradio.Accordion(TITLE, open=False):
-                enabled = gradio.Checkbox(label="Draw with sd-ort", value=False)
+                enabled = gradio.Checkbox(label="Generate with sd-ort", value=False)
                 folder = gradio.Dropdown(label="Folder of models/sd_ort", choices=folders(models_root()))
             return [enabled, folder]
 

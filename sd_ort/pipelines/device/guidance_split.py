@@ -1,4 +1,4 @@
-"""One image on two devices: each predicts one half of classifier-free guidance.
+"""Guidance split: two devices each predict one half of classifier-free guidance for one image.
 
 The first device predicts for the negative prompt, the second for the positive one, at the same time. Then each sends
 its prediction to the other, one exchange a step, and both take the same step of the scheduler: so no latents are sent,
@@ -53,7 +53,7 @@ class SplitGuidanceLoop(DeviceLoop):
     def run(self, job: SamplingJob) -> np.ndarray:
         """As `DeviceLoop.run`. A job without guidance runs on the first device alone, with a warning."""
         if job.guidance is None:
-            warn_once("without guidance there is nothing to split: one device draws.")
+            warn_once("without guidance there is nothing to split: one device generates.")
             return super().run(job)
         self.other.wait = self.wait
         with self.turn, self.other.models.lock, self.models.lock:

@@ -216,8 +216,14 @@ class Buffers:
     def _schedule_for(self, job: SamplingJob) -> DeviceSchedule:
         """Return the buffers for a job's numbers of steps, noise samples and inputs."""
         schedule, flags = job.schedule, (bool(job.rescale), job.blend is not None)
-        drawn = int((schedule.noise_coefficients != 0).sum(1).max(initial=0))
-        key = schedule.coefficients.shape, drawn, schedule.noise_count, bool((schedule.input_scales != 1).any()), *flags
+        noise_samples = int((schedule.noise_coefficients != 0).sum(1).max(initial=0))
+        key = (
+            schedule.coefficients.shape,
+            noise_samples,
+            schedule.noise_count,
+            bool((schedule.input_scales != 1).any()),
+            *flags,
+        )
         if self.schedule is None or self.schedule_key != key:
             self._release_schedule()  # the old buffers go before the new ones come
             scales = tuple(self.controls.scale_dtypes)

@@ -3,13 +3,15 @@
 //
 // Launch: block (256, 1, 1), grid (ceil(rows * columns / 256), 1, 1), no LDS.
 #include "common/gpu.h"
+#include "common/math.h"
 #include "operators/linear_add/op.h"
 
 namespace sd_ort {
 
 template <class T>
 __global__ __launch_bounds__(256) void linear_add_kernel(const T* x, const T* weight, const T* bias, const T* skip,
-                                                         T* y, int64_t count, int64_t inner, int64_t columns) {
+                                                         T* y, int64_t count, int64_t inner, int64_t columns,
+                                                         bool gelu) {
   wait_for_predecessor();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (at >= count) return;
@@ -18,7 +20,7 @@ __global__ __launch_bounds__(256) void linear_add_kernel(const T* x, const T* we
   for (int64_t k = 0; k < inner; ++k) sum += to_float(x[row * inner + k]) * to_float(weight[k * columns + column]);
   if (bias != nullptr) sum += to_float(bias[column]);
   if (skip != nullptr) sum += to_float(skip[at]);
-  y[at] = from_float<T>(sum);
+  y[at] = from_float<T>(gelu ? gelu_tanh(sum) : sum);
 }
 
 namespace {
@@ -29,7 +31,7 @@ const char* launch_type(const LinearAddParams& p, void* stream) {
   if (count == 0) return nullptr;
   return launch(linear_add_kernel<T>, dim3(ceil_div(count, 256)), dim3(256), 0, stream, static_cast<const T*>(p.x),
                 static_cast<const T*>(p.weight), static_cast<const T*>(p.bias), static_cast<const T*>(p.skip),
-                static_cast<T*>(p.y), count, p.inner, p.columns);
+                static_cast<T*>(p.y), count, p.inner, p.columns, p.gelu != 0);
 }
 
 }  // namespace

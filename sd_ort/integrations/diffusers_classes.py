@@ -1,4 +1,7 @@
-"""Writes sd-ort's classes into a folder's model_index.json, so that `DiffusionPipeline.from_pretrained` opens it."""
+"""Writes sd-ort's classes into a folder's model_index.json, so that `DiffusionPipeline.from_pretrained` opens it.
+
+Imports neither torch nor diffusers, as `install-host` does not need them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ LIBRARY = "sd_ort.integrations.diffusers"
 # Entry of model_index.json -> its class, and the required components.
 CLASSES = {
     "unet": ("OrtUNet", ("unet",)),
+    "transformer": ("OrtTransformer", ("transformer",)),
     "controlnet": ("OrtControlNet", ("controlnet",)),
     "vae": ("OrtVae", ("vae_encoder", "vae_decoder")),
     "text_encoder": ("OrtTextEncoder", ("text_encoder",)),
@@ -31,7 +35,9 @@ def install(folder: Path | str) -> list[str]:
     present = set(components(folder))
     index = read_index(folder)
     classes = {name: cls for name, (cls, required) in CLASSES.items() if set(required) <= present}
-    if "unet" not in classes:
+    if "transformer" in classes:
+        classes = {"transformer": classes["transformer"]}  # text encoders and VAE stay in torch
+    elif "unet" not in classes:
         raise InputError(f"{folder} has no unet/model.onnx: give a folder that `sd-ort optimize` wrote.")
     original: dict[str, Any] = index.get(ORIGINAL_ENTRIES_KEY) or {n: index[n] for n in classes if n in index}
     for name, cls in classes.items():

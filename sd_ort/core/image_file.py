@@ -1,4 +1,4 @@
-"""The reader of picture files."""
+"""The reader of image files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FILE_LIMIT = 1 << 28  # bytes
 SIDE_LIMIT = 16_384  # pixels
 
 
-def read_picture(path: Path, root: Path | None = None) -> Image.Image:
-    """Return the picture in a file as RGB; the file lies in the folder `root`, if that is given.
+def read_image(path: Path, root: Path | None = None) -> Image.Image:
+    """Return the image in a file as RGB; the file lies in the folder `root`, if that is given.
 
-    Raises InputError for what is no picture, or a side of more than SIDE_LIMIT pixels.
+    Raises InputError for a file that is no image, or a side of more than SIDE_LIMIT pixels.
     """
     with (
         parsing(path, "a picture"),

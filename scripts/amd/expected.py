@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Expected times of U-Nets and VAE decoders on AMD GPUs, from counted operations and bytes: results/amd/expected.md.
+
+    scripts/amd/expected.py --page results/amd/expected.md
+    scripts/amd/expected.py --compare results/amd/first_numbers_gfx1100 --target gfx1100
+
+Modules run on torch's meta device, so nothing is computed. A layer takes at least the larger of its operations at the
+data sheet's matrix rate and its bytes (weights, input and output in float16) at the data sheet's bandwidth. The sum of
+all layers is the roofline. A real call takes longer; by how much was measured for the same sources on an H200, and the
+expected time is the card's roofline times that factor. Nothing here was measured on an AMD GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.core.files import read_json, write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+HALF = 2  # bytes
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: its target, dense float16 matrix rate in TFLOP/s and memory bandwidth in GB/s, from AMD's data sheets."""
+
+    target: str
+    tflops: float
+    gbs: float
+
+
+CARDS = {
+    "Radeon RX 7900 XTX": Card("gfx1100", 122.8, 960),
+    "Radeon RX 9070 XT": Card("gfx1201", 195, 640),
+    "Radeon 8060S (Ryzen AI Max+ 395)": Card("gfx1151", 59.4, 256),
+    "Instinct MI210": Card("gfx90a", 181, 1638),
+    "Instinct MI300X": Card("gfx942", 1307, 5300),
+    "Instinct MI355X": Card("gfx950", 2516, 8000),
+}
+H200 = Card("sm_90", 989, 4800)  # NVIDIA's data sheet, not an AMD card: the calls below were measured on it
+# Call -> preset, component, rows, edge of the latent, and the result of our own provider on an H200.
+CALLS = {
+    "SD 1.5, a step with guidance at 512²": ("sd15", "unet", 2, 64, "sd15_unet_b2_64"),
+    "SD 1.5, one row at 512²": ("sd15", "unet", 1, 64, None),
+    "SD 1.5, VAE decoder, 512²": ("sd15", "vae_decoder", 1, 64, "sd15_vae_decoder_b1_64"),
+    "SDXL, a step with guidance at 1024²": ("sdxl", "unet", 2, 128, "sdxl_unet_b2_128"),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Operations and bytes of one layer."""
+
+    operations: float
+    bytes: float
+
+
+def layers(preset: str, component: str, batch: int, edge: int) -> list[Layer]:
+    """Return the layers of a call: convolutions, linear layers, normalizations and attentions."""
+    import diffusers
+
+    config = PRESETS[preset].models["unet" if component == "unet" else "vae"]
+    with torch.device("meta"), torch.no_grad():
+        model = getattr(diffusers, config["_class_name"]).from_config(config)
+        found: list[Layer] = []
+        for module in model.modules():
+            if isinstance(module, torch.nn.Conv2d | torch.nn.Linear | torch.nn.GroupNorm | torch.nn.LayerNorm):
+                module.register_forward_hook(lambda *call: found.append(_of_layer(*call)))
+        attention = torch.nn.functional.scaled_dot_product_attention
+
+        def counted(query: Any, key: Any, value: Any, *arguments: Any, **options: Any) -> Any:
+            found.append(_of_attention(query.shape, key.shape))
+            return attention(query, key, value, *arguments, **options)
+
+        torch.nn.functional.scaled_dot_product_attention = counted
+        try:
+            if component == "unet":
+                states = torch.zeros(batch, 77, config["cross_attention_dim"])
+                added = {"text_embeds": torch.zeros(batch, 1280), "time_ids": torch.zeros(batch, 6)}
+                options = {"added_cond_kwargs": added} if "addition_time_embed_dim" in config else {}
+                model(torch.zeros(batch, config["in_channels"], edge, edge), torch.zeros(1), states, **options)
+            else:
+                model.decode(torch.zeros(batch, config["latent_channels"], edge, edge))
+        finally:
+            torch.nn.functional.scaled_dot_product_attention = attention
+    return found
+
+
+def _of_layer(module: torch.nn.Module, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> Layer:
+    weights = sum(parameter.numel() for parameter in module.parameters())
+    operations = 0
+    if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+        operations = 2 * output.numel() * prod(module.weight.shape[1:])
+    return Layer(operations, HALF * (weights + inputs[0].numel() + output.numel()))
+
+
+def _of_attention(query: Sequence[int], key: Sequence[int]) -> Layer:
+    return Layer(4 * prod(query) * key[-2], HALF * (2 * prod(query) + 2 * prod(key)))
+
+
+def roofline_ms(found: Sequence[Layer], card: Card) -> float:
+    """Return the least milliseconds of a call on a card."""
+    return 1e3 * sum(max(each.operations / card.tflops / 1e12, each.bytes / card.gbs / 1e9) for each in found)
+
+
+def h200_factor(found: Sequence[Layer], result: str) -> float:
+    """Return measured time by roofline of our own provider on an H200."""
+    rows = read_json(ROOT / f"results/gpu_provider/{result}.json")["rows"]
+    measured: float = next(row["device_ms"] for row in rows if row["engine"] == "SdOrtCuda")
+    return measured / roofline_ms(found, H200)
+
+
+def expected() -> Iterator[tuple[str, list[Layer], float]]:
+    """Yield each call with its layers and factor. A call that was not measured takes the factor of the one before."""
+    factor = 0.0
+    for name, (preset, component, batch, edge, result) in CALLS.items():
+        found = layers(preset, component, batch, edge)
+        factor = h200_factor(found, result) if result else factor
+        yield name, found, factor
+
+
+def page() -> str:
+    """Return results/amd/expected.md."""
+    cards = " | ".join(f"{name} ({card.target})" for name, card in CARDS.items())
+    lines = [
+        "# Expected milliseconds on AMD GPUs", "",
+        "**Nothing here was measured on an AMD GPU.** Roofline, and in bold the expected time: the roofline times what "
+        "our kernels took of it on an H200. By `scripts/amd/expected.py`, which says how it counts.", "",
+        f"| | TFLOP | GB | factor on an H200 | {cards} |", "|---|" + "---|" * (3 + len(CARDS)),
+    ]  # fmt: skip
+    for name, found, factor in expected():
+        times = [roofline_ms(found, card) for card in CARDS.values()]
+        cells = " | ".join(f"{ms:.1f}, **{ms * factor:.1f}**" for ms in times)
+        operations, size = sum(each.operations for each in found) / 1e12, sum(each.bytes for each in found) / 1e9
+        lines.append(f"| {name} | {operations:.3f} | {size:.2f} | {factor:.2f} | {cells} |")
+    rates = " | ".join(f"{card.tflops:g} TFLOP/s, {card.gbs:g} GB/s" for card in CARDS.values())
+    lines += [f"| data sheet: dense float16, memory | | | | {rates} |", "", *NOTES]
+    return "\n".join(lines) + "\n"
+
+
+NOTES = (
+    "Caches that hold activations between layers (Infinity Cache: 96 MB on the 7900 XTX, 64 MB on the 9070 XT, 256 MB "
+    "on MI300X) lower the bytes; power limits lower the matrix rate, on laptops most. A measured time more than twice "
+    "the expected one points at a fault and not at a slow card.",
+)
+
+
+def compare(folder: Path, target: str) -> str:
+    """Return a line for each call that `first_numbers` timed, beside what was expected of cards of the target."""
+    cards = {name: card for name, card in CARDS.items() if card.target == target}
+    if not cards:
+        return f"{target}: no card of this target is in the table of expected times."
+    names = {"sd15_unet": "SD 1.5, one row at 512²", "sd15_vae": "SD 1.5, VAE decoder, 512²"}
+    lines = []
+    table: Mapping[str, tuple[list[Layer], float]] = {name: (found, factor) for name, found, factor in expected()}
+    for result, call in names.items():
+        path = folder / result / "benchmark.json"
+        if not path.is_file():
+            lines.append(f"{call}: not measured.")
+            continue
+        found, factor = table[call]
+        rows = [row for row in json.loads(path.read_text())["engines"] if row.get("stage") == "optimize"]
+        for row in (row for row in rows if row["status"] == "ok" and row["batch"] == 1):
+            for name, card in cards.items():
+                ms, wanted = row["step_ms"]["median"], roofline_ms(found, card) * factor
+                verdict = "as expected" if ms < 2 * wanted else "more than twice that: please tell us"
+                lines.append(
+                    f"{call}, {row['label']}: {ms:.1f} ms; expected of a {name} {wanted:.1f} ms "
+                    f"(roofline {roofline_ms(found, card):.1f}): {verdict}"
+                )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, help="write the page")
+    parser.add_argument("--compare", type=Path, help="folder of first_numbers")
+    parser.add_argument("--target", default="gfx1100", help="its GPU [%(default)s]")
+    options = parser.parse_args()
+    if options.page:
+        write_text(options.page, page())
+    if options.compare:
+        print(compare(options.compare, options.target))
+
+
+if __name__ == "__main__":
+    main()

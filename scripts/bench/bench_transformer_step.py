@@ -1,0 +1,320 @@
+#!/usr/bin/env python3
+"""A step of a diffusion transformer of full size in bfloat16 on a GPU: our provider beside torch, in turn, one process.
+
+    python scripts/bench/transformer_template.py flux-dev flux-dev.onnx.xz
+    python scripts/bench/bench_transformer_step.py flux-dev flux-dev.onnx.xz --out results/transformers
+
+writes <out>/<preset>_<pixels>.json, which transformer_table.py turns into results/transformers.md. Weights are random,
+made on the GPU, the same for all engines. Peers are torch eager and torch.compile, of the repeated blocks where
+diffusers names them, else of the whole model; both with cuDNN's attention. A step is from device buffers to device
+buffers, queued behind others. Ours is hoisted: what depends on the prompt and the schedule alone runs before. Errors
+are relative L2 norms against torch eager in bfloat16, beside those of torch.compile against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from fusion_passes import weight_recipes
+from scripts.bench.bench_gpu_step import VENDOR, Contender, operations, profile, synchronize, time_rounds
+from scripts.bench.gpu_models import DEVICE, limits
+from sd_ort.checkpoints.checkpoint import build_model, class_name
+from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.random_weights import fill_random
+from sd_ort.core import pipeline_folder
+from sd_ort.core.metrics import relative_l2_error
+from sd_ort.export.templates import Template
+from sd_ort.graphs import hoist
+from sd_ort.graphs.save import save
+from sd_ort.optimize.optimizer import rewrite
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.optimize.unoptimized import UnoptimizedComponent
+from sd_ort.runtime import bound_run, machine, session
+from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
+
+FLOAT32_INPUTS = ("timestep", "img_ids", "txt_ids")  # in torch too
+TEXT = {"FluxTransformer2DModel": 512, "SD3Transformer2DModel": 333}  # tokens
+OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "transpose": lambda permutation, a: a.permute(permutation),
+    "reshape": lambda shape, a: a.reshape(shape),
+    "rows": lambda span, a: a[slice(*span)],
+    "concat": lambda _, *parts: torch.cat(parts),
+    "cast": lambda _, a: a,
+    "matrix": lambda filters, a: a.reshape(filters, -1).T,
+    "position_axis": weight_recipes.position_axis,
+    "interleave": lambda heads, *parts: torch.stack([p.unflatten(-1, (heads, -1)) for p in parts], -2).flatten(-3),
+}
+
+
+class Net(torch.nn.Module):
+    """diffusers' model, which takes its inputs by position."""
+
+    def __init__(self, model: Any, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.model(**dict(zip(self.names, inputs, strict=True)), return_dict=False)[0]
+        return output
+
+
+def random_model(preset: str, component: str = "transformer") -> Any:
+    """A model of a preset in bfloat16 on the device, its weights as `fill_random` draws them."""
+    config = PRESETS[preset].models[component]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(DEVICE):
+            model = build_model(class_name(config), config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    fill_random(model, 0)
+    return model.eval()
+
+
+def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor]:
+    """Inputs of the graph by name, in float32 on the device."""
+    config = PRESETS[preset].models["transformer"]
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    edge, text = pixels // 16, TEXT[config["_class_name"]]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    flux = config["_class_name"].startswith("Flux")
+    latents = (rows, edge * edge, config["in_channels"]) if flux else (rows, config["in_channels"], 2 * edge, 2 * edge)
+    inputs = {
+        "hidden_states": normal(*latents),
+        "encoder_hidden_states": normal(rows, text, config["joint_attention_dim"]),
+        "pooled_projections": normal(rows, config["pooled_projection_dim"]),
+        "timestep": torch.tensor([0.5 if flux else 500.0], device=DEVICE),
+    }
+    if flux:
+        grid = torch.meshgrid(*[torch.arange(edge, device=DEVICE, dtype=torch.float32)] * 2, indexing="ij")
+        inputs["img_ids"] = torch.stack([torch.zeros_like(grid[0]), *grid], -1).reshape(-1, 3)
+        inputs["txt_ids"] = torch.zeros(text, 3, device=DEVICE)
+        if config["guidance_embeds"]:
+            inputs["guidance"] = torch.full((rows,), 4.0, device=DEVICE)  # 4000 is a bfloat16, 3500 is not
+    return inputs
+
+
+def evaluate(recipe: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The weight of a recipe, computed on the device."""
+    if isinstance(recipe, str):
+        return tensors[recipe]
+    operation, argument, *operands = recipe
+    return OPERATIONS[operation](argument, *(evaluate(operand, tensors) for operand in operands))
+
+
+def as_array(tensor: torch.Tensor, dtype: ir.DataType) -> np.ndarray:
+    """A tensor in the host's memory; NumPy and torch share no bfloat16."""
+    if dtype == ir.DataType.BFLOAT16:
+        return tensor.to(torch.bfloat16).contiguous().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.float().contiguous().cpu().numpy()
+
+
+def write_graphs(template: Path, tensors: Mapping[str, torch.Tensor], work: Path) -> dict[str, Path]:
+    """Optimize a template for our provider and write its parts with their weights; return their paths."""
+    parsed = Template(template)
+
+    def read(name: str) -> np.ndarray:
+        return as_array(tensors[name], ir.DataType.BFLOAT16)
+
+    source = UnoptimizedComponent("transformer", lambda: parsed.graph(read), lambda: parsed.config, parsed.bytes)
+    parts, entry = rewrite(source, "transformer", TARGETS["gpu"], "bfloat16", lambda _: None, hoisted=True)  # type: ignore[arg-type, return-value]
+    print(f"  {entry['rewrite_counts']}", flush=True)
+    paths = {}
+    for key, part in zip(hoist.PARTS, parts.values(), strict=True):
+        for value in part.graph.initializers.values():
+            recipe, tensor = weight_recipes.recipe_of(value), value.const_value
+            if recipe is None or tensor is None:
+                continue
+            value.const_value = ir.LazyTensor(
+                lambda recipe=recipe, tensor=tensor: ir.Tensor(  # type: ignore[misc]
+                    as_array(evaluate(recipe, tensors), tensor.dtype), dtype=tensor.dtype, name=tensor.name
+                ),
+                dtype=tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name,
+            )  # fmt: skip
+        paths[key] = work / key / pipeline_folder.MODEL
+        save(part, paths[key])
+        nodes = [node.op_type for node in part.graph]
+        print(f"  {key}: {len(nodes)} nodes, { {op: nodes.count(op) for op in sorted(set(nodes))} }", flush=True)
+    return paths
+
+
+class Ours:
+    """The hoisted step on our provider, tuned and captured."""
+
+    def __init__(self, paths: Mapping[str, Path], say: Callable[[str], None]) -> None:
+        library = library_path(PROVIDER_LIBRARIES[VENDOR])
+        if library is None:
+            raise SystemExit("Build our provider first: sd-ort build-ops --cuda sm_90.")
+        self.provider, self.paths, self.say = f"plugin:{library}", paths, say
+        started = time.perf_counter()
+        self.model = bound_run.open_gpu_graph_model(paths["step"], self.provider, session.SessionOptions(tuning=True))
+        self.session_s = time.perf_counter() - started
+
+    def feeds(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+        """Inputs of the step: those of the graph, and what the parts before the loop compute."""
+        feeds = {name: value.float().cpu().numpy() for name, value in inputs.items()}
+        feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["hidden_states"]))
+        for part in ("prompt", "time"):
+            model = session.Model(session.create_session(self.paths[part], self.provider))
+            run = {name: feeds[name] for name in model.inputs}
+            feeds |= model(**run)
+            begun = time.perf_counter()
+            model(**run)
+            self.say(f"{part}: {(time.perf_counter() - begun) * 1e3:.2f} ms once")
+            del model
+            gc.collect()
+        return {name: feeds[name] for name in self.model.inputs}
+
+    def contender(self, inputs: Mapping[str, torch.Tensor]) -> Contender:
+        """Bind and capture the step for the sizes of `inputs`, with the tuning that they need."""
+        feeds, started = self.feeds(inputs), time.perf_counter()
+        bound = self.model.bind(feeds)
+        ready_s = time.perf_counter() - started
+        (value,) = bound.outputs.values()
+        self.say(f"captured: {bound.graph is not None or bound.graph_id >= 0}")
+        output = lambda: torch.from_numpy(value.numpy())  # noqa: E731
+        return Contender("sd-ort", lambda: bound.run(wait=False), output, ready_s, self.session_s)
+
+    def first_call_s(self, inputs: Mapping[str, torch.Tensor]) -> float:
+        """Seconds of the first step of another size, waited for, with its capture and without tuning."""
+        feeds = self.feeds(inputs)
+        ctypes.CDLL(self.provider.partition(":")[2]).sd_ort_enable_tuning(0)
+        started = time.perf_counter()
+        self.model.bind(feeds).run()
+        synchronize()
+        return time.perf_counter() - started
+
+
+def first_call_s(net: Callable[..., torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> float:
+    """Seconds of the first step of another size in torch."""
+    arguments = [value if name in FLOAT32_INPUTS else value.bfloat16() for name, value in inputs.items()]
+    synchronize()
+    started = time.perf_counter()
+    net(*arguments)
+    synchronize()
+    return time.perf_counter() - started
+
+
+def peer(
+    name: str, model: Any, net: torch.nn.Module, inputs: Mapping[str, torch.Tensor]
+) -> tuple[Contender, Callable[..., torch.Tensor]]:
+    """torch "eager" or "compile", and its function. Eager is compiled too afterwards if diffusers names the blocks."""
+    arguments = [value if each in FLOAT32_INPUTS else value.bfloat16() for each, value in inputs.items()]
+    if DEVICE == "cuda":
+        model.set_attention_backend("_native_cudnn")
+    label, last = "torch eager", list[torch.Tensor]()
+    call: Callable[..., torch.Tensor] = net
+    if name == "compile" and getattr(model, "_repeated_blocks", None):
+        label = "torch.compile of the repeated blocks"
+        model.compile_repeated_blocks(fullgraph=True)
+    elif name == "compile":
+        label, call = "torch.compile", torch.compile(net, fullgraph=True)
+
+    def run() -> None:
+        last[:] = [call(*arguments)]
+
+    started = time.perf_counter()
+    for _ in range(3):
+        run()
+    synchronize()
+    return Contender(label, run, lambda: last[0].float(), time.perf_counter() - started), call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", choices=sorted(PRESETS))
+    parser.add_argument("template", type=Path)
+    parser.add_argument("--pixels", type=int, default=1024)
+    parser.add_argument("--other-pixels", type=int, help="time the first step of this size too")
+    parser.add_argument("--rows", type=int, default=1, help="2 with guidance")
+    parser.add_argument("--calls", type=int, default=5, help="calls a round")
+    parser.add_argument("--peers", default="eager,compile")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
+    parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_transformer"))
+    parser.add_argument("--out", type=Path, default=Path("results/transformers"))
+    options = parser.parse_args()
+    begun = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
+
+    with torch.inference_mode():
+        model = random_model(options.preset)
+        say(f"torch {torch.__version__}, {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters")
+        inputs = random_inputs(options.preset, options.pixels, options.rows)
+        tensors = dict(model.state_dict())
+        paths = write_graphs(options.template, tensors, options.work / options.preset)
+        say("graphs written")
+        engine = Ours(paths, say)
+        own = engine.contender(inputs)
+        say(f"ours ready in {own.ready_s:.1f} s, session in {engine.session_s:.1f} s")
+        which = options.peers.split(",")
+        net = Net(model, list(inputs))
+        flops = operations(
+            net, {name: inputs[name] if name in FLOAT32_INPUTS else inputs[name].bfloat16() for name in inputs}
+        )
+        say(f"TFLOP {flops}")
+        rows: list[dict[str, Any]] = []
+        own.run()
+        synchronize()
+        outputs = {own.name: own.output().double().cpu().numpy()}
+        # diffusers compiles blocks in place: eager is timed before that, beside ours, and both again with the compiled.
+        times: dict[str, dict[str, list[float]]] = {}
+        for name in [each for each in ("eager", "compile") if each in which]:
+            other, call = peer(name, model, net, inputs)
+            say(f"{other.name} ready in {other.ready_s:.1f} s")
+            outputs[other.name] = other.output().double().cpu().numpy()
+            measured = time_rounds([own, other], options.calls)
+            times[f"{own.name} beside {other.name}"], times[other.name] = measured[own.name], measured[other.name]
+            row: dict[str, Any] = {"engine": other.name, "ready_s": round(other.ready_s, 1)}
+            row |= {f"{kind}_ms": statistics.median(values) for kind, values in measured[other.name].items()}
+            ratios = [a / b for a, b in zip(measured[own.name]["device"], measured[other.name]["device"], strict=True)]
+            row |= {"ours_ms": statistics.median(measured[own.name]["device"]), "ours_ratio": statistics.median(ratios)}
+            if options.profile:
+                row["profile"] = profile(other, calls=2, show=options.profile)
+            if options.other_pixels:
+                smaller = random_inputs(options.preset, options.other_pixels, options.rows)
+                row["other_size_s"] = first_call_s(call, smaller)
+            rows.append(row)
+            say("ROW " + json.dumps({k: v for k, v in row.items() if k != "profile"}))
+        row = {"engine": own.name, "ready_s": round(own.ready_s, 1), "session_s": own.session_s}
+        if not times:
+            times = time_rounds([own], options.calls)
+        last = list(times.values())[-2 if len(times) > 1 else -1]
+        row |= {f"{kind}_ms": statistics.median(values) for kind, values in last.items()}
+        if options.profile and DEVICE == "cuda":
+            row["profile"] = profile(own, calls=2, show=options.profile)
+        if options.other_pixels:
+            row["other_size_s"] = engine.first_call_s(random_inputs(options.preset, options.other_pixels, options.rows))
+        rows.append(row)
+        reference = outputs.get("torch eager")
+        errors = {} if reference is None else {n: relative_l2_error(o, reference) for n, o in outputs.items()}
+        say("ROW " + json.dumps({k: v for k, v in row.items() if k != "profile"}))
+        say(f"errors against torch eager: {errors}")
+        result = {
+            "preset": options.preset, "pixels": options.pixels, "rows": options.rows, "commit": machine.commit(),
+            "machine": machine.machine(), "versions": machine.versions(), "errors": errors, "tflop": flops,
+            "limits": limits() if DEVICE == "cuda" else {}, "engines": rows,
+        }  # fmt: skip
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"{options.preset}_{options.pixels}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

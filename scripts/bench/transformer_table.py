@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""The page results/transformers.md from what scripts/bench/bench_transformer_step.py measured.
+
+    python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+GOALS = {"flux-dev": 0.88, "sd35-medium": 0.80}  # of torch.compile
+HEAD = """# Steps of diffusion transformers of full size on a GPU
+
+Made by `scripts/bench/transformer_table.py` from `{folder}/`, one file per run of
+`scripts/bench/bench_transformer_step.py` (commands below). Random weights, full width and depth, bfloat16. `queued`: ms
+per step of steps queued behind one another, medians of seven rounds in which ours and the peer take turns in one
+process; `ours` the same of our provider in those rounds, and `ratio` the median of the rounds' ratios. Peers use
+cuDNN's attention. Ours is hoisted, tuned and captured: the modulation of a schedule, rotary tables and text projections
+are computed before the loop, by torch in every step. `ready`: seconds to the first step; `other size`: seconds of the
+first step of another size.
+"""
+TAIL = """
+## Again
+
+    sd-ort build-ops --cuda sm_90
+    python scripts/bench/transformer_template.py flux-dev flux-dev.onnx.xz
+    python scripts/bench/bench_transformer_step.py flux-dev flux-dev.onnx.xz --profile 30
+    python scripts/bench/transformer_template.py sd35-medium sd35-medium.onnx.xz
+    python scripts/bench/bench_transformer_step.py sd35-medium sd35-medium.onnx.xz --rows 2 --profile 30
+    python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    runs = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
+    text = HEAD.format(folder=options.folder) + "".join(map(section, runs)) + TAIL
+    options.out.write_text(text)
+
+
+def section(run: dict[str, Any]) -> str:
+    """The part of the page about one run."""
+    machine, versions = run["machine"], run["versions"]
+    name = ", ".join(machine.get("gpus") or [machine["cpu"]])
+    lines = [
+        f"\n## {run['preset']}, {run['pixels']} x {run['pixels']}, {run['rows']} row{'s' * (run['rows'] > 1)}\n",
+        f"{name}; {', '.join(f'{key} {value}' for key, value in versions.items())}; commit {run['commit']}.\n",
+        "engine | queued | ours | ratio | goal | ready s | other size s | error",
+        "--- | --- | --- | --- | --- | --- | --- | ---",
+    ]
+    for row in run["engines"]:
+        error = run["errors"].get(row["engine"])
+        goal = GOALS.get(run["preset"], "") if "compile" in row["engine"] else ""
+        ours = [f"{row['ours_ms']:.1f}", f"{row['ours_ratio']:.3f}"] if "ours_ms" in row else ["", ""]
+        shown = f"{error:.1e}" if error else ""
+        first = f"{row['other_size_s']:.2f}" if "other_size_s" in row else ""
+        cells = [row["engine"], f"{row['device_ms']:.1f}", *ours, str(goal), str(row["ready_s"]), first, shown]
+        lines.append(" | ".join(cells))
+    return "\n".join([*lines, *roofline(run), ""])
+
+
+def roofline(run: dict[str, Any]) -> list[str]:
+    """Lines with the milliseconds by kernel class, and the floor of the arithmetic."""
+    profiles = {row["engine"]: row["profile"]["classes_ms"] for row in run["engines"] if "profile" in row}
+    if not profiles:
+        return []
+    classes = sorted({each for classes in profiles.values() for each in classes})
+    lines = [
+        "\nms of kernels by class:\n", " | ".join(["class", *profiles]), " | ".join(["---"] * (len(profiles) + 1)),
+    ]  # fmt: skip
+    for each in classes:
+        lines.append(" | ".join([each, *(f"{times.get(each, 0):.2f}" for times in profiles.values())]))
+    rate, total = run["limits"].get("matrix_tflops"), sum(run["tflop"].values())
+    if rate:
+        attention = sum(value for name, value in run["tflop"].items() if "attention" in name)
+        lines.append(
+            f"\nArithmetic: {total:.1f} TFLOP, of it attention {attention:.1f}; at the {rate:.0f} TFLOP/s of an 8192 x "
+            f"8192 x 8192 product on this card {1e3 * total / rate:.1f} ms."
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

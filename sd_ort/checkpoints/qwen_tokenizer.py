@@ -1,0 +1,60 @@
+"""Qwen2 tokenizer of a pipeline folder, by the small `tokenizers` library: importing transformers takes seconds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.files import read_json
+
+log = logging.getLogger("sd_ort")
+
+# Qwen3's chat of one message of the user, with the answer to begin without thinking, as diffusers asks for it.
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+PADDING = "<|endoftext|>"
+
+
+class QwenTokenizer:
+    """Prompt -> token ids of a chat with this one message, padded on the right."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputError for a folder that holds no tokenizer.json of a Qwen tokenizer."""
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(f"{folder} holds no tokenizer.json: save its Qwen tokenizer with transformers again.")
+        try:
+            self._rules = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exceptions
+            raise InputError(f"{path} is damaged ({first_line(error)}): get it again.") from error
+        tokens = (PADDING, "<|im_start|>", "<|im_end|>")
+        if missing := [token for token in tokens if self._rules.token_to_id(token) is None]:
+            raise InputError(f"{path} is of no Qwen tokenizer: it lacks the token {missing[0]}.")
+        settings = folder / "tokenizer_config.json"
+        padding = read_json(settings, root=folder.parent).get("padding_side") if settings.is_file() else None
+        if padding not in (None, "right"):
+            raise InputError(f"{settings} pads on the {padding}: FLUX.2 reads prompts that are padded on the right.")
+        self.pad_token_id = int(self._rules.token_to_id(PADDING) or 0)
+        self._rules.no_truncation()
+        self._rules.no_padding()
+
+    def encode(self, prompts: Sequence[str], length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids and attention mask (B, length), int64; log that the end of a longer prompt is cut."""
+        rows = np.full((len(prompts), length), self.pad_token_id, np.int64)
+        mask = np.zeros_like(rows)
+        encodings = self._rules.encode_batch([CHAT.format(prompt) for prompt in prompts], add_special_tokens=False)
+        for row, filled, prompt, encoding in zip(rows, mask, prompts, encodings, strict=True):
+            if len(encoding.ids) > length:
+                log.warning(
+                    "the prompt %r… is cut: with its chat it has %d tokens, and the model takes %d.",
+                    prompt[:40], len(encoding.ids), length,
+                )  # fmt: skip
+            ids = encoding.ids[:length]
+            row[: len(ids)] = ids
+            filled[: len(ids)] = 1
+        return rows, mask

@@ -1,0 +1,199 @@
+"""Diffusion transformers in one safetensors file: original names (Black Forest Labs, Stability AI) or ComfyUI's.
+
+The file holds the transformer alone, or ComfyUI's whole checkpoint with VAE and text encoders. Configs, scheduler,
+tokenizers and the models that it lacks come from a folder of the family (`base_pipeline`). Weights are float32,
+float16, bfloat16 or float8; float8 weights may have scales beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fusion_passes import weight_recipes
+from sd_ort.checkpoints.base_pipeline import find_base_pipeline
+from sd_ort.checkpoints.checkpoint import Checkpoint, CheckpointModel, build_model, class_name
+from sd_ort.checkpoints.detection import FAMILIES
+from sd_ort.checkpoints.tensor_readers import RecipeTensorReader, TensorReader, open_tensors
+from sd_ort.checkpoints.transformer_layouts import original_prefix, original_recipes
+from sd_ort.core.errors import InputError
+from sd_ort.core.safetensors_file import FLOATS, Entry, read_entries
+
+if TYPE_CHECKING:
+    import torch
+
+    from sd_ort.checkpoints.signatures import Config
+
+Recipes = dict[str, weight_recipes.WeightRecipe]
+# Text encoder in ComfyUI's checkpoints -> class of the model.
+TEXT_ENCODERS = {"clip_l": "CLIP", "clip_g": "CLIP", "t5xxl": "T5"}
+SCALES = (".scale_weight", ".weight_scale")  # beside a float8 weight; ComfyUI's older and newer name
+# Beginnings of names in diffusers' layout.
+DIFFUSERS_NAMES = re.compile(r"(single_)?transformer_blocks\.0\.(attn\.(to_q|to_qkv_mlp_proj)|norm1?\.linear)\.weight")
+# A name in transformers that are not supported -> the family.
+OTHER_FAMILIES = {
+    "cap_embedder.": "Z-Image or Lumina", "txt_norm.": "Qwen-Image", "adaln_single.": "PixArt or Sana",
+    "individual_token_refiner": "Hunyuan", "double_layers.": "AuraFlow", "distilled_guidance_layer": "Chroma",
+    "self_attn.norm_q": "Wan", "llm_adapter": "Anima or Cosmos", "caption_projection": "PixArt or HiDream",
+}  # fmt: skip
+
+
+def is_transformer_file(names: Mapping[str, Any]) -> bool:
+    """Return whether a file with tensors of these names holds a diffusion transformer of a supported layout."""
+    return original_prefix(names) is not None or any(map(DIFFUSERS_NAMES.fullmatch, names))
+
+
+def other_family(names: Mapping[str, Any]) -> str | None:
+    """Return the family of a diffusion transformer that is not supported, None for other files."""
+    return next((family for part, family in OTHER_FAMILIES.items() if any(part in name for name in names)), None)
+
+
+def detect_transformer(path: Path, entries: Mapping[str, Entry], prefix: str) -> str:
+    """Return the family of a transformer in the original layout. Raises InputError for one that is not supported."""
+
+    def shape(name: str) -> list[int]:
+        return list(entries.get(f"{prefix}{name}", {}).get("shape", [0, 0]))
+
+    if family := other_family(entries):
+        raise InputError(f"{path} is a {family} model: sd-ort runs {', '.join(FAMILIES.values())}.")
+    if f"{prefix}joint_blocks.0.x_block.attn.qkv.weight" in entries:
+        return "sd35-medium" if f"{prefix}joint_blocks.0.x_block.attn2.qkv.weight" in entries else "sd35-large"
+    channels = shape("img_in.weight")[1]
+    if f"{prefix}double_stream_modulation_img.lin.weight" in entries:
+        if f"{prefix}guidance_in.in_layer.weight" in entries:
+            raise InputError(f"{path} is FLUX.2 dev: sd-ort runs FLUX.2 klein; it lacks dev's Mistral text encoder.")
+        return "flux2-klein"
+    if channels != 64:
+        raise InputError(f"{path} is a FLUX.1 of {channels} input channels, for fill or control: sd-ort runs 64.")
+    return "flux-dev" if f"{prefix}guidance_in.in_layer.weight" in entries else "flux-schnell"
+
+
+def open_transformer_file(
+    path: Path, config_folder: Path | None, vae_reader: Callable[[Path, Checkpoint], TensorReader]
+) -> Checkpoint:
+    """Return the checkpoint in the file `path`.
+
+    config_folder: a folder of its family. vae_reader: returns the reader of a VAE in the file, in original names.
+    Raises InputError for a family that is not supported, for quantized weights, and if models are missing.
+    """
+    entries = read_entries(path)[0]
+    prefix = original_prefix(entries)
+    if prefix is None:
+        raise InputError(f"{path} is a transformer alone, with diffusers' names: give the whole diffusers folder.")
+    family = detect_transformer(path, entries, prefix)
+    _check_dtypes(path, entries, prefix)
+    base = find_base_pipeline(path, family, config_folder)
+    if "transformer" not in base.models:
+        raise InputError(f"{base.name} has no transformer: give a diffusers folder of {FAMILIES[family]} as --config.")
+    config = base.configs["transformer"]
+    _check_class(path, family, config, base)
+    shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    recipes = {"transformer": original_recipes(config, shapes, prefix)}
+    for name, cls in ((n, base.index[n][1]) for n in base.models if n.startswith("text_encoder")):
+        if found := _text_encoder_recipes(entries, name, cls, base.configs[name]):
+            recipes[name] = found
+    readers: dict[str, TensorReader] = {
+        name: RecipeTensorReader((path,), {key: scaled(recipe, entries) for key, recipe in table.items()})
+        for name, table in recipes.items()
+    }
+    if any(name.startswith(("vae.", "first_stage_model.")) for name in entries):
+        readers["vae"] = vae_reader(path, base)
+    models = dict(base.models)
+    for name, model in base.models.items():
+        if name in readers:
+            load = partial(_load, path, base.index[name][1], model.config, readers[name])
+            models[name] = CheckpointModel(model.config, load, (path,), readers[name])
+        elif not model.files:
+            raise InputError(
+                f"{path} has no {name.replace('_', ' ')}: give a whole diffusers folder of {FAMILIES[family]}, with "
+                "its weights, as --config."
+            )
+    others = [name for name in base.models if name not in readers]
+    note = f"{path.name}: {FAMILIES[family]}, {_dtypes(entries, prefix)}; {', '.join(others)} from {base.config_folder}"
+    paths = (path, *base.paths)
+    return replace(base, name=str(path), models=models, paths=paths, detection_note=note)
+
+
+def scaled(recipe: weight_recipes.WeightRecipe, entries: Mapping[str, Entry]) -> weight_recipes.WeightRecipe:
+    """Return a recipe in which each float8 tensor that has a scale is multiplied by it."""
+    if not isinstance(recipe, str):
+        return [*recipe[:2], *(scaled(operand, entries) for operand in recipe[2:])]
+    stem = recipe.removesuffix(".weight")
+    scale = next((stem + end for end in SCALES if stem + end in entries), None)
+    return recipe if scale is None or stem == recipe else ["scale", None, recipe, scale]
+
+
+def _check_dtypes(path: Path, entries: Mapping[str, Entry], prefix: str) -> None:
+    """Raise InputError for weights of the transformer that are quantized to other types than float8."""
+    for name, entry in entries.items():
+        if name.startswith(prefix) and name.endswith(".weight") and entry["dtype"] not in FLOATS:
+            raise InputError(
+                f"{path} has {entry['dtype']} weights, such as {name}: quantized weights are not read yet. Get the "
+                "file in bfloat16, float16 or float8."
+            )
+
+
+def _check_class(path: Path, family: str, config: Config, base: Checkpoint) -> None:
+    classes = {"sd35": "SD3Transformer2DModel", "flux2": "Flux2Transformer2DModel", "flux": "FluxTransformer2DModel"}
+    expected = classes[family.partition("-")[0]]
+    if class_name(config) != expected:
+        raise InputError(
+            f"{path} is {FAMILIES[family]}, and {base.name} has a {class_name(config)}: give a folder of that family."
+        )
+    if expected == "FluxTransformer2DModel" and bool(config.get("guidance_embeds")) != (family == "flux-dev"):
+        raise InputError(
+            f"{path} is {FAMILIES[family]}, and {base.name} is the other FLUX.1: give a folder of its own."
+        )
+
+
+def _text_encoder_recipes(entries: Mapping[str, Entry], name: str, cls: str, config: Config) -> Recipes:
+    """Return name -> recipe of a text encoder's tensors in ComfyUI's layout; empty if the file has none."""
+    is_t5 = cls == "T5EncoderModel"
+    part = "t5xxl" if is_t5 else "clip_g" if config.get("hidden_size") == 1280 else "clip_l"
+    if not is_t5 and name == "text_encoder_2":
+        part = "clip_g"
+    prefix = f"text_encoders.{part}.transformer."
+    recipes: Recipes = {n.removeprefix(prefix): n for n in entries if n.startswith(prefix) and not n.endswith(SCALES)}
+    if is_t5 and "shared.weight" in recipes:
+        recipes.setdefault("encoder.embed_tokens.weight", recipes["shared.weight"])
+    return recipes
+
+
+def _dtypes(entries: Mapping[str, Entry], prefix: str) -> str:
+    """Return the dtype of most bytes of the transformer, and whether it has scales."""
+    sizes: dict[str, int] = {}
+    for name, entry in entries.items():
+        if name.startswith(prefix):
+            begin, end = entry["data_offsets"]
+            sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
+    has_scales = any(name.startswith(prefix) and name.endswith(SCALES) for name in entries)
+    return max(sizes, key=lambda dtype: sizes[dtype]) + (" with scales" if has_scales else "")
+
+
+def _load(path: Path, cls: str, config: Config, reader: TensorReader) -> torch.nn.Module:
+    """Return a model in float32 and eval mode. Raises InputError for missing weights and other shapes."""
+    import torch
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model: torch.nn.Module = build_model(cls, config)
+    names = list(model.state_dict())
+    read = open_tensors(reader, names)
+    if read is None:
+        stored = read_entries(path)[0]
+        missing = [name for name in names if not reader.has(name, stored)]
+        raise InputError(f"{path} lacks {len(missing)} weights of its {cls}, such as {missing[:1]}: get it again.")
+    values = {name: torch.from_numpy(read(name).astype(np.float32)) for name in names}
+    try:
+        model.load_state_dict(values, assign=True)
+    except RuntimeError as error:
+        raise InputError(
+            f"{path} does not fit the config of its {cls}: {str(error).splitlines()[-1].strip()}"
+        ) from error
+    return model.eval()

@@ -1,0 +1,174 @@
+"""Original module names of diffusion transformers (Black Forest Labs, Stability AI, ComfyUI), by their diffusers names.
+
+An original matrix may be several of diffusers' matrices, one below the other: query, key and value, and in the single
+blocks of FLUX.1 the first layer of the MLP. diffusers has shift and scale of the last norms in the other order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_passes.weight_recipes import WeightRecipe
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of an original module's weight and bias that are a module of diffusers.
+
+    start, stop: rows; None for all of them. swapped: whether the halves of the rows change places.
+    """
+
+    module: str
+    start: int | None = None
+    stop: int | None = None
+    swapped: bool = False
+
+
+# Original module -> diffusers' module, or the modules of a joined matrix. {i}: number of the block.
+_FLUX1 = {
+    "img_in": "x_embedder", "txt_in": "context_embedder",
+    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+    "final_layer.linear": "proj_out", "final_layer.adaLN_modulation.1": "norm_out.linear~",
+}  # fmt: skip
+_FLUX2 = {
+    "img_in": "x_embedder", "txt_in": "context_embedder",
+    "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+    "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    "final_layer.linear": "proj_out", "final_layer.adaLN_modulation.1": "norm_out.linear~",
+}  # fmt: skip
+_SD3 = {
+    "x_embedder.proj": "pos_embed.proj", "context_embedder": "context_embedder",
+    "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
+    "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
+    "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
+    "final_layer.linear": "proj_out", "final_layer.adaLN_modulation.1": "norm_out.linear~",
+}  # fmt: skip
+_TO, _ADD = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+
+
+def _flux_double(config: Config) -> dict[str, str | tuple[str, ...]]:
+    is_flux2 = config["_class_name"] == "Flux2Transformer2DModel"
+    block: dict[str, str | tuple[str, ...]] = {
+        "img_attn.qkv": _TO, "txt_attn.qkv": _ADD, "img_attn.proj": "attn.to_out.0", "txt_attn.proj": "attn.to_add_out",
+        "img_attn.norm.query_norm": "attn.norm_q", "img_attn.norm.key_norm": "attn.norm_k",
+        "txt_attn.norm.query_norm": "attn.norm_added_q", "txt_attn.norm.key_norm": "attn.norm_added_k",
+    }  # fmt: skip
+    layers = ("linear_in", "linear_out") if is_flux2 else ("net.0.proj", "net.2")
+    for stream, name in (("img", "ff"), ("txt", "ff_context")):
+        block |= {f"{stream}_mlp.0": f"{name}.{layers[0]}", f"{stream}_mlp.2": f"{name}.{layers[1]}"}
+    return block if is_flux2 else block | {"img_mod.lin": "norm1.linear", "txt_mod.lin": "norm1_context.linear"}
+
+
+def _flux_single(config: Config) -> dict[str, str | tuple[str, ...]]:
+    norms: dict[str, str | tuple[str, ...]] = {"norm.query_norm": "attn.norm_q", "norm.key_norm": "attn.norm_k"}
+    if config["_class_name"] == "Flux2Transformer2DModel":
+        return norms | {"linear1": "attn.to_qkv_mlp_proj", "linear2": "attn.to_out"}
+    return norms | {"modulation.lin": "norm.linear", "linear1": (*_TO, "proj_mlp"), "linear2": "proj_out"}
+
+
+def _sd3_block(config: Config, i: int) -> dict[str, str | tuple[str, ...]]:
+    last = i == int(config["num_layers"]) - 1
+    block: dict[str, str | tuple[str, ...]] = {}
+    streams = (
+        ("x_block", _TO, "", "", "attn.to_out.0"),
+        ("context_block", _ADD, "added_", "_context", "attn.to_add_out"),
+    )
+    for stream, qkv, norm, suffix, out in streams:
+        block |= {
+            f"{stream}.attn.qkv": qkv,
+            f"{stream}.attn.ln_q": f"attn.norm_{norm}q", f"{stream}.attn.ln_k": f"attn.norm_{norm}k",
+            f"{stream}.adaLN_modulation.1": f"norm1{suffix}.linear" + ("~" if last and suffix else ""),
+        }  # fmt: skip
+        if not (last and suffix):
+            block |= {
+                f"{stream}.attn.proj": out,
+                f"{stream}.mlp.fc1": f"ff{suffix}.net.0.proj", f"{stream}.mlp.fc2": f"ff{suffix}.net.2",
+            }  # fmt: skip
+    if i in config.get("dual_attention_layers", ()):
+        block |= {
+            "x_block.attn2.qkv": tuple(name.replace("attn.", "attn2.") for name in _TO),
+            "x_block.attn2.ln_q": "attn2.norm_q", "x_block.attn2.ln_k": "attn2.norm_k",
+            "x_block.attn2.proj": "attn2.to_out.0",
+        }  # fmt: skip
+    return block
+
+
+def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
+    """Return original module -> its parts, for a transformer of `diffusion_transformers.FAMILIES`."""
+    width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    modules: dict[str, tuple[Part, ...]] = {}
+
+    def add(original: str, targets: str | tuple[str, ...], block: str = "") -> None:
+        if isinstance(targets, str):
+            modules[original] = (Part(f"{block}{targets.removesuffix('~')}", swapped=targets.endswith("~")),)
+        else:  # the last one may be wider
+            ends = [(i * width, (i + 1) * width if i < 3 else None) for i in range(len(targets))]
+            modules[original] = tuple(Part(block + t, *rows) for t, rows in zip(targets, ends, strict=True))
+
+    if config["_class_name"] == "SD3Transformer2DModel":
+        top: Mapping[str, str] = _SD3
+        for i in range(int(config["num_layers"])):
+            for original, targets in _sd3_block(config, i).items():
+                add(f"joint_blocks.{i}.{original}", targets, f"transformer_blocks.{i}.")
+    else:
+        top = _FLUX2 if config["_class_name"] == "Flux2Transformer2DModel" else _FLUX1
+        for i in range(int(config["num_layers"])):
+            for original, targets in _flux_double(config).items():
+                add(f"double_blocks.{i}.{original}", targets, f"transformer_blocks.{i}.")
+        for i in range(int(config["num_single_layers"])):
+            for original, targets in _flux_single(config).items():
+                add(f"single_blocks.{i}.{original}", targets, f"single_transformer_blocks.{i}.")
+    for original, target in top.items():
+        add(original, target)
+    return modules
+
+
+def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, WeightRecipe]:
+    """Return diffusers' name -> recipe of the tensors of a file in the original layout.
+
+    shapes: of the tensors in the file. prefix: of the transformer's tensors. Tensors that the file lacks have none.
+    """
+    recipes: dict[str, WeightRecipe] = {}
+    for original, parts in original_modules(config).items():
+        for end, name in (("weight", "weight"), ("bias", "bias"), ("scale", "weight")):
+            stored = f"{prefix}{original}.{end}"
+            if stored in shapes:
+                for part in parts:
+                    recipes[f"{part.module}.{name}"] = _rows(stored, part, shapes[stored])
+    if (positions := f"{prefix}pos_embed") in shapes:
+        recipes["pos_embed.pos_embed"] = positions
+    return recipes
+
+
+def _rows(stored: str, part: Part, shape: tuple[int, ...]) -> WeightRecipe:
+    if part.swapped:
+        half, rows = shape[0] // 2, shape[0]
+        return ["concat", None, ["rows", [half, rows], stored], ["rows", [0, half], stored]]
+    if part.start is None:
+        return stored
+    return ["rows", [part.start, shape[0] if part.stop is None else part.stop], stored]
+
+
+def original_prefix(names: Iterator[str] | Mapping[str, Any]) -> str | None:
+    """Return the prefix of a transformer's tensors in the original layout, None for a file without one."""
+    for name in names:
+        for first in ("double_blocks.0.", "joint_blocks.0."):
+            head, found, _ = name.partition(first)
+            if found and head in ("", "model.diffusion_model.", "diffusion_model."):
+                return head
+    return None
