@@ -64,6 +64,8 @@ def detect_transformer(path: Path, entries: Mapping[str, Entry], prefix: str) ->
         raise InputError(f"{path} is a {family} model: sd-ort runs {', '.join(FAMILIES.values())}.")
     if f"{prefix}joint_blocks.0.x_block.attn.qkv.weight" in entries:
         return "sd35-medium" if f"{prefix}joint_blocks.0.x_block.attn2.qkv.weight" in entries else "sd35-large"
+    if f"{prefix}img_in.weight" not in entries:
+        raise InputError(f"{path} is a diffusion transformer without {prefix}img_in.weight: download it again.")
     channels = shape("img_in.weight")[1]
     if f"{prefix}double_stream_modulation_img.lin.weight" in entries:
         if f"{prefix}guidance_in.in_layer.weight" in entries:

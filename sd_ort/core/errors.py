@@ -44,6 +44,13 @@ def first_line(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, in Python or in a library that says so in the text of its error."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
 def describe_error(error: Exception) -> tuple[str, int]:
     """Return one line that says what to do, and the exit code, for any exception."""
     text = first_line(error)
@@ -51,8 +58,7 @@ def describe_error(error: Exception) -> tuple[str, int]:
         return " ".join(str(error).split()), error.exit_code
     if isinstance(error, ModuleNotFoundError) and error.name in EXPORT_PACKAGES:
         return f"this needs {error.name}, which is not installed: pip install 'sd-ort[export]'.", InputError.exit_code
-    no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    if no_memory or any(sign in text for sign in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         advice = "choose a smaller size or batch, --low-memory or --vae-tiling, or raise `ulimit -v`"
         return f"not enough memory: {advice}.", SdOrtError.exit_code
     if isinstance(error, OSError) and error.strerror:

@@ -34,7 +34,9 @@ class Vae:
         self.models, self.config = models, Config(config)
         self.use_tiling, self.use_slicing = tiling, slicing
         self.scale_factor = pixels_per_latent(config)
-        self.latent_channels = latent_channels({"latent_channels": 4, **config})
+        self.latent_channels = latent_channels(
+            {"latent_channels": 4} | {k: v for k, v in config.items() if v is not None}
+        )
         size = config.get("sample_size") or 512  # pixels a side: the images the VAE was trained on
         self.tile = max(size) if isinstance(size, list) else int(size)
 

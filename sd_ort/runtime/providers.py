@@ -25,6 +25,7 @@ log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
 PLUGIN = "plugin:"
 _REGISTRATION = threading.Lock()
+_registered: dict[Path, list[Any]] = {}  # plugin providers of this process, with their devices
 
 
 def provider_named(name: str) -> Provider:
@@ -47,11 +48,15 @@ def is_plugin(name: str) -> bool:
 
 
 def plugin_library(name: str) -> Path:
-    """The shared library of a plugin provider. Raises ProviderError when ours is not built."""
+    """The shared library of a plugin provider. Raises ProviderError when ours is not built.
+
+    A process keeps the first of ours that it loaded: a build that finishes meanwhile is for new processes.
+    """
     if name.startswith(PLUGIN):
         return Path(name.removeprefix(PLUGIN))
     entry = PROVIDERS[name]
-    library = library_path(PROVIDER_LIBRARIES[str(entry.vendor)])
+    file = PROVIDER_LIBRARIES[str(entry.vendor)]
+    library = next((path for path in _registered if path.name == file), None) or library_path(file)
     if library is None:
         raise ProviderError(
             f"the {name} provider is not built for these sources: sd-ort build-ops {entry.build}, "
@@ -66,10 +71,11 @@ def plugin_devices(library: Path) -> list[Any]:
     Raises ProviderError for a library that is missing, lacks libraries of its own, is no provider, or sees no device.
     """
     with _REGISTRATION:
-        return _register(library)
+        if library not in _registered:
+            _registered[library] = _register(library)
+        return _registered[library]
 
 
-@cache
 def _register(library: Path) -> list[Any]:
     if not library.is_file():
         raise ProviderError(f"{library} does not exist: give the provider's shared library as {PLUGIN}LIBRARY.")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core import embedded_weights
-from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
+from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line, is_out_of_memory
 from sd_ort.core.onnx_file import EMBEDDED_LIMIT
 from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
@@ -111,7 +111,7 @@ def create_session(
     `checked`: the file went through `check_model` before.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
-    installed, not loadable or silently dropped.
+    installed, not loadable or silently dropped, MemoryError if there is too little memory.
     """
     model_path = Path(model_path)
     if model_path.suffix != ".onnx":
@@ -136,6 +136,8 @@ def create_session(
     except SdOrtError:
         raise
     except Exception as error:  # pybind's exceptions share no base class but Exception
+        if is_out_of_memory(error):
+            raise MemoryError(first_line(error)) from error
         raise InputError(_refusal(model_path, provider, error)) from error
     if entry.ep not in session.get_providers():
         refuse(

@@ -65,5 +65,6 @@ def test_what_clashes_in_an_environment_of_a_host(tmp_path: Path, monkeypatch: p
 def test_onnx_beside_a_protobuf_too_old_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As AUTOMATIC1111 pins it: one line that leads here, not a bug of ours."""
     monkeypatch.setitem(sys.modules, "onnx", None)
+    (tmp_path / "model.onnx").write_bytes(b"x")
     with pytest.raises(InputError, match="onnx cannot be used here, see `sd-ort doctor`: "):
         onnx_file.read(tmp_path / "model.onnx")

@@ -18,9 +18,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import tqdm
 from image_metrics import psnr
 from PIL import Image
-from tqdm import tqdm
 
 from sd_ort import StableDiffusionPipeline, cli
 from sd_ort.benchmark.engines.pytorch import first_latents, torch_pipeline
@@ -368,22 +368,22 @@ def test_interrupt_has_a_line_of_its_own(
             return len(text)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
-        bar = tqdm(*arguments, **options, file=Screen())
+        bar = bar_class(*arguments, **options, file=Screen())
         if where == "constructor":
             raise KeyboardInterrupt
         return bar
 
     def draw(**_: object) -> None:
         if where == "after":
-            bar = tqdm(range(500), file=Screen())
+            bar = bar_class(range(500), file=Screen())
             assert bar.n == 0
             raise KeyboardInterrupt
         with progress.step_bar(range(500), True):
             raise AssertionError("an interrupt comes first")
 
-    first = iter([True])
-    monkeypatch.setattr(tqdm, "_lock", threading.RLock(), raising=False)  # tqdm keeps it when it is interrupted
-    monkeypatch.setattr(progress, "tqdm", interrupted)
+    first, bar_class = iter([True]), tqdm.tqdm
+    monkeypatch.setattr(bar_class, "_lock", threading.RLock(), raising=False)  # tqdm keeps it when it is interrupted
+    monkeypatch.setattr(tqdm, "tqdm", interrupted)  # progress imports it when it draws
     monkeypatch.setattr(cli.cli, "main", draw)
     with pytest.raises(SystemExit) as exit_:
         cli.main()

@@ -46,6 +46,22 @@ def test_plugin_is_named_by_its_devices(library: Path) -> None:
     providers.check_provider(f"plugin:{library}")
 
 
+def test_a_build_that_finishes_meanwhile_is_for_new_processes(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime refuses a second library of one name."""
+    ours = library.with_name(providers.PROVIDER_LIBRARIES["hip"])
+    library.rename(ours)
+    newer = library.parent / "newer" / ours.name
+    newer.parent.mkdir()
+    newer.write_bytes(b"")
+    monkeypatch.setattr(providers, "_registered", {})
+    monkeypatch.setattr(providers, "library_path", lambda name: ours)
+    providers.check_provider("hip")
+    monkeypatch.setattr(providers, "library_path", lambda name: newer)
+    assert providers.plugin_library("hip") == ours
+    monkeypatch.setattr(providers, "_registered", {})
+    assert providers.plugin_library("hip") == newer
+
+
 def test_dropped_plugin_is_an_error(library: Path, small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "SessionOptions", _Options)
     with pytest.raises(ProviderError, match=r"dropped the plugin:.*provider and would run on the CPU"):

@@ -86,6 +86,7 @@ CASES = [
     _case((2, 9, 40), "gate"),
     _case((2, 3, 2056), "shift gate skip"),
     _case((2, 3, 1536), "shift gate skip", total=True),
+    *(_case((1, 3, channels), "shift skip") for channels in (1024, 2048)),
     _case((1, 3, 1032), "shift", distribution="offset"),
     _case((1, 2, 3072), "skip", rms=True),
     _case((1, 2, 5200), "shift"),
