@@ -15,8 +15,8 @@ __all__ = [
 
 MODEL_DIR = Path(__file__).parent / "model"
 TRANSFORMER_DIR = Path(__file__).parent / "transformer"
-# By the name of the model. demo-dit is not in the package until it is trained (scripts/fixtures).
-FOLDERS = {"demo": MODEL_DIR} | ({"demo-dit": TRANSFORMER_DIR} if TRANSFORMER_DIR.is_dir() else {})
+# By the name of the model.
+FOLDERS = {"demo": MODEL_DIR, "demo-dit": TRANSFORMER_DIR}
 TRANSFORMER_STEPS = 20
 TEXT_LENGTH = 32  # T5 tokens that `demo-dit` was trained with
 STEPS = 25
