@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The page of `sd-ort serve` in Chromium, used by keyboard alone, with a screenshot.
 
-    python scripts/checks/serve_page.py FOLDER [--lora FILE ...] [--out docs/serve_page.png]
+    python scripts/checks/serve_page.py FOLDER [--lora FILE ...] [--compare NAME=FOLDER ...] [--out docs/serve_page.png]
 
 Needs `pip install 'sd-ort[cpu,ray]' playwright` and a Chromium of this machine. The prompt is typed and sent with
 Ctrl+Enter. The second image is made by Tab, Enter and the arrow keys alone: the seed of the first one, a LoRA at
@@ -30,8 +30,8 @@ def focus(page: Any, selector: str) -> None:
     raise AssertionError(f"{selector} cannot be reached by keyboard")
 
 
-def use(page: Any, out: Path) -> None:
-    """Make two images without a mouse, and take the screenshot."""
+def use(page: Any, out: Path, pipelines: int) -> None:
+    """Make two images with each pipeline without a mouse, and take the screenshot."""
     page.wait_for_function("document.forms[0].steps.value !== ''")
     focus(page, "[name=prompt]")
     page.keyboard.type("a red circle on a blue background")
@@ -41,7 +41,8 @@ def use(page: Any, out: Path) -> None:
     focus(page, "[name=seed]")
     page.keyboard.type("1")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#images li:nth-child(1) img")
+    page.wait_for_selector(f"#images li:nth-child({pipelines}) img", timeout=120_000)
+    page.wait_for_function("!document.getElementById('generate').hasAttribute('aria-disabled')")
     focus(page, "#images button")
     page.keyboard.press("Enter")  # keeps the seed
     if page.query_selector("#loras input"):
@@ -50,7 +51,7 @@ def use(page: Any, out: Path) -> None:
         page.keyboard.type("0")
     focus(page, "[name=prompt]")
     page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#images li:nth-child(2) img")
+    page.wait_for_selector(f"#images li:nth-child({2 * pipelines}) img", timeout=120_000)
     page.wait_for_function("!document.getElementById('generate').hasAttribute('aria-disabled')")
     page.screenshot(path=str(out), full_page=True)
 
@@ -75,10 +76,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--lora", nargs="*", default=[])
+    parser.add_argument("--compare", nargs="*", default=[])
     parser.add_argument("--out", type=Path, default=Path("docs/serve_page.png"))
     options = parser.parse_args()
     port, loras = free_port(), [word for file in options.lora for word in ("--lora", file)]
-    command = [sys.executable, "-m", "sd_ort", "serve", options.folder, "--port", port, "--provider", "cpu", *loras]
+    variants = [word for variant in options.compare for word in ("--compare", variant)]
+    command = [sys.executable, "-m", "sd_ort", "serve", options.folder, "--port", port, "--provider", "cpu"]
+    command += [*loras, *variants]
     problems: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -87,10 +91,10 @@ def main() -> int:
             with opened("about:blank", 1000, 900, 600) as page:
                 watch(page, address, problems)
                 page.goto(address)
-                use(page, options.out)
+                use(page, options.out, 1 + len(options.compare))
         finally:
             server.terminate()
-    print("\n".join(problems) or f"{options.out}: two images by keyboard, no other host, no error")
+    print("\n".join(problems) or f"{options.out}: two images of each pipeline by keyboard, no other host, no error")
     return 1 if problems else 0
 
 

@@ -27,6 +27,13 @@ from sd_ort.runtime.provider_table import PROVIDERS
 @click.option(
     "--lora", "loras", multiple=True, metavar="FILE[:SCALE]", help="Add a LoRA; repeatable. Requests scale it."
 )
+@click.option(
+    "--compare",
+    "variants",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="Draw on the page with this pipeline too; repeatable. Torch weights are run by diffusers.",
+)
 @click.option("--threads", type=THREADS, help="CPU threads of a replica [default: its share of the cores].")
 def command(
     folder: Path,
@@ -43,6 +50,7 @@ def command(
     max_pixels: int | None,
     scheduler: str | None,
     loras: tuple[str, ...],
+    variants: tuple[str, ...],
     threads: int | None,
 ) -> None:
     """Serve the pipeline FOLDER over HTTP, in the shape of OpenAI's images API, until Ctrl-C.
@@ -66,10 +74,11 @@ def command(
     scales = {Path(path).stem: scale for path, scale in map(parse_lora, loras)}
     if len(scales) < len(loras):
         raise InputError("two files of --lora have one name: requests could not tell them apart.")
+    others = parse_variants(variants)
     model, (folder, provider) = folder, resolve_pipeline_folder(folder, provider)
     setup = functools.partial(load_adapters, loras, (), names=tuple(scales))
     options = {"provider": provider, "scheduler": scheduler}
-    config = ReplicaConfig(folder, options, setup=setup, loras=tuple(scales.items()))
+    config = ReplicaConfig(folder, options, setup=setup, loras=tuple(scales.items()), variants=others)
     configs = replica_configs(config, gpus, replicas, threads)
     require("uvicorn", "starlette", "prometheus_client")
     from sd_ort.serving.api import Limits
@@ -93,3 +102,18 @@ def command(
                 ready,
             )
         )
+
+
+def parse_variants(texts: tuple[str, ...]) -> tuple[tuple[str, Path], ...]:
+    """Return name and folder of each NAME=FOLDER; `demo` is the demo model in torch. Raises InputError."""
+    from sd_ort.core.errors import InputError
+    from sd_ort.demo import FOLDERS
+
+    variants = {}
+    for text in texts:
+        name, separator, path = text.partition("=")
+        folder = FOLDERS.get(path, Path(path))
+        if not (name.strip() and separator and (folder / "model_index.json").is_file()):
+            raise InputError(f"--compare {text} is not NAME=FOLDER, of a diffusers or a pipeline folder.")
+        variants[name.strip()] = folder
+    return tuple(variants.items())

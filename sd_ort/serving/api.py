@@ -1,7 +1,7 @@
 """Requests of the image API, in the format of OpenAI's: parsed and checked before anything is generated.
 
     {"prompt": "a red circle", "n": 2, "size": "512x512", "response_format": "b64_json",
-     "negative_prompt": "", "steps": 25, "guidance": 7.5, "seed": 1, "loras": {"style": 0.8}}
+     "negative_prompt": "", "steps": 25, "guidance": 7.5, "seed": 1, "loras": {"style": 0.8}, "variant": ""}
 
 Only the prompt is required. The fields of the second line are not OpenAI's.
 """
@@ -22,8 +22,8 @@ from sd_ort.pipelines.arguments import SIDE_LIMIT, check_text
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
 
 FIELDS = (
-    "prompt", "negative_prompt", "n", "size", "steps", "guidance", "seed", "loras", "response_format", "output_format",
-    "model", "user",
+    "prompt", "negative_prompt", "n", "size", "steps", "guidance", "seed", "loras", "variant", "response_format",
+    "output_format", "model", "user",
 )  # fmt: skip
 FIXED_FIELDS = {"response_format": "b64_json", "output_format": "png"}  # fields with one allowed value
 LORA_LIMIT = 10  # scale of a LoRA
@@ -79,6 +79,7 @@ def parse_request(body: bytes, model: ModelInfo, limits: Limits) -> list[ImageJo
         steps=_integer(fields, "steps", min(model.steps, limits.steps), 1, min(limits.steps, model.train_timesteps)),
         guidance=_guidance(fields, model, limits),
         loras=_loras(fields, model),
+        variant=_variant(fields, model),
     )
     return [ImageJob(prompt, negative, seed, settings) for seed in range(first, first + count)]
 
@@ -163,6 +164,14 @@ def _loras(fields: dict[str, Any], model: ModelInfo) -> tuple[tuple[str, float],
                 f"The scale of a LoRA must be a number between -{LORA_LIMIT} and {LORA_LIMIT}.", "loras"
             )
     return tuple((name, float(given.get(name, scale))) for name, scale in defaults.items())
+
+
+def _variant(fields: dict[str, Any], model: ModelInfo) -> str:
+    variant = fields.get("variant") or ""
+    if variant not in ("", *model.variants):
+        names = ", ".join(model.variants) or "none; start the server with --compare NAME=FOLDER"
+        raise InvalidRequest(f"variant must be a pipeline that the server compares with: {names}.", "variant")
+    return str(variant)
 
 
 def _size(fields: dict[str, Any], model: ModelInfo, limits: Limits) -> tuple[int, int]:

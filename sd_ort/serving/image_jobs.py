@@ -12,7 +12,8 @@ class BatchSettings:
     """Settings that all images of a batch share.
 
     width, height: in pixels; None for the model's default. steps: denoising steps. guidance: guidance scale. loras:
-    name and scale of each LoRA of the server; () for their default scales.
+    name and scale of each LoRA of the server; () for their default scales. variant: which of the server's pipelines;
+    "" for the one that it serves.
     """
 
     width: int | None
@@ -20,6 +21,7 @@ class BatchSettings:
     steps: int
     guidance: float
     loras: tuple[tuple[str, float], ...] = ()
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class ImageJob:
             "guidance": str(settings.guidance),
             "seed": str(self.seed),
             **({"loras": ", ".join(f"{name}:{scale:g}" for name, scale in settings.loras)} if settings.loras else {}),
+            **({"variant": settings.variant} if settings.variant else {}),
             **{name: str(pixels) for name, pixels in sizes.items() if pixels},
         }
 
@@ -53,7 +56,7 @@ class ModelInfo:
     default_size: width and height of an image in pixels. size_multiple: width and height must be multiples of it.
     steps, guidance: default denoising steps and guidance scale.
     train_timesteps: the maximum number of steps. pid: the replica's process.
-    loras: name and default scale of each LoRA.
+    loras: name and default scale of each LoRA. variants: names of pipelines to compare with.
     """
 
     default_size: int
@@ -63,6 +66,7 @@ class ModelInfo:
     train_timesteps: int
     pid: int = 0
     loras: tuple[tuple[str, float], ...] = ()
+    variants: tuple[str, ...] = ()
 
 
 class ReplicaDied(Exception):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.errors import InputError, SdOrtError, describe_error
-from sd_ort.core.pipeline_folder import check_not_merged, components
+from sd_ort.core.errors import InputError, SdOrtError, describe_error, first_line
+from sd_ort.core.pipeline_folder import MODEL, check_not_merged, components
 from sd_ort.runtime import visible_devices
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo
 
@@ -30,6 +30,7 @@ class ReplicaConfig:
     load_options: further arguments of `from_pretrained`.
     setup: called with the loaded pipeline, for example to add LoRAs.
     loras: name and default scale of each LoRA that `setup` adds and requests may scale.
+    variants: name and folder of pipelines to compare with; a folder of torch weights is opened by diffusers.
     call_options: further arguments of each pipeline call.
     png_text: text of each PNG file in addition to `ImageJob.png_text`.
     environment: variables that restrict the process to one GPU; without effect after ONNX Runtime was imported.
@@ -39,6 +40,7 @@ class ReplicaConfig:
     load_options: Mapping[str, Any] = field(default_factory=dict)
     setup: Callable[[Any], None] = no_setup
     loras: tuple[tuple[str, float], ...] = ()
+    variants: tuple[tuple[str, Path], ...] = ()
     call_options: Mapping[str, Any] = field(default_factory=dict)
     png_text: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +77,17 @@ class PipelineReplica:
         self.config = config
         self.writers = ThreadPoolExecutor(4)
         self.pipeline: Any = StableDiffusionPipeline.from_pretrained(config.folder, **config.load_options)
-        config.setup(self.pipeline)
+        self.pipelines: dict[str, Any] = {"": self.pipeline}
+        for name, folder in config.variants:
+            options = config.load_options
+            from_torch = not any(folder.glob(f"*/{MODEL}"))
+            self.pipelines[name] = (
+                torch_pipeline(folder, str(options["provider"]), options.get("scheduler"))
+                if from_torch
+                else StableDiffusionPipeline.from_pretrained(folder, **options)
+            )
+        for pipeline in self.pipelines.values():
+            config.setup(pipeline)
         self.model = ModelInfo(
             default_size=self.pipeline.default_size,
             size_multiple=self.pipeline.size_multiple,
@@ -83,16 +95,18 @@ class PipelineReplica:
             train_timesteps=scheduler_config(config.folder).get("num_train_timesteps", 1000),
             pid=os.getpid(),
             loras=config.loras,
+            variants=tuple(name for name, _ in config.variants),
         )
-        self.lora_scales = config.loras
+        self.lora_scales = dict.fromkeys(self.pipelines, config.loras)
 
     def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
         """Return the PNG files of jobs with equal settings, generated as one batch. Raises SdOrtError on failure."""
         from sd_ort.pipelines.png import png_bytes
 
         settings = jobs[0].settings
-        self._scale_loras(settings.loras or self.config.loras)
-        images = self.pipeline(
+        pipeline = self.pipelines[settings.variant]
+        self._scale_loras(settings.variant, settings.loras or self.config.loras)
+        images = pipeline(
             [job.prompt for job in jobs],
             height=settings.height or self.pipeline.default_size,
             width=settings.width or self.pipeline.default_size,
@@ -106,11 +120,43 @@ class PipelineReplica:
         texts = [{**job.png_text(), **self.config.png_text} for job in jobs]
         return list(self.writers.map(png_bytes, images, texts))  # slower than a step; releases the GIL
 
-    def _scale_loras(self, loras: tuple[tuple[str, float], ...]) -> None:
-        """Use LoRAs at these scales, unless the last batch did."""
-        if loras != self.lora_scales:
-            self.pipeline.set_adapters([name for name, _ in loras], [scale for _, scale in loras])
-            self.lora_scales = loras
+    def _scale_loras(self, variant: str, loras: tuple[tuple[str, float], ...]) -> None:
+        """Use LoRAs at these scales, unless the last batch of this pipeline did."""
+        if loras != self.lora_scales[variant]:
+            self.pipelines[variant].set_adapters([name for name, _ in loras], [scale for _, scale in loras])
+            self.lora_scales[variant] = loras
+
+
+class TorchPipeline:
+    """diffusers' pipeline, called as ours: integers as seeds, and no progress bar."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+        self.load_lora_weights, self.set_adapters = pipeline.load_lora_weights, pipeline.set_adapters
+        pipeline.set_progress_bar_config(disable=True)
+
+    def __call__(self, prompts: list[str], *, generator: list[int], progress: bool = False, **arguments: Any) -> Any:
+        """Return diffusers' output for the same arguments."""
+        import torch
+
+        return self.pipeline(
+            prompts, generator=[torch.Generator().manual_seed(seed) for seed in generator], **arguments
+        )
+
+
+def torch_pipeline(folder: Path, provider: str, scheduler: str | None) -> TorchPipeline:
+    """Open a diffusers folder by diffusers: float32 on a CPU, float16 on a GPU. Raises InputError without weights."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    if scheduler:
+        raise InputError("--compare with torch keeps the model's scheduler: leave --scheduler out.")
+    device, dtype = ("cpu", torch.float32) if provider == "cpu" else ("cuda", torch.float16)
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, safety_checker=None)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is no pipeline folder to compare with: {first_line(error)}") from error
+    return TorchPipeline(pipeline.to(device))
 
 
 @dataclass(frozen=True)

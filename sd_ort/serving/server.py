@@ -107,7 +107,8 @@ class Service:
             return unauthorized
         model, loras = self.model, [{"name": name, "scale": scale} for name, scale in self.model.loras]
         content = {"title": self.title, "default_size": model.default_size, "size_multiple": model.size_multiple,
-                   "steps": model.steps, "guidance": model.guidance, "loras": loras}  # fmt: skip
+                   "steps": model.steps, "guidance": model.guidance, "loras": loras,
+                   "variants": model.variants}  # fmt: skip
         return JSONResponse(content)
 
     async def get_metrics(self, request: Request) -> Response:

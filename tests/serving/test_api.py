@@ -110,6 +110,19 @@ def test_responses_have_openais_format() -> None:
     assert error_body("no", 503)["error"]["type"] == "server_error"
 
 
+def test_variant_is_one_of_the_servers() -> None:
+    model = replace(MODEL, variants=("raw", "torch"))
+    for variant, expected in ((None, ""), ("", ""), ("torch", "torch")):
+        (job,) = parse_request(json.dumps({"prompt": "a", "variant": variant}).encode(), model, LIMITS)
+        assert job.settings.variant == expected
+        assert job.png_text().get("variant", "") == expected
+    for unknown in ("eager", 1, ["raw"]):
+        with pytest.raises(InvalidRequest, match="compares with: raw, torch"):
+            parse_request(json.dumps({"prompt": "a", "variant": unknown}).encode(), model, LIMITS)
+    with pytest.raises(InvalidRequest, match="start the server with --compare NAME=FOLDER"):
+        parse(variant="raw")
+
+
 def test_loras_have_the_servers_names_and_defaults() -> None:
     model = replace(MODEL, loras=(("night", 1.0), ("gold", 0.5)))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
+import io
 import json
 import signal
 import socket
@@ -17,18 +19,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import tiny_pipeline
+from PIL import Image
 from test_dispatch import MODEL, FakeReplica, run_tasks
 
+from sd_ort.cli.model_options import load_adapters
 from sd_ort.core.interrupts import INTERRUPTED
+from sd_ort.core.metrics import psnr
+from sd_ort.demo import MODEL_DIR
 from sd_ort.serving import server
 from sd_ort.serving.api import Limits
 from sd_ort.serving.dispatch import Dispatcher
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 from sd_ort.serving.server import PAGE, PAGE_HEADERS, Service, bind_socket, serve
+from sd_ort.stages import optimize
 
 JSON = {"content-type": "application/json"}
 IMAGES = "/v1/images/generations"
@@ -148,7 +156,7 @@ def test_the_page_is_of_this_server_alone() -> None:
         code, content = await request(app, "GET", "/v1/model", headers={"authorization": "Bearer secret"})
         assert (code, json.loads(content)) == (200, {
             "title": "demo on cpu", "default_size": 64, "size_multiple": 8, "steps": 25, "guidance": 7.5,
-            "loras": [{"name": "night", "scale": 0.5}],
+            "loras": [{"name": "night", "scale": 0.5}], "variants": [],
         })  # fmt: skip
         dispatcher.close()
 
@@ -163,6 +171,33 @@ def test_a_replica_scales_its_loras_when_they_change(folder: Path, monkeypatch: 
     for loras in ((), (("night", 0.0), ("gold", 0.5)), (("night", 0.0), ("gold", 0.5)), ()):
         replica.generate([ImageJob("a", "", 1, BatchSettings(64, 64, 1, 1.0, loras))])
     assert calls == [(["night", "gold"], [0.0, 0.5]), (["night", "gold"], [1.0, 0.5])]
+
+
+def test_variants(tmp_path: Path, one_thread: None) -> None:
+    """A request may name another pipeline, ONNX graphs or torch weights that diffusers runs: the image is the same."""
+    optimize("demo", tmp_path / "fused", target="cpu")
+    variants = (("again", tmp_path / "fused"), ("torch", MODEL_DIR))
+    setup = functools.partial(load_adapters, (f"{MODEL_DIR.parent}/loras/night.safetensors:0.5",), (), names=["night"])
+    options = {"provider": "cpu", "threads": 1}
+    config = ReplicaConfig(tmp_path / "fused", options, setup=setup, loras=(("night", 0.5),), variants=variants)
+    replica = PipelineReplica(config)
+    assert replica.model.variants == ("again", "torch")
+    for loras in ((("night", 0.5),), (("night", 0.0),)):
+        images = []
+        for variant in ("", "again", "torch"):
+            (file,) = replica.generate([ImageJob("a red circle", "", 1, BatchSettings(64, 64, 2, 3.0, loras, variant))])
+            images.append(np.asarray(Image.open(io.BytesIO(file))))
+        assert np.array_equal(images[0], images[1])
+        assert psnr(images[0], images[2]) > 50
+
+
+def test_variants_are_checked_before_anything_is_loaded(
+    sd_ort: Callable[..., tuple[int, str, str]], folder: Path
+) -> None:
+    for text in ("raw", "=x", f"raw={folder.parent / 'none'}"):
+        code, _, error = sd_ort("serve", folder, "--compare", text)
+        assert code == 2
+        assert error.strip() == f"sd-ort: --compare {text} is not NAME=FOLDER, of a diffusers or a pipeline folder."
 
 
 @pytest.mark.parametrize("timeout", [1e-3, 1e9])

@@ -8,6 +8,7 @@ const button = document.getElementById("generate");
 const cancel = document.getElementById("cancel");
 const field = (name) => form.elements.namedItem(name);
 let loras = [];
+let variants = [];
 let running = null;
 
 function show(text, isError = false) {
@@ -50,6 +51,16 @@ async function loadModel() {
     group.append(label);
     return { name, input };
   });
+  const choices = document.getElementById("variants");
+  choices.hidden = model.variants.length === 0;
+  variants = model.variants.map((name) => {
+    const label = document.createElement("label");
+    const input = document.createElement("input");
+    Object.assign(input, { type: "checkbox", checked: true });
+    label.append(input, name);
+    choices.append(label);
+    return { name, input };
+  });
 }
 
 function requestBody() {
@@ -76,7 +87,8 @@ function add(body, { b64_json: data, seed }, seconds) {
   image.alt = body.prompt;
   const scales = Object.entries(body.loras ?? {}).map(([name, scale]) => `, ${name} ${scale}`).join("");
   const settings = `${body.size}, ${body.steps} steps, guidance ${body.guidance}, seed ${seed}${scales}`;
-  caption.append(`${body.prompt} (${settings}; ${seconds.toFixed(2)} s) `);
+  const variant = body.variant ? `${body.variant}: ` : "";
+  caption.append(`${variant}${seconds.toFixed(2)} s, ${body.prompt} (${settings}) `);
   caption.append(smallButton("Keep seed", () => { field("seed").value = seed; field("prompt").focus(); }), " ");
   caption.append(smallButton("Remove", () => { item.remove(); field("prompt").focus(); }));
   figure.append(image, caption);
@@ -89,20 +101,29 @@ form.addEventListener("submit", async (event) => {
   if (running) return;
   running = new AbortController();
   const body = requestBody();
-  const started = performance.now();
+  const others = variants.filter(({ input }) => input.checked).map(({ name }) => name);
+  let started = performance.now();
   const elapsed = () => (performance.now() - started) / 1000;
   const clock = setInterval(() => show(`Generating: ${elapsed().toFixed(0)} s`), 1000);
   show("Generating");
   button.setAttribute("aria-disabled", "true");
   cancel.hidden = false;
   try {
-    const answer = await call("v1/images/generations", {
-      method: "POST", body: JSON.stringify(body), signal: running.signal,
-      headers: { "Content-Type": "application/json" },
-    });
-    const seconds = elapsed();
-    for (const image of answer.data) add(body, image, seconds);
-    show(`${answer.data.length === 1 ? "1 image" : `${answer.data.length} images`} in ${seconds.toFixed(2)} s`);
+    const times = [];
+    for (const variant of ["", ...others]) { // one after the other: side by side they would share the machine
+      if (variant) body.variant = variant;
+      started = performance.now();
+      const answer = await call("v1/images/generations", {
+        method: "POST", body: JSON.stringify(body), signal: running.signal,
+        headers: { "Content-Type": "application/json" },
+      });
+      const seconds = elapsed();
+      body.seed = answer.data[0].seed;
+      for (const image of answer.data) add({ ...body }, image, seconds);
+      const count = answer.data.length === 1 ? "1 image" : `${answer.data.length} images`;
+      times.push(`${variant ? `${variant}: ` : ""}${count} in ${seconds.toFixed(2)} s`);
+    }
+    show(times.join("; "));
   } catch (error) {
     show(error.name === "AbortError" ? "Canceled" : error.message, error.name !== "AbortError");
   } finally {
