@@ -19,7 +19,7 @@ __all__ = [
     "StableDiffusionInpaintPipeline",
     "StableDiffusionPipeline",
 ]
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 # Where each public name lives; imported when it is first asked for, since the modules take seconds.
 MODULES = {

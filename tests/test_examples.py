@@ -9,18 +9,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import torch
+from diffusers import ControlNetModel, UNet2DConditionModel
 from PIL import Image
 
 from sd_ort.cli import cli
+from sd_ort.demo import MODEL_DIR
 from sd_ort.stages import optimize
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-ARGUMENTS = {"gradio_app": ["--check"]}  # Gradio is not installed here
+ARGUMENTS = {"gradio_app": ["--check"]}  # Gradio is not installed here: scripts/checks/gradio_app.py
 TUTORIALS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 HOWTOS = [ROOT / "README.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
 
@@ -31,6 +35,18 @@ def test_example(example: Path, tmp_path: Path) -> None:
     result = run(command, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+def test_example_with_a_controlnet(tmp_path: Path) -> None:
+    """With a copy of the demo's U-Net as ControlNet, whose last convolutions are not zero."""
+    torch.manual_seed(0)
+    controlnet: Any = ControlNetModel.from_unet(UNet2DConditionModel.from_pretrained(MODEL_DIR, subfolder="unet"))
+    for convolution in controlnet.controlnet_down_blocks:
+        torch.nn.init.normal_(convolution.weight, std=0.02)
+    controlnet.save_pretrained(tmp_path / "net")
+    result = run([sys.executable, str(ROOT / "examples/checkpoint.py"), "demo", "out.png", "net"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert Image.open(tmp_path / "out.png").size == (128, 128)
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -78,7 +78,8 @@ function smallButton(text, action) {
   return element;
 }
 
-function add(body, { b64_json: data, seed }, seconds) {
+// Adds an image behind the one `before`, or first of all. Returns its item.
+function add(body, { b64_json: data, seed }, seconds, before) {
   const item = document.createElement("li");
   const figure = document.createElement("figure");
   const image = document.createElement("img");
@@ -87,13 +88,15 @@ function add(body, { b64_json: data, seed }, seconds) {
   image.alt = body.prompt;
   const scales = Object.entries(body.loras ?? {}).map(([name, scale]) => `, ${name} ${scale}`).join("");
   const settings = `${body.size}, ${body.steps} steps, guidance ${body.guidance}, seed ${seed}${scales}`;
-  const variant = body.variant ? `${body.variant}: ` : "";
+  const variant = variants.length ? `${body.variant ?? "this server"}: ` : "";
   caption.append(`${variant}${seconds.toFixed(2)} s, ${body.prompt} (${settings}) `);
   caption.append(smallButton("Keep seed", () => { field("seed").value = seed; field("prompt").focus(); }), " ");
   caption.append(smallButton("Remove", () => { item.remove(); field("prompt").focus(); }));
   figure.append(image, caption);
   item.append(figure);
-  images.prepend(item);
+  if (before) before.after(item);
+  else images.prepend(item);
+  return item;
 }
 
 form.addEventListener("submit", async (event) => {
@@ -110,6 +113,7 @@ form.addEventListener("submit", async (event) => {
   cancel.hidden = false;
   try {
     const times = [];
+    let item = null;
     for (const variant of ["", ...others]) { // one after the other: side by side they would share the machine
       if (variant) body.variant = variant;
       started = performance.now();
@@ -119,7 +123,7 @@ form.addEventListener("submit", async (event) => {
       });
       const seconds = elapsed();
       body.seed = answer.data[0].seed;
-      for (const image of answer.data) add({ ...body }, image, seconds);
+      for (const image of answer.data) item = add({ ...body }, image, seconds, item);
       const count = answer.data.length === 1 ? "1 image" : `${answer.data.length} images`;
       times.push(`${variant ? `${variant}: ` : ""}${count} in ${seconds.toFixed(2)} s`);
     }
