@@ -5,14 +5,16 @@ Limits are far above any model of the families; they bound the work and memory t
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import read_json, schema_mismatch
+from sd_ort.core.files import read_json
 from sd_ort.core.pipeline_folder import COMPONENTS, model_name, read_index
+from sd_ort.core.schema import bounded, list_of, record_type, schema_mismatch
 
 
 class Config(dict[str, Any]):
@@ -40,7 +42,7 @@ def component_config(folder: Path, component: str, *, required: bool = False) ->
     from sd_ort.checkpoints.config_inference import infer_configs
 
     inferred = infer_configs(folder)
-    return _checked(path, inferred[component], CONFIG) if component in inferred else read_config(path)
+    return _checked(path, inferred[component], CONFIG_TYPE) if component in inferred else read_config(path)
 
 
 def model_config(model: Path) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def read_config(path: Path, missing_message: str | None = None, root: Path | Non
     config = read_json(path, missing_message, root or path.parent.parent)
     if isinstance(adapter := config.get("ip_adapter"), dict) and "rows" in adapter:  # its name until 2026-11
         adapter.setdefault("hidden_state_length", adapter.pop("rows"))
-    return _checked(path, config, CONFIG)
+    return _checked(path, config, CONFIG_TYPE)
 
 
 # Pipelines whose class in diffusers corrects the scheduler config of folders from 2022.
@@ -70,7 +72,7 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     Raises InputError if the config or the pipeline's index is missing or damaged.
     """
     path = folder / "scheduler" / "scheduler_config.json"
-    config: dict[str, Any] = _checked(path, read_json(path, root=folder), SCHEDULER)
+    config: dict[str, Any] = _checked(path, read_json(path, root=folder), SCHEDULER_TYPE)
     pipeline = str(read_index(folder).get("_class_name", ""))
     if CORRECTED_PIPELINES.search(pipeline):
         config = {**config, "steps_offset": 1}
@@ -79,8 +81,9 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _checked(path: Path, config: dict[str, Any], schema: dict[str, Any]) -> Config:
-    if wrong := schema_mismatch(config, schema):
+def _checked(path: Path, config: dict[str, Any], schema: Any) -> Config:
+    wrong = schema_mismatch(config, schema) or ("scaling_factor" if config.get("scaling_factor") == 0 else None)
+    if wrong:
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
     checked = Config(config)
     checked.path = path
@@ -88,64 +91,47 @@ def _checked(path: Path, config: dict[str, Any], schema: dict[str, Any]) -> Conf
 
 
 def _count(limit: int) -> Any:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
+    return bounded(int, 1, limit)
 
 
 def _counts(limit: int, max_length: int) -> Any:
-    is_count = _count(limit)
-    return lambda value: isinstance(value, list) and 1 <= len(value) <= max_length and all(map(is_count, value))
+    return list_of(_count(limit), 1, max_length)
 
 
-def _either(*checks: Any) -> Any:
-    return lambda value: any(check(value) for check in checks)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30 and math.isfinite(value)
-
-
-_WIDTH = _count(1 << 16)
-
-
-def _ip_adapter(value: Any) -> bool:
-    """Check the entry of `checkpoints.ip_adapter`; its other values are not read from the file."""
-    if not isinstance(value, dict) or not _WIDTH(value.get("width")):
-        return False
-    layers = value.get("layers")
-    block = r"((down|up)_blocks\.\d{1,2}|mid_block)\.attentions\.\d{1,2}\.transformer_blocks\.\d{1,3}"
-    if not isinstance(layers, list) or not 1 <= len(layers) <= 1024:
-        return False
-    named = all(isinstance(name, str) and re.fullmatch(block, name) for name in layers)
-    length = value.get("hidden_state_length")
-    return named and (length is None or _WIDTH(length))
-
-
+_NUMBER, _WIDTH = bounded(float, -1e30, 1e30), _count(1 << 16)
+_BLOCK = r"^((down|up)_blocks\.\d{1,2}|mid_block)\.attentions\.\d{1,2}\.transformer_blocks\.\d{1,3}$"
+# The entry of `checkpoints.ip_adapter`; its other values are not read from the file.
+_IP_ADAPTER = record_type(
+    "IPAdapter",
+    {"hidden_state_length": _WIDTH},
+    {"width": _WIDTH, "layers": list_of(Annotated[str, msgspec.Meta(pattern=_BLOCK)], 1, 1024)},
+)
 CONFIG = {
     "_class_name": str,
-    "architectures": [str],
+    "architectures": list[str],
     "block_out_channels": _counts(1 << 16, 12),
-    "layers_per_block": _either(_count(64), _counts(64, 12)),
-    "sample_size": _either(_count(1 << 14), _counts(1 << 14, 2)),
+    "layers_per_block": _count(64) | _counts(64, 12),
+    "sample_size": _count(1 << 14) | _counts(1 << 14, 2),
     **dict.fromkeys(("in_channels", "out_channels", "latent_channels", "conditioning_channels"), _count(1 << 12)),
-    "cross_attention_dim": _either(_WIDTH, _counts(1 << 16, 12)),
+    "cross_attention_dim": _WIDTH | _counts(1 << 16, 12),
     **dict.fromkeys(("projection_class_embeddings_input_dim", "addition_time_embed_dim", "time_cond_proj_dim"), _WIDTH),
     **dict.fromkeys(("hidden_size", "projection_dim", "max_position_embeddings"), _WIDTH),
     **dict.fromkeys(("image_size", "num_channels"), _count(1 << 12)),
-    "patch_size": _either(_count(1 << 12), _counts(1 << 12, 2)),
+    "patch_size": _count(1 << 12) | _counts(1 << 12, 2),
     **dict.fromkeys(("d_model", "joint_attention_dim", "pooled_projection_dim", "caption_projection_dim"), _WIDTH),
     **dict.fromkeys(("pos_embed_max_size", "num_layers", "num_single_layers"), _count(1 << 12)),
     "axes_dims_rope": _counts(1 << 12, 4),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), _count(1 << 12)),
-    "dual_attention_layers": [int],
+    "dual_attention_layers": list[int],
     "guidance_embeds": bool,
     "vocab_size": _count(1 << 24),
-    "scaling_factor": lambda value: _number(value) and value != 0,
-    "shift_factor": _number,
-    "latents_mean": [_number],
-    "latents_std": [_number],
+    "scaling_factor": _NUMBER,
+    "shift_factor": _NUMBER,
+    "latents_mean": list_of(_NUMBER),
+    "latents_std": list_of(_NUMBER),
     "addition_embed_type": str,
     "class_embed_type": str,
-    "ip_adapter": _ip_adapter,
+    "ip_adapter": _IP_ADAPTER,
 }
 SCHEDULER = {
     "_class_name": str,
@@ -153,6 +139,7 @@ SCHEDULER = {
     "beta_schedule": str,
     "prediction_type": str,
     "timestep_spacing": str,
-    **dict.fromkeys(("beta_start", "beta_end", "steps_offset", "solver_order", "original_inference_steps"), _number),
-    "trained_betas": lambda value: isinstance(value, list) and len(value) <= 100_000 and all(map(_number, value)),
+    **dict.fromkeys(("beta_start", "beta_end", "steps_offset", "solver_order", "original_inference_steps"), _NUMBER),
+    "trained_betas": list_of(_NUMBER, 0, 100_000),
 }
+CONFIG_TYPE, SCHEDULER_TYPE = record_type("ModelConfig", CONFIG), record_type("SchedulerConfig", SCHEDULER)

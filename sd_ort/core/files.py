@@ -152,31 +152,7 @@ def read_json(path: Path, missing_message: str | None = None, root: Path | None 
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the null entries of its objects, which `schema_mismatch` treats as absent."""
+    """Return a JSON value without the null entries of its objects, which schemas treat as absent."""
     if isinstance(value, dict):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def schema_mismatch(value: Any, schema: Any, where: str = "") -> str | None:
-    """Return the first place where a JSON value does not match a schema; None if it matches.
-
-    `schema`: a type or several; a predicate; [schema of every entry]; {key: schema}, where keys may be absent and the
-    key `str` stands for all others. None equals absent. Booleans are not numbers.
-    """
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            return where or "the whole"
-        inner = (
-            (str(key), entry, schema.get(key, schema.get(str))) for key, entry in value.items() if entry is not None
-        )
-        mismatches = (schema_mismatch(entry, kind, key) for key, entry, kind in inner if kind is not None)
-    elif isinstance(schema, list):
-        if not isinstance(value, list):
-            return where
-        mismatches = (schema_mismatch(entry, schema[0], where) for entry in value)
-    elif isinstance(schema, type):
-        return None if isinstance(value, schema) and (schema is bool or not isinstance(value, bool)) else where
-    else:
-        return None if schema(value) else where
-    return next((f"{where}.{wrong}" if where and wrong != where else wrong for wrong in mismatches if wrong), None)

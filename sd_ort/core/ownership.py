@@ -16,14 +16,16 @@ from typing import Any
 
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import open_regular, read_json, write_bytes, write_json
+from sd_ort.core.schema import record_type, schema_mismatch
 
 FileRecord = Mapping[str, Any]  # bytes and sha256
+FILE_RECORD = record_type("FileRecord", {}, {"bytes": int, "sha256": str})
 Stamp = tuple[int, int, int]  # inode, size and time of a file
 
 
 def is_record(entry: Any) -> bool:
     """Whether a JSON value is the record of a file."""
-    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+    return schema_mismatch(entry, FILE_RECORD) is None
 
 
 def sha256(path: Path) -> str:

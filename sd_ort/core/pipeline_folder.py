@@ -20,14 +20,14 @@ from sd_ort.core.files import (
     JSON_LIMIT,
     read_json,
     read_regular,
-    schema_mismatch,
     without_nulls,
     write_bytes,
     write_json,
 )
-from sd_ort.core.ownership import FileRecord, FolderState, compare, format_names, is_record, record_file, sha256
+from sd_ort.core.ownership import FILE_RECORD, FileRecord, FolderState, compare, format_names, record_file, sha256
 from sd_ort.core.paths import inside, output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
+from sd_ort.core.schema import dict_of, list_of, record_type, schema_mismatch
 from sd_ort.core.staging import recover, replace_folder, scratch_folder
 
 MANIFEST = "sd_ort.json"
@@ -48,14 +48,19 @@ CONFIG_FILES = (
     "scheduler_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "spiece.model",
 )  # fmt: skip
-_MANIFEST_LIKE = {
-    "stage": str,
-    "source": {"model": str, "folder": str, "random_weights": bool},
-    "versions": dict,
-    "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
-    "components": {str: {"kernel_fallbacks": [str], "float32_sites": [dict], "calibration": str}},
-    "files": {str: {str: is_record}},
-}
+_OPTIONS = {**dict.fromkeys(("target", "dtype", "exporter"), str), "opset": int, "seed": int, "components": list[str]}
+_COMPONENT = {"kernel_fallbacks": list[str], "float32_sites": list[dict], "calibration": str}
+_MANIFEST = record_type(
+    "Manifest",
+    {
+        "stage": str,
+        "source": record_type("Source", {"model": str, "folder": str, "random_weights": bool}),
+        "versions": dict,
+        "options": record_type("Options", _OPTIONS),
+        "components": dict_of(record_type("Component", _COMPONENT)),
+        "files": dict_of(dict_of(FILE_RECORD)),
+    },
+)
 
 # What the keys of a manifest mean; docs/reference/manifest.md is made of it.
 MANIFEST_KEYS = {
@@ -131,7 +136,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} has another format than this sd-ort reads: export or optimize again.")
     if isinstance(entries := manifest.get("components"), dict):
         manifest["components"] = {name: _with_new_keys(entry) for name, entry in entries.items()}
-    if wrong := schema_mismatch(manifest, _MANIFEST_LIKE):
+    if wrong := schema_mismatch(manifest, _MANIFEST):
         raise InputError(f"{path} is damaged at {wrong!r}: export or optimize again.")
     return {
         key: value if key == "options" else without_nulls(value) for key, value in manifest.items() if value is not None
@@ -182,19 +187,17 @@ def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:
     return bool(record) and len(compare(folder, record).owned) == len(record)
 
 
+_PARTS = (*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker")
+_INDEX = record_type("Index", {"_class_name": str, **dict.fromkeys(_PARTS, list_of(str | None, 2, 2))})
+
+
 def read_index(folder: Path, kind: str = "pipeline folder") -> dict[str, Any]:
     """The model_index.json of a pipeline folder: part -> [library, class]. Raises InputError when it is broken."""
     path = folder / "model_index.json"
     index = read_json(path, f"{folder} is no {kind}", folder)
-    parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker"]
-    like = {"_class_name": str, **dict.fromkeys(parts, _is_library_and_class)}
-    if wrong := schema_mismatch(index, like):
+    if wrong := schema_mismatch(index, _INDEX):
         raise InputError(f"{path} is damaged at {wrong!r}: get it, or export it, again.")
     return index
-
-
-def _is_library_and_class(entry: Any) -> bool:
-    return isinstance(entry, list) and len(entry) == 2 and all(name is None or isinstance(name, str) for name in entry)
 
 
 def folders_of(name: str, entry: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import open_regular, parsing, schema_mismatch
+from sd_ort.core.files import open_regular, parsing
+from sd_ort.core.schema import bounded, list_of, record_type, schema_mismatch
 
 FLOATS = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -27,11 +28,9 @@ KIND = "a safetensors file"
 Entry = dict[str, Any]
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
-
-
-_ENTRY_LIKE = {"dtype": str, "shape": [_is_size], "data_offsets": [_is_size]}
+SIZE_LIMIT = (1 << 48) - 1  # of a shape's axis, of a tensor's elements, and of a file
+_SIZE = bounded(int, 0, SIZE_LIMIT)
+_ENTRY = record_type("Entry", {}, {"dtype": str, "shape": list_of(_SIZE), "data_offsets": list_of(_SIZE, 2, 2)})
 
 
 def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -51,13 +50,13 @@ def _read_entries(file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str]]:
         raise ValueError("truncated")
     header = json.loads(file.read(length))
     metadata = header.pop("__metadata__", {})
-    if schema_mismatch(metadata, {str: str}):
+    if schema_mismatch(metadata, dict[str, str | None]):
         raise ValueError("damaged metadata")
     for name, entry in header.items():
-        if schema_mismatch(entry, _ENTRY_LIKE) or not _ENTRY_LIKE.keys() <= entry.keys():
+        if schema_mismatch(entry, _ENTRY):
             raise ValueError(f"damaged entry {name!r}")
         # torch computes strides that overflow even where a length of 0 leaves no data.
-        if not _is_size(math.prod(length or 1 for length in entry["shape"])):
+        if math.prod(length or 1 for length in entry["shape"]) > SIZE_LIMIT:
             raise ValueError(f"damaged shape of {name!r}")
         begin, end = entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
         if not begin <= end <= size:

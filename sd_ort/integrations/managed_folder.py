@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import read_json, schema_mismatch, without_nulls, write_json
-from sd_ort.core.ownership import FileRecord, compare, is_record, record_file
+from sd_ort.core.files import read_json, without_nulls, write_json
+from sd_ort.core.ownership import FILE_RECORD, FileRecord, compare, record_file
+from sd_ort.core.schema import dict_of, record_type, schema_mismatch
 from sd_ort.core.staging import recover, replace_folder, scratch_folder
 
 MARKER = "sd_ort_installed.json"
-_MARKER_LIKE = {"files": {str: is_record}}
+_MARKER = record_type("Marker", {"files": dict_of(FILE_RECORD)})
 
 
 def install_folder(target: Path, files: Mapping[str, bytes], *, overwrite: bool = False) -> list[Path]:
@@ -66,6 +67,6 @@ def _record(target: Path) -> dict[str, FileRecord]:
     if not path.is_file():
         return {}
     content = without_nulls(read_json(path, root=target))
-    if schema_mismatch(content, _MARKER_LIKE) or not content.get("files"):
+    if schema_mismatch(content, _MARKER) or not content.get("files"):
         raise InputError(f"{path} is damaged, or of an earlier version: remove {target} yourself.")
     return dict(content["files"])

@@ -11,7 +11,8 @@ import numpy as np
 
 from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import read_json, schema_mismatch
+from sd_ort.core.files import read_json
+from sd_ort.core.schema import list_of, record_type, schema_mismatch
 from sd_ort.pipelines.request import Picture, Request
 
 if TYPE_CHECKING:
@@ -157,6 +158,9 @@ def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> n
     return normalized.transpose(2, 0, 1).astype(np.float32)
 
 
+PREPROCESSOR = record_type("Preprocessor", dict.fromkeys(("image_mean", "image_std"), list_of(float, 3, 3)))
+
+
 def feature_extractor(folder: Path) -> dict[str, Any]:
     """Return a pipeline folder's feature_extractor/preprocessor_config.json; {} without one, for CLIP's own values.
     Raises InputError for a damaged file."""
@@ -164,11 +168,6 @@ def feature_extractor(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     config = read_json(path, root=folder)
-    colors = dict.fromkeys(("image_mean", "image_std"), _three_numbers)
-    if wrong := schema_mismatch(config, colors):
+    if wrong := schema_mismatch(config, PREPROCESSOR):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
     return {name: value for name, value in config.items() if value is not None}
-
-
-def _three_numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(isinstance(number, (int, float)) for number in value)

@@ -28,7 +28,8 @@ from typing import Any, Protocol
 from custom_ops.libraries import GpuLibrary
 from sd_ort.core.cache import cache_folder, is_reachable_file, list_files
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import read_json, schema_mismatch, without_nulls, write_text
+from sd_ort.core.files import read_json, without_nulls, write_text
+from sd_ort.core.schema import dict_of, list_of, record_type, schema_mismatch
 from sd_ort.runtime.library import GPU_LIBRARIES as GPU_LIBRARIES
 from sd_ort.runtime.providers import is_plugin, plugin_library, provider_named
 
@@ -150,38 +151,25 @@ def read(path: Path) -> Record:
         version = record.get("format")
         raise TuningError(f"{path} has format {version}, this version reads {FORMAT}: tune again with sd-ort tune.")
     record = without_nulls(record)
-    if not {"validators", "operators"} <= record.keys() or schema_mismatch(record, _LIKE):
+    if schema_mismatch(record, _RECORD) or _has_lone_time(record):
         raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged.")
     return record
 
 
-def _is_result(result: Any) -> bool:
-    """A candidate, and the times that it and the default took when they were measured here."""
-    times = ("microseconds", "default_microseconds")
-    return (
-        isinstance(result, dict)
-        and isinstance(result.get("candidate"), str)
-        and all(isinstance(result.get(key, 0.0), int | float) for key in times)
-        and (not result.get(times[0]) or times[1] in result)
-    )
+_TIMES = ("microseconds", "default_microseconds")  # of a candidate and of the default, where they were measured
+_RESULT = record_type("Result", dict.fromkeys(_TIMES, float), {"candidate": str})
+_OF_ONNXRUNTIME = record_type("ProviderResults", {}, {"ep": str, "validators": dict, "results": dict[str, dict]})
+_RECORD = record_type(
+    "TuningFile",
+    {"onnxruntime": list_of(_OF_ONNXRUNTIME)},
+    {"validators": dict[str, str], "operators": dict_of(dict_of(_RESULT))},
+)
 
 
-def _is_of_onnxruntime(entry: Any) -> bool:
-    return isinstance(entry, dict) and {"ep", "validators", "results"} <= entry.keys()
-
-
-_LIKE = {
-    "validators": lambda value: isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
-    "operators": lambda value: (
-        isinstance(value, dict)
-        and all(isinstance(results, dict) and all(map(_is_result, results.values())) for results in value.values())
-    ),
-    "onnxruntime": lambda value: (
-        isinstance(value, list)
-        and all(map(_is_of_onnxruntime, value))
-        and not schema_mismatch(value, [{"ep": str, "validators": dict, "results": {str: dict}}])
-    ),
-}
+def _has_lone_time(record: Record) -> bool:
+    """Return whether a candidate was measured without the default beside it."""
+    results = (result for operator in record["operators"].values() for result in operator.values())
+    return any(result.get(_TIMES[0]) and _TIMES[1] not in result for result in results)
 
 
 def check(path: Path, record: Record, validators: Mapping[str, str]) -> None:
