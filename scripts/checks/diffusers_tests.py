@@ -107,7 +107,9 @@ class Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.current.outcome = report.outcome
-        if report.skipped:
+        if hasattr(report, "wasxfail"):
+            self.current.message = f"expected to fail: {report.wasxfail}"
+        elif report.skipped:
             self.current.message = str(report.longrepr[2]).removeprefix("Skipped: ")
         elif report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -226,11 +228,13 @@ def verdict(ours: Result, theirs: Result) -> tuple[str, str]:
         return "skipped by diffusers", theirs.message
     if theirs.outcome == "failed" and not theirs.images:
         return "fails in diffusers", short(theirs.message)
-    least = min((similarity(*pair) for pair in zip(ours.images, theirs.images, strict=False)), default=np.inf)
+    each = [similarity(*pair) for pair in zip(ours.images, theirs.images, strict=False)]
+    least = min(each, default=np.inf)
     equal = least >= MIN_PSNR and len(ours.images) == len(theirs.images)
     if equal and ours.outcome == theirs.outcome:
         return "passes" if ours.outcome == "passed" else "equal images", ""
-    return "fails", short(ours.message) or f"{len(ours.images)} of {len(theirs.images)} images, {least:.1f} dB"
+    different = ", ".join(f"image {i + 1} {psnr:.1f} dB" for i, psnr in enumerate(each) if psnr < MIN_PSNR)
+    return "fails", short(ours.message) or f"{len(ours.images)} of {len(theirs.images)} images; {different}"
 
 
 def short(message: str) -> str:
