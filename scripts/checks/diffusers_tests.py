@@ -181,8 +181,11 @@ def stand_in(theirs: Any, recorder: Recorder, cache: Path) -> type:
             ours.__init__(pipeline, *arguments, **options)
             return
         source = theirs(**options)
-        folder = exported(source, cache)
-        opened = ours.from_pretrained(folder, "cpu", source.scheduler, threads=1, safety_checker=False)
+        nets = getattr(getattr(source, "controlnet", None), "nets", None)  # several ControlNets, an export for each
+        sources = [theirs(**{**options, "controlnet": net}) for net in nets] if nets else [source]
+        folders = [exported(each, cache) for each in sources]
+        extra = {"controlnet": folders} if nets else {}
+        opened = ours.from_pretrained(folders[0], "cpu", source.scheduler, threads=1, safety_checker=False, **extra)
         vars(pipeline).update(vars(opened))
         if hasattr(source, "pag_applied_layers"):
             pipeline.set_pag_applied_layers(source.pag_applied_layers)

@@ -40,7 +40,8 @@ def _canonical_ops(body: str, dtype: str = "float") -> list[str]:
          int64[1] last = {{-1}}, int64[1] end = {{9223372036854775807}}, int64[1] before = {{-99}},
          int64[1] reverse = {{-1}}, float zero = {{0}}, float one = {{1}},
          int64 first = {{0}}, int64 next = {{1}}, int64 previous = {{-1}}, float low = {{-1e30}}, float inf = {{inf}},
-         int64[1] width = {{6}}, int64[1] double = {{12}}, int64[1] second = {{1}}, float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
+         int64[1] width = {{6}}, int64[1] double = {{12}}, int64[1] second = {{1}},
+         float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
     )
     canonicalize(model)
     return [node.op_type for node in model.graph]
