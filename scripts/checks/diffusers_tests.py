@@ -5,8 +5,8 @@
 
 Every test runs twice: on diffusers, and with diffusers' classes replaced by sd-ort's, which export the test's torch
 components. A test passes if its own asserts hold, and if each image that its pipelines return has 60 dB or more to the
-one that diffusers returned in the same place. A test that fails on diffusers too, since its expected values need a
-tokenizer of the hub, is judged by these images alone. Tests whose names have an entry in NOT_RUN do not run. Beside the
+one that diffusers returned in the same place. A test that fails on diffusers too, since its expected values need
+files of the hub, is judged by these images alone. Tests whose names have an entry in NOT_RUN do not run. Beside the
 page, a JSON file has the verdict of each test; tests that this run leaves out keep theirs. The command fails if a test
 fails without an entry in REASONS. The tests import `parameterized` and `requests_mock`, some schedulers `scipy`.
 """
@@ -44,6 +44,7 @@ pag/test_pag_controlnet_sd_inpaint pag/test_pag_controlnet_sdxl pag/test_pag_con
 ip_adapters/test_ip_adapter_stable_diffusion""".split()
 LORA_TESTS = ["lora/test_lora_layers_sd.py", "lora/test_lora_layers_sdxl.py"]
 MIN_PSNR = 60.0  # dB
+TINY_CLIP, TINY_TEXT_ENCODER = "hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2"
 # Why tests do not apply, by a regular expression for their names. They do not run.
 NOT_RUN = {
     r"dtype|layerwise_casting|with_(incorrect_)?variants|float16|fp16|bfloat16": "a folder has one precision, which "
@@ -140,7 +141,7 @@ def run(on_sd_ort: bool, checkout: Path, tests: list[str], keyword: str, cache: 
     from sd_ort.runtime.session import Model
 
     torch.set_num_threads(1)
-    use_stand_in_tokenizer(cache / "tokenizer")
+    use_stand_ins(cache / "tokenizer")
     Model.set_default_attn_processor = lambda _: None  # type: ignore[attr-defined]  # which tests call first
     recorder = Recorder()
     for kind in FAMILIES:
@@ -154,20 +155,33 @@ def run(on_sd_ort: bool, checkout: Path, tests: list[str], keyword: str, cache: 
     return recorder.results
 
 
-def use_stand_in_tokenizer(folder: Path) -> None:
-    """Replace the hub's tokenizer of 1,000 tokens, for tests without a network, by one whose tokens are bytes."""
-    from transformers import CLIPTokenizer
+def use_stand_ins(folder: Path) -> None:
+    """Replace the hub's files, for tests without a network: tokenizers of 1,000 tokens by one whose tokens are bytes,
+    and the text encoders of the LoRA tests by some with random weights."""
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     from sd_ort.checkpoints.random_weights import write_byte_tokenizer
 
     folder.mkdir(exist_ok=True)
     write_byte_tokenizer(folder, 1000)
-    load = CLIPTokenizer.from_pretrained
+    load_tokenizer = CLIPTokenizer.from_pretrained
 
-    def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
-        return load(folder if name == "hf-internal-testing/tiny-random-clip" else name, *arguments, **options)
+    def tokenizer(name: Any, *arguments: Any, **options: Any) -> Any:
+        return load_tokenizer(folder if name in (TINY_CLIP, TINY_TEXT_ENCODER) else name, *arguments, **options)
 
-    CLIPTokenizer.from_pretrained = from_pretrained
+    CLIPTokenizer.from_pretrained = tokenizer
+    sizes = {name: 32 for name in ("hidden_size", "projection_dim")} | {"intermediate_size": 64, "vocab_size": 1000}
+    config = CLIPTextConfig(**sizes, num_attention_heads=4, num_hidden_layers=2, bos_token_id=0, eos_token_id=2)
+    for cls in (CLIPTextModel, CLIPTextModelWithProjection):
+
+        def encoder(name: Any, *_: Any, cls: Any = cls, load: Any = cls.from_pretrained, **options: Any) -> Any:
+            if name != TINY_TEXT_ENCODER:
+                return load(name, **options)
+            torch.manual_seed(0)
+            return cls(config).eval()
+
+        cls.from_pretrained = encoder
 
 
 def stand_in(theirs: Any, recorder: Recorder, cache: Path) -> type:

@@ -297,7 +297,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         request.control_image = request.image if request.control_image is None else request.control_image
         request.image = None
         if request.control_image is not None:
-            request.control_image = readable(request.control_image, "control image")
+            count = max(1, len(controlnet_inputs.names(self.models)))
+            request.control_image = controlnet_inputs.by_controlnet(request.control_image, count)
 
     def _size(self, request: Request) -> tuple[int, int]:
         """Return height and width in pixels: those of the call, else of the control image, else the model's."""
