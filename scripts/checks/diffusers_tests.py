@@ -171,7 +171,7 @@ def use_stand_ins(folder: Path) -> None:
         return load_tokenizer(folder if name in (TINY_CLIP, TINY_TEXT_ENCODER) else name, *arguments, **options)
 
     CLIPTokenizer.from_pretrained = tokenizer
-    sizes = {name: 32 for name in ("hidden_size", "projection_dim")} | {"intermediate_size": 64, "vocab_size": 1000}
+    sizes = dict.fromkeys(("hidden_size", "projection_dim"), 32) | {"intermediate_size": 64, "vocab_size": 1000}
     config = CLIPTextConfig(**sizes, num_attention_heads=4, num_hidden_layers=2, bos_token_id=0, eos_token_id=2)
     for cls in (CLIPTextModel, CLIPTextModelWithProjection):
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.arguments import GUIDANCE, STEPS
 from sd_ort.pipelines import controlnet_inputs
+from sd_ort.pipelines.arguments import GUIDANCE, STEPS
 from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable, tile
 from sd_ort.pipelines.noise import sources
 from sd_ort.pipelines.output import PipelineOutput

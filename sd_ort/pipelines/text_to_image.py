@@ -34,7 +34,7 @@ from sd_ort.pipelines.arguments import GUIDANCE, STEPS, DefaultNumber, check_loa
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
-from sd_ort.pipelines.images import as_array, finished, readable, size_of
+from sd_ort.pipelines.images import as_array, finished, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
