@@ -68,6 +68,9 @@ REASONS = {
     "long_prompt": "reads diffusers' log; sd-ort warns in its own",
     "two_xl_mixture_of_denoiser": "counts calls of the scheduler's step, which a linear schedule does not make",
     "_encode_vae_image|attn_processors": "reads private methods or torch's attention processors",
+    "_lora_loadable_modules|add_adapter|test_get_adapters": "adds LoRAs to torch modules with PEFT; "
+    "tests/pipelines/test_lora_parity.py compares what is loaded",
+    "no_lora_keys_found": "raises InputError for a file without a LoRA, which diffusers logs",
     "save_from_pretrained": "removes the folder of a pipeline before its first call",
     "TestStableDiffusionInpaintPipeline.*(dB|close)": "encodes a constant image, one channel a group: no variance "
     "and rounding errors decide; with a mask of both colors 129 dB",
