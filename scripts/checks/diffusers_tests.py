@@ -274,31 +274,43 @@ def similarity(image: np.ndarray, other: np.ndarray) -> float:
 def main() -> None:
     """Run the tests twice and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--diffusers", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--diffusers", type=Path, metavar="CHECKOUT")
+    parser.add_argument(
+        "--join", nargs="+", type=Path, default=[], metavar="RECORD", help="JSON files of other runs; nothing is run"
+    )
     parser.add_argument("--cache", type=Path, help="folder that keeps the exports")
     parser.add_argument("--tests", nargs="+", default=[*(f"pipelines/{test}.py" for test in TESTS), *LORA_TESTS])
     parser.add_argument("-k", dest="keyword", default="", help="as pytest's")
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        cache = (options.cache or Path(folder)).resolve()
-        cache.mkdir(exist_ok=True)
-        common = options.diffusers.resolve(), options.tests, options.keyword, cache
-        with multiprocessing.get_context("spawn").Pool(2) as processes:
-            results = processes.starmap(run, [(False, *common), (True, *common)], chunksize=1)
+    if options.diffusers is None and not options.join:
+        parser.error("give --diffusers, or --join.")
+    results = [] if options.join else run_both(options)
     record = options.out.with_suffix(".json")
     rows: dict[str, list[str]] = json.loads(record.read_text()) if record.is_file() else {}
-    for name, theirs in results[0].items():
-        kind, reason = verdict(results[1].get(name, Result()), theirs)
+    for other in options.join:
+        rows |= json.loads(other.read_text())
+    for name, theirs in results[0].items() if results else ():
+        rows[name] = list(verdict(results[1].get(name, Result()), theirs))
+    for name, (kind, reason) in rows.items():
         if kind == "fails" and (known := matching_reason(f"{name} {reason}", REASONS)):
-            kind, reason = "does not apply", known
-        rows[name] = [kind, reason]
+            rows[name] = ["does not apply", known]
     record.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
     counts = Counter(kind for kind, _ in rows.values())
     options.out.write_text(page(rows))
     print(dict(counts))
     if counts["fails"]:
         sys.exit(f"{counts['fails']} tests fail: see {options.out}.")
+
+
+def run_both(options: argparse.Namespace) -> list[dict[str, Result]]:
+    """Return the results of the tests on diffusers and on sd-ort."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = (options.cache or Path(folder)).resolve()
+        cache.mkdir(exist_ok=True)
+        common = options.diffusers.resolve(), options.tests, options.keyword, cache
+        with multiprocessing.get_context("spawn").Pool(2) as processes:
+            return processes.starmap(run, [(False, *common), (True, *common)], chunksize=1)
 
 
 def page(rows: dict[str, list[str]]) -> str:
