@@ -20,7 +20,12 @@ from fusion_passes.canonicalize import (
 )
 from fusion_passes.canonicalize.attention import concatenated_keys, onnx_attention, packed_heads, scales, three_axis
 from fusion_passes.canonicalize.opset import OPSET, SHAPES_SINCE, declare_opset, why_not_fused
-from fusion_passes.canonicalize.shape_folding import fold_shapes, set_channel_counts, simplify_reshape_targets
+from fusion_passes.canonicalize.shape_folding import (
+    fold_shapes,
+    remove_no_ops,
+    set_channel_counts,
+    simplify_reshape_targets,
+)
 from fusion_passes.graph_pass import Pass, PassOutcome
 from fusion_passes.rule import apply_rules
 from fusion_passes.shapes import types
@@ -78,6 +83,7 @@ def canonicalize(model: ir.Model) -> dict[str, PassOutcome]:
     apply_rules(model, scales.SDPA_RULES)
     while sum(_run(model, each, outcomes) for each in (transposes.PASS, splits.PASS)):
         pass
+    remove_no_ops(model.graph)  # pairs of Transposes that the passes made
     simplify_reshape_targets(model)
     return outcomes
 

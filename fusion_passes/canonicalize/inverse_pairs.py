@@ -3,8 +3,9 @@
 Reshape(Reshape(x)), Squeeze(Unsqueeze(x)) to the shape of x   =>  x
 Transpose(Transpose(x)) back to the order of x                 =>  x
 Cast(Cast(x, wider), type of x)                                =>  x
-x * 1, x / 1, x + 0, x - 0                                     =>  x
+x * 1, x / 1, x + 0, x - 0, also with tensors of 1 or 0        =>  x
 Slice(x, step 1) to the shape of x                             =>  x
+Slice(Concat(x, y)) that cuts out x                            =>  x
 Concat(Slice(x, 0:n), Slice(x, n:end)), Concat(Split(x))       =>  x
 """
 
@@ -15,7 +16,8 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
-from fusion_passes.canonicalize.slices import END
+from fusion_passes.canonicalize.slices import END, sliced_interval
+from fusion_passes.canonicalize.uniform_values import uniform
 
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 MAX_LENGTH = 8  # nodes of a chain
@@ -48,7 +50,7 @@ def equivalent_input(node: ir.Node) -> ir.Value | None:
     if node.op_type == "Slice":
         data, steps = node.inputs[0], node.inputs[4] if len(node.inputs) > 4 else None
         forward = steps is None or set(values.ints(steps) or ()) == {1}
-        return data if forward and values.same_shape(data, y) and _has_named_sizes(y) else None
+        return data if forward and values.same_shape(data, y) and _has_named_sizes(y) else _cut_part(node)
     if node.op_type == "Concat":
         return _cut_value(node)
     neutral, operands = NEUTRAL.get(node.op_type), node.inputs
@@ -56,9 +58,30 @@ def equivalent_input(node: ir.Node) -> ir.Value | None:
         return None
     sides = ((0, 1),) if node.op_type in ("Div", "Sub") else ((0, 1), (1, 0))
     return next(
-        (operands[a] for a, b in sides if values.scalar(operands[b]) == neutral and values.same_shape(operands[a], y)),
+        (operands[a] for a, b in sides if values.same_shape(operands[a], y) and uniform(operands[b]) == neutral),
         None,
     )
+
+
+def _cut_part(cut: ir.Node) -> ir.Value | None:
+    """Return the value that a Concat joined with others and the Slice `cut` cuts out again, or None."""
+    whole = cut.inputs[0]
+    concat = None if whole is None else whole.producer()
+    extent = None if whole is None else sliced_interval(cut, whole)
+    if concat is None or concat.op_type != "Concat" or extent is None:
+        return None
+    axis, start, end = extent
+    if concat.attributes["axis"].as_int() % len(values.dims(whole) or [0]) != axis:
+        return None
+    offset = 0
+    for part in concat.inputs:
+        width = values.size(part, axis)
+        if width is None or offset > start:
+            return None
+        if (offset, offset + width) == (start, end):
+            return part
+        offset += width
+    return None
 
 
 def _cut_value(concat: ir.Node) -> ir.Value | None:

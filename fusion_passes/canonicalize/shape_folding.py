@@ -37,7 +37,7 @@ def fold_shapes(model: ir.Model) -> None:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for iteration in range(4):
         info = annotate(model.graph)
-        changed = _materialize(model.graph, info) + _remove_no_ops(model.graph)
+        changed = _materialize(model.graph, info) + remove_no_ops(model.graph)
         if iteration and not changed:
             break  # the steps below cannot change anything either
         onnxscript.optimizer.fold_constants(
@@ -126,26 +126,19 @@ def _materialize(graph: ir.Graph, info: ShapeInfo) -> int:
     return changed
 
 
-def _remove_no_ops(graph: ir.Graph) -> int:
+def remove_no_ops(graph: ir.Graph) -> int:
     """Replace the outputs of no-ops by their inputs; return the number of no-ops."""
     changed = 0
     for node in list(graph):
         if node.domain or not node.inputs or node.inputs[0] is None:
             continue
         x, y = node.inputs[0], node.outputs[0]
-        if node.op_type == "Add" and node.inputs[1] is not None and _is_zeros(x):
-            x = node.inputs[1]
         no_op = (
             (node.op_type == "Cast" and x.dtype is not None and node.attributes["to"].as_int() == x.dtype)
             or (
                 node.op_type == "Expand"
                 and values.same_shape(x, y)
                 and not any("?" in str(d) for d in values.dims(x) or [])
-            )
-            or (
-                node.op_type == "Add"
-                and values.same_shape(x, y)
-                and any(_is_zeros(v) for v in node.inputs if v is not x)
             )
             or (node.op_type == "Dropout" and len(node.outputs) == 1 and len(node.inputs) < 3)
         )
@@ -155,19 +148,6 @@ def _remove_no_ops(graph: ir.Graph) -> int:
             changed += 1
     remove_unused(graph)
     return changed
-
-
-def _is_zeros(value: ir.Value | None) -> bool:
-    """Return whether a value is a ConstantOfShape of zeros, or a finite multiple of one: torch.baddbmm with beta=0."""
-    node = None if value is None else value.producer()
-    if node is not None and node.op_type == "Mul":
-        factors = [values.scalar(v) for v in node.inputs]
-        finite = any(factor is not None and math.isfinite(factor) for factor in factors)
-        return finite and any(_is_zeros(v) for v in node.inputs)
-    if node is None or node.op_type != "ConstantOfShape":
-        return False
-    tensor = node.attributes.get_tensor("value")
-    return tensor is None or not tensor.numpy().any()
 
 
 def _reshape_target(before: Shape, after: Shape) -> list[int]:

@@ -20,7 +20,7 @@ def merge_slices(model: ir.Model) -> PassOutcome:
     for value in [v for n in model.graph for v in n.outputs] + list(model.graph.inputs):
         by_axis: dict[int, list[tuple[int, int, ir.Node]]] = {}
         for node in values.consumers(value):
-            interval = _interval(node, value)
+            interval = sliced_interval(node, value)
             if interval is not None:
                 by_axis.setdefault(interval[0], []).append((interval[1], interval[2], node))
         for axis, cuts in by_axis.items():
@@ -35,7 +35,7 @@ def merge_slices(model: ir.Model) -> PassOutcome:
     return outcome
 
 
-def _interval(node: ir.Node, value: ir.Value) -> tuple[int, int, int] | None:
+def sliced_interval(node: ir.Node, value: ir.Value) -> tuple[int, int, int] | None:
     """Return (axis, start, end) of a Slice with step 1 over one axis of known size, else None."""
     if node.op_type != "Slice" or node.inputs[0] is not value or len(node.inputs) < 4:
         return None

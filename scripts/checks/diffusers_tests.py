@@ -5,8 +5,8 @@
 
 Every test runs twice: on diffusers, and with diffusers' classes replaced by sd-ort's, which export the test's torch
 components. A test passes if its own asserts hold, and if each image that its pipelines return has 60 dB or more to the
-one that diffusers returned in the same place. A test that fails on diffusers too, since its expected values need a
-tokenizer of the hub, is judged by these images alone. Tests whose names have an entry in NOT_RUN do not run. Beside the
+one that diffusers returned in the same place. A test that fails on diffusers too, since its expected values need
+files of the hub, is judged by these images alone. Tests whose names have an entry in NOT_RUN do not run. Beside the
 page, a JSON file has the verdict of each test; tests that this run leaves out keep theirs. The command fails if a test
 fails without an entry in REASONS. The tests import `parameterized` and `requests_mock`, some schedulers `scipy`.
 """
@@ -44,6 +44,7 @@ pag/test_pag_controlnet_sd_inpaint pag/test_pag_controlnet_sdxl pag/test_pag_con
 ip_adapters/test_ip_adapter_stable_diffusion""".split()
 LORA_TESTS = ["lora/test_lora_layers_sd.py", "lora/test_lora_layers_sdxl.py"]
 MIN_PSNR = 60.0  # dB
+TINY_CLIP, TINY_TEXT_ENCODER = "hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2"
 # Why tests do not apply, by a regular expression for their names. They do not run.
 NOT_RUN = {
     r"dtype|layerwise_casting|with_(incorrect_)?variants|float16|fp16|bfloat16": "a folder has one precision, which "
@@ -67,6 +68,9 @@ REASONS = {
     "long_prompt": "reads diffusers' log; sd-ort warns in its own",
     "two_xl_mixture_of_denoiser": "counts calls of the scheduler's step, which a linear schedule does not make",
     "_encode_vae_image|attn_processors": "reads private methods or torch's attention processors",
+    "_lora_loadable_modules|add_adapter|test_get_adapters": "adds LoRAs to torch modules with PEFT; "
+    "tests/pipelines/test_lora_parity.py compares what is loaded",
+    "no_lora_keys_found": "raises InputError for a file without a LoRA, which diffusers logs",
     "save_from_pretrained": "removes the folder of a pipeline before its first call",
     "TestStableDiffusionInpaintPipeline.*(dB|close)": "encodes a constant image, one channel a group: no variance "
     "and rounding errors decide; with a mask of both colors 129 dB",
@@ -107,7 +111,9 @@ class Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.current.outcome = report.outcome
-        if report.skipped:
+        if hasattr(report, "wasxfail"):
+            self.current.message = f"expected to fail: {report.wasxfail}"
+        elif report.skipped:
             self.current.message = str(report.longrepr[2]).removeprefix("Skipped: ")
         elif report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -138,7 +144,7 @@ def run(on_sd_ort: bool, checkout: Path, tests: list[str], keyword: str, cache: 
     from sd_ort.runtime.session import Model
 
     torch.set_num_threads(1)
-    use_stand_in_tokenizer(cache / "tokenizer")
+    use_stand_ins(cache / "tokenizer")
     Model.set_default_attn_processor = lambda _: None  # type: ignore[attr-defined]  # which tests call first
     recorder = Recorder()
     for kind in FAMILIES:
@@ -152,20 +158,33 @@ def run(on_sd_ort: bool, checkout: Path, tests: list[str], keyword: str, cache: 
     return recorder.results
 
 
-def use_stand_in_tokenizer(folder: Path) -> None:
-    """Replace the hub's tokenizer of 1,000 tokens, for tests without a network, by one whose tokens are bytes."""
-    from transformers import CLIPTokenizer
+def use_stand_ins(folder: Path) -> None:
+    """Replace the hub's files, for tests without a network: tokenizers of 1,000 tokens by one whose tokens are bytes,
+    and the text encoders of the LoRA tests by some with random weights."""
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     from sd_ort.checkpoints.random_weights import write_byte_tokenizer
 
     folder.mkdir(exist_ok=True)
     write_byte_tokenizer(folder, 1000)
-    load = CLIPTokenizer.from_pretrained
+    load_tokenizer = CLIPTokenizer.from_pretrained
 
-    def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
-        return load(folder if name == "hf-internal-testing/tiny-random-clip" else name, *arguments, **options)
+    def tokenizer(name: Any, *arguments: Any, **options: Any) -> Any:
+        return load_tokenizer(folder if name in (TINY_CLIP, TINY_TEXT_ENCODER) else name, *arguments, **options)
 
-    CLIPTokenizer.from_pretrained = from_pretrained
+    CLIPTokenizer.from_pretrained = tokenizer
+    sizes = dict.fromkeys(("hidden_size", "projection_dim"), 32) | {"intermediate_size": 64, "vocab_size": 1000}
+    config = CLIPTextConfig(**sizes, num_attention_heads=4, num_hidden_layers=2, bos_token_id=0, eos_token_id=2)
+    for cls in (CLIPTextModel, CLIPTextModelWithProjection):
+
+        def encoder(name: Any, *_: Any, cls: Any = cls, load: Any = cls.from_pretrained, **options: Any) -> Any:
+            if name != TINY_TEXT_ENCODER:
+                return load(name, **options)
+            torch.manual_seed(0)
+            return cls(config).eval()
+
+        cls.from_pretrained = encoder
 
 
 def stand_in(theirs: Any, recorder: Recorder, cache: Path) -> type:
@@ -179,8 +198,11 @@ def stand_in(theirs: Any, recorder: Recorder, cache: Path) -> type:
             ours.__init__(pipeline, *arguments, **options)
             return
         source = theirs(**options)
-        folder = exported(source, cache)
-        opened = ours.from_pretrained(folder, "cpu", source.scheduler, threads=1, safety_checker=False)
+        nets = getattr(getattr(source, "controlnet", None), "nets", None)  # several ControlNets, an export for each
+        sources = [theirs(**{**options, "controlnet": net}) for net in nets] if nets else [source]
+        folders = [exported(each, cache) for each in sources]
+        extra = {"controlnet": folders} if nets else {}
+        opened = ours.from_pretrained(folders[0], "cpu", source.scheduler, threads=1, safety_checker=False, **extra)
         vars(pipeline).update(vars(opened))
         if hasattr(source, "pag_applied_layers"):
             pipeline.set_pag_applied_layers(source.pag_applied_layers)
@@ -226,11 +248,13 @@ def verdict(ours: Result, theirs: Result) -> tuple[str, str]:
         return "skipped by diffusers", theirs.message
     if theirs.outcome == "failed" and not theirs.images:
         return "fails in diffusers", short(theirs.message)
-    least = min((similarity(*pair) for pair in zip(ours.images, theirs.images, strict=False)), default=np.inf)
+    each = [similarity(*pair) for pair in zip(ours.images, theirs.images, strict=False)]
+    least = min(each, default=np.inf)
     equal = least >= MIN_PSNR and len(ours.images) == len(theirs.images)
     if equal and ours.outcome == theirs.outcome:
         return "passes" if ours.outcome == "passed" else "equal images", ""
-    return "fails", short(ours.message) or f"{len(ours.images)} of {len(theirs.images)} images, {least:.1f} dB"
+    different = ", ".join(f"image {i + 1} {psnr:.1f} dB" for i, psnr in enumerate(each) if psnr < MIN_PSNR)
+    return "fails", short(ours.message) or f"{len(ours.images)} of {len(theirs.images)} images; {different}"
 
 
 def short(message: str) -> str:
@@ -250,31 +274,43 @@ def similarity(image: np.ndarray, other: np.ndarray) -> float:
 def main() -> None:
     """Run the tests twice and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--diffusers", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--diffusers", type=Path, metavar="CHECKOUT")
+    parser.add_argument(
+        "--join", nargs="+", type=Path, default=[], metavar="RECORD", help="JSON files of other runs; nothing is run"
+    )
     parser.add_argument("--cache", type=Path, help="folder that keeps the exports")
     parser.add_argument("--tests", nargs="+", default=[*(f"pipelines/{test}.py" for test in TESTS), *LORA_TESTS])
     parser.add_argument("-k", dest="keyword", default="", help="as pytest's")
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        cache = (options.cache or Path(folder)).resolve()
-        cache.mkdir(exist_ok=True)
-        common = options.diffusers.resolve(), options.tests, options.keyword, cache
-        with multiprocessing.get_context("spawn").Pool(2) as processes:
-            results = processes.starmap(run, [(False, *common), (True, *common)], chunksize=1)
+    if options.diffusers is None and not options.join:
+        parser.error("give --diffusers, or --join.")
+    results = [] if options.join else run_both(options)
     record = options.out.with_suffix(".json")
     rows: dict[str, list[str]] = json.loads(record.read_text()) if record.is_file() else {}
-    for name, theirs in results[0].items():
-        kind, reason = verdict(results[1].get(name, Result()), theirs)
+    for other in options.join:
+        rows |= json.loads(other.read_text())
+    for name, theirs in results[0].items() if results else ():
+        rows[name] = list(verdict(results[1].get(name, Result()), theirs))
+    for name, (kind, reason) in rows.items():
         if kind == "fails" and (known := matching_reason(f"{name} {reason}", REASONS)):
-            kind, reason = "does not apply", known
-        rows[name] = [kind, reason]
+            rows[name] = ["does not apply", known]
     record.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
     counts = Counter(kind for kind, _ in rows.values())
     options.out.write_text(page(rows))
     print(dict(counts))
     if counts["fails"]:
         sys.exit(f"{counts['fails']} tests fail: see {options.out}.")
+
+
+def run_both(options: argparse.Namespace) -> list[dict[str, Result]]:
+    """Return the results of the tests on diffusers and on sd-ort."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = (options.cache or Path(folder)).resolve()
+        cache.mkdir(exist_ok=True)
+        common = options.diffusers.resolve(), options.tests, options.keyword, cache
+        with multiprocessing.get_context("spawn").Pool(2) as processes:
+            return processes.starmap(run, [(False, *common), (True, *common)], chunksize=1)
 
 
 def page(rows: dict[str, list[str]]) -> str:

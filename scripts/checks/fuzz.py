@@ -672,9 +672,10 @@ def main() -> None:
     wanted = [target for target in TARGETS if options.target in (None, target.__name__)]
     counts = dict.fromkeys((target.__name__ for target in wanted), 0)
     end, failures = time.monotonic() + 60 * options.minutes, 0
-    log = options.log.open("w") if options.log else sys.stdout
     command = shlex.join(["python", "scripts/checks/fuzz.py", *sys.argv[1:]])
-    print(f"{machine()}\n{versions()}, commit {commit()}\n$ {command}", file=log, flush=True)
+    head = f"{machine()}\n{versions()}, commit {commit()}\n$ {command}"  # before the log changes a tracked file
+    log = options.log.open("w") if options.log else sys.stdout
+    print(head, file=log, flush=True)
     with tempfile.TemporaryDirectory() as work:
         os.environ["XDG_CACHE_HOME"] = work  # not the user's
         inputs = open_inputs(options.folder, Path(work))

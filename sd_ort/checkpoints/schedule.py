@@ -18,6 +18,7 @@ from sd_ort.checkpoints.linear_schedule import LinearSchedule, window_of
 from sd_ort.checkpoints.schedulers import set_timesteps
 from sd_ort.core.errors import InputError
 
+NOT_IN_A_GRAPH = "it cannot become part of a graph, use euler, dpmsolver, unipc or PNDM there"
 MAX_CACHED = 32  # schedules; each took up to some hundred milliseconds to find
 
 _cache: OrderedDict[Any, LinearSchedule] = OrderedDict()
@@ -45,10 +46,12 @@ class NotFiniteScheduleError(InputError):
 class DiffusersTimetable:
     """A diffusers scheduler after set_timesteps, with the interface of `numpy_schedulers`."""
 
-    def __init__(self, scheduler: Any, steps: int, eta: float, **options: Any) -> None:
-        """`options`: `timesteps`, `sigmas` or `original_inference_steps`, as in `set_timesteps`; errors as there. The
-        scheduler is copied."""
+    def __init__(self, scheduler: Any, steps: int, eta: float, seed: Any = None, **options: Any) -> None:
+        """`seed`: of a scheduler that samples its own noise and was made without a seed. `options`: `timesteps`,
+        `sigmas` or `original_inference_steps`, as in `set_timesteps`; errors as there. The scheduler is copied."""
         self.scheduler, self.eta = copy.deepcopy(scheduler), eta
+        if getattr(self.scheduler, "noise_sampler_seed", seed) is None:
+            self.scheduler.noise_sampler_seed = seed
         self.steps = set_timesteps(self.scheduler, steps, **options)
         self.timesteps: np.ndarray = self.scheduler.timesteps.numpy()
         self.order: int = self.scheduler.order
@@ -75,6 +78,8 @@ def linear_schedule(scheduler: Any, timesteps: torch.Tensor, *, eta: float = 0.0
 
     Raises InputError for a scheduler that is not linear: one that clips, or that draws otherwise than with torch.randn.
     """
+    if hasattr(scheduler, "noise_sampler"):  # torchsde's, which draws with torch.randn, but from seeds of its own
+        raise InputError(f"{type(scheduler).__name__} samples its own noise: {NOT_IN_A_GRAPH}.")
     config = json.dumps(dict(scheduler.config), sort_keys=True, default=str)
     every = [np.asarray(t, np.float64).tobytes() for t in (timesteps, scheduler.timesteps)]
     key = type(scheduler), config, *every, getattr(scheduler, "begin_index", None), eta
@@ -112,10 +117,7 @@ def _probe(scheduler: Any, timesteps: torch.Tensor, eta: float) -> LinearSchedul
             f"{type(scheduler).__name__} computes NaN with this configuration, in diffusers too: use another scheduler."
         )
     if not torch.allclose(sampled, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
-        raise InputError(
-            f"{type(scheduler).__name__} draws random numbers or clips (clip_sample), so it cannot become "
-            "part of a graph: use euler, dpmsolver, unipc or PNDM."
-        )
+        raise InputError(f"{type(scheduler).__name__} draws random numbers or clips (clip_sample): {NOT_IN_A_GRAPH}.")
     return schedule
 
 

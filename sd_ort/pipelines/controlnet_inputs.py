@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.images import for_batch, preprocess
+from sd_ort.pipelines.images import for_batch, preprocess, readable
 from sd_ort.pipelines.request import Request
 
 # ControlNet output -> UNet input, where their names differ.
@@ -36,6 +36,20 @@ def names(components: Any) -> list[str]:
     while names and (following := f"controlnet_{len(names) + 1}") in components:
         names.append(following)
     return names
+
+
+def by_controlnet(picture: Any, count: int) -> Any:
+    """Return `readable` control images. A list of lists, each with one prompt's images, becomes one of each ControlNet.
+
+    Raises InputError if a prompt's list does not have one image for each ControlNet.
+    """
+    images = readable(picture, "control image")
+    if not isinstance(images, list) or not isinstance(images[0], list):
+        return images
+    if any(not isinstance(each, list) or len(each) != count for each in images):
+        raise InputError(f"a list of lists of control images has one list per prompt, of {count} images each.")
+    columns = [list(column) for column in zip(*images, strict=True)]
+    return columns if count > 1 else columns[0]
 
 
 def controls(request: Request, controlnets: Sequence[str], steps: int) -> list[ControlNetInput]:

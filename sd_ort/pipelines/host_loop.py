@@ -260,7 +260,9 @@ class StepState:
         names = list(request.callback_tensors)
         tensors = {name: self._tensor(name) for name in names}
         after = request.callback_on_step_end(pipeline, index, torch.as_tensor(timestep), dict(tensors)) or {}
-        changed = {name: as_array(after[name]) for name in names if after.get(name) is not None}
+        changed: dict[str, Any] = {name: after[name] for name in names if after.get(name) is not None}
+        for name, value in changed.items():
+            changed[name] = [as_array(each) for each in value] if isinstance(value, list) else as_array(value)
         embedded = request.embedded_guidance is not None
         self.guidance = None if embedded or pipeline._guidance_scale <= 1 else pipeline._guidance_scale
         self.guidance_rescale = pipeline._guidance_rescale
@@ -286,8 +288,9 @@ class StepState:
             return torch.from_numpy(conditioning[input_name])
         if input_name := NEGATIVE_TENSORS.get(name):
             return None if self.guidance is None else torch.from_numpy(conditioning[input_name][:rows])
-        if name in ("image", "control_image") and len(self.denoiser.controls) == 1:
-            return torch.from_numpy(self.denoiser.controls[0].image)
+        if name in ("image", "control_image") and self.denoiser.controls:
+            images = [torch.from_numpy(control.image) for control in self.denoiser.controls]
+            return images if len(images) > 1 else images[0]
         if name == "mask" and self.blend is not None:
             return torch.from_numpy(np.concatenate([self.blend.mask] * copies))
         if name == "masked_image_latents" and self.blend is not None and self.blend.masked_image is not None:
@@ -297,7 +300,7 @@ class StepState:
             return torch.from_numpy(np.concatenate([channels] * copies))
         raise InputError(f"callback_on_step_end_tensor_inputs: this call has no {name} to give.")
 
-    def _condition(self, changed: Mapping[str, np.ndarray], controlnet_reads_changes: bool) -> None:
+    def _condition(self, changed: Mapping[str, Any], controlnet_reads_changes: bool) -> None:
         """Apply changed conditioning and control images to the next steps; without guidance, the positive rows."""
         denoiser, rows = self.denoiser, len(self.latents) * self.rows_per_image
         inputs = {CONDITIONING_TENSORS[name]: value for name, value in changed.items() if name in CONDITIONING_TENSORS}
@@ -305,8 +308,14 @@ class StepState:
         if not inputs and image is None and rows == len(denoiser.conditioning["encoder_hidden_states"]):
             return
         arrays = {name: value[-rows:] for name, value in {**denoiser.conditioning, **inputs}.items()}
+        images = [control.image for control in denoiser.controls] if image is None else image
+        images = images if isinstance(images, list) else [images]
+        if len(images) != len(denoiser.controls):
+            raise InputError(
+                f"a callback returned {len(images)} control images for {len(denoiser.controls)} ControlNets."
+            )
         controls = [
-            replace(control, image=(control.image if image is None else image)[-rows:]) for control in denoiser.controls
+            replace(control, image=each[-rows:]) for control, each in zip(denoiser.controls, images, strict=True)
         ]
         self.denoiser = Denoiser(
             denoiser.models, arrays, denoiser.timesteps, controls, denoiser.unet, denoiser.perturbed

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
+from sd_ort.pipelines import controlnet_inputs
 from sd_ort.pipelines.arguments import GUIDANCE, STEPS
 from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable, tile
 from sd_ort.pipelines.noise import sources
@@ -59,7 +60,8 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     def _read_images(self, request: Request) -> None:
         request.image = readable(request.image)
         if request.control_image is not None:
-            request.control_image = readable(request.control_image, "control image")
+            count = max(1, len(controlnet_inputs.names(self.models)))
+            request.control_image = controlnet_inputs.by_controlnet(request.control_image, count)
 
     def _draw(self, request: Request) -> PipelineOutput:
         conditioning = self._condition(request)

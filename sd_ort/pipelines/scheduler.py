@@ -65,7 +65,9 @@ class PipelineScheduler:
                 return numpy_timetable
         from sd_ort.checkpoints.schedule import DiffusersTimetable
 
-        return DiffusersTimetable(self.diffusers, request.num_inference_steps, request.eta, **options)
+        seeds = request.generator if isinstance(request.generator, list) else [request.generator]
+        seed = request.generator if all(isinstance(each, int) for each in seeds) else None
+        return DiffusersTimetable(self.diffusers, request.num_inference_steps, request.eta, seed, **options)
 
     def _numpy(self, steps: int, eta: float = 0.0, **options: float) -> Timetable | None:
         own = self._diffusers is not None and not type(self._diffusers).__module__.startswith("diffusers.schedulers.")

@@ -34,7 +34,7 @@ from sd_ort.pipelines.arguments import GUIDANCE, STEPS, DefaultNumber, check_loa
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
-from sd_ort.pipelines.images import as_array, finished, readable, size_of
+from sd_ort.pipelines.images import as_array, finished, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
@@ -297,7 +297,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         request.control_image = request.image if request.control_image is None else request.control_image
         request.image = None
         if request.control_image is not None:
-            request.control_image = readable(request.control_image, "control image")
+            count = max(1, len(controlnet_inputs.names(self.models)))
+            request.control_image = controlnet_inputs.by_controlnet(request.control_image, count)
 
     def _size(self, request: Request) -> tuple[int, int]:
         """Return height and width in pixels: those of the call, else of the control image, else the model's."""

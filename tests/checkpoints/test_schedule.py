@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 
+import sd_ort
 from sd_ort.checkpoints.linear_schedule import fixed_schedule
 from sd_ort.checkpoints.schedule import DiffusersTimetable, linear_schedule
 from sd_ort.checkpoints.schedulers import make_scheduler
@@ -58,3 +62,46 @@ def test_schedules_are_remembered() -> None:
     other.set_timesteps(5)
     for changed in (linear_schedule(other, other.timesteps), linear_schedule(scheduler, scheduler.timesteps[1:])):
         assert changed.weights.shape != first.weights.shape or not np.allclose(changed.weights, first.weights)
+
+
+class OwnNoise(diffusers.EulerDiscreteScheduler):
+    """A scheduler that samples its own noise as DPMSolverSDEScheduler does, which needs torchsde."""
+
+    noise_sampler = None
+
+    def __init__(self, *arguments: Any, noise_sampler_seed: int | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.noise_sampler_seed = noise_sampler_seed
+
+    def step(self, prediction: Any, timestep: Any, sample: torch.Tensor, return_dict: bool = True) -> Any:  # type: ignore[override]
+        if self.noise_sampler is None:
+            seed = self.noise_sampler_seed
+            seed = int(torch.randint(0, 2**31, [])) if seed is None else seed
+            self.noise_sampler = torch.Generator().manual_seed(seed)
+        noise = 0.1 * torch.randn(sample.shape, generator=self.noise_sampler)
+        return super().step(prediction, timestep, sample + noise, return_dict=return_dict)
+
+
+def test_a_scheduler_that_samples_its_own_noise_is_run_as_diffusers_does(small_export: Path) -> None:
+    options = {"num_inference_steps": 2, "output_type": "latent"}
+    pipe = sd_ort.StableDiffusionPipeline.from_pretrained(small_export, "cpu")
+    config = dict(pipe.scheduler.config)
+
+    def draw(generator: Any, seed: int | None = None) -> np.ndarray:
+        pipe.scheduler = OwnNoise.from_config(config, noise_sampler_seed=seed)
+        return np.asarray(pipe("a red circle", generator=generator, **options).images)
+
+    timetable = DiffusersTimetable(OwnNoise.from_config(config), 2, 0.0)
+    with pytest.raises(InputError, match="samples its own noise"):
+        linear_schedule(timetable.scheduler, timetable.scheduler.timesteps)
+    generator, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        first = draw(generator)
+        torch.randn(first.shape, generator=other)  # the latents alone come from the generator
+        assert torch.equal(generator.get_state(), other.get_state())
+        assert not np.array_equal(draw(torch.Generator().manual_seed(3)), first)
+        torch.manual_seed(5)
+        assert np.array_equal(draw(torch.Generator().manual_seed(3)), first)
+    assert np.array_equal(draw(3, seed=8), draw(3, seed=8))
+    assert np.array_equal(draw(3), draw(3, seed=3)), "an integer is also the seed of the scheduler's noise"

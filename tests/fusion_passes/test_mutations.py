@@ -39,12 +39,18 @@ def _canonical_ops(body: str, dtype: str = "float") -> list[str]:
         <int64[3] other = {{0, 6, 4}}, int64[1] flat = {{-1}}, int64[3] back = {{-1, 4, 6}}, int64[1] axis = {{0}},
          int64[1] last = {{-1}}, int64[1] end = {{9223372036854775807}}, int64[1] before = {{-99}},
          int64[1] reverse = {{-1}}, float zero = {{0}}, float one = {{1}},
+         int64 first = {{0}}, int64 next = {{1}}, int64 previous = {{-1}}, float low = {{-1e30}}, float inf = {{inf}},
+         int64[1] width = {{6}}, int64[1] double = {{12}}, int64[1] second = {{1}},
          float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
     )
     canonicalize(model)
     return [node.op_type for node in model.graph]
 
 
+# A mask that masks nothing, since no position is negative, and its Range.
+RANGE = "s = Shape (x)  w = Shape <start = 2> (x)  n = Squeeze (w)  r = Range (first, n, next)"
+MASK = f"{RANGE}  i = GreaterOrEqual (r, first)  e = Expand (i, s)  m = Where (e, zero, low)  a = Add (x, m)"
+JOINED = "r = Sigmoid (x)  j = Concat <axis = 2> (x, r)"
 CUT = "s = Shape <end = 1> (x)  a = Slice (x, axis, s, last)  b = Slice (x, s, end, last)"
 
 
@@ -59,6 +65,10 @@ CUT = "s = Shape <end = 1> (x)  a = Slice (x, axis, s, last)  b = Slice (x, s, e
         "s = Shape <end = 1> (x)  a = Slice (x, axis, s, axis)  z = Relu (a)",
         f"{CUT}  c = Concat <axis = 2> (a, b)  z = Relu (c)",
         "a, b = Split <axis = 2, num_outputs = 2> (x)  c = Concat <axis = -1> (a, b)  z = Relu (c)",
+        f"{JOINED}  a = Slice (j, axis, width, last)  z = Relu (a)",
+        "s = Shape (x)  o = Expand (one, s)  a = Mul (o, x)  z = Relu (a)",
+        f"{MASK}  z = Relu (a)",
+        MASK.replace("GreaterOrEqual (r, first)", "Greater (r, previous)") + "  z = Relu (a)",
     ],
 )
 def test_inverse_pairs_are_removed(body: str) -> None:
@@ -81,6 +91,14 @@ def test_inverse_pairs_are_removed(body: str) -> None:
         (f"{CUT.replace('s, end', 'last, end')}  c = Concat <axis = 2> (a, b)  z = Relu (c)", "Concat"),
         ("a, b = Split <axis = 2, num_outputs = 2> (x)  c = Concat <axis = 2> (b, a)  z = Relu (c)", "Concat"),
         ("a, b = Split <axis = 2, num_outputs = 2> (x)  c = Concat <axis = 1> (a, b)  z = Relu (c)", "Concat"),
+        (f"{JOINED}  a = Slice (j, width, double, last)  z = Relu (a)", "Sigmoid"),
+        (f"{JOINED}  a = Slice (j, second, double, last)  z = Relu (a)", "Concat"),
+        ("s = Shape (x)  o = Expand (one, s)  a = Add (x, o)  z = Relu (a)", "Add"),
+        ("a = Mul (x, inf)  b = Mul (a, zero)  c = Add (x, b)  z = Relu (c)", "Add"),
+        (MASK.replace("(r, first)", "(r, next)") + "  z = Relu (a)", "Where"),
+        (MASK.replace("GreaterOrEqual", "Greater") + "  z = Relu (a)", "Where"),
+        (MASK.replace("(first, n", "(previous, n") + "  z = Relu (a)", "Where"),
+        (MASK.replace("zero, low", "low, zero") + "  z = Relu (a)", "Add"),
     ],
 )
 def test_similar_pairs_that_do_not_cancel_stay(body: str, stays: str) -> None:

@@ -175,6 +175,25 @@ def test_several_controlnets(controlled: Path, control_reference: Any, picture: 
     with pytest.raises(InputError, match="1 control images for 2 ControlNets"):
         draw(ours, control_image=[picture], height=64, width=64)
 
+    two = {"prompt": ["a cat", "a dog"], "height": 64, "width": 64}
+    nested = [pictures, pictures[::-1]]  # one list per prompt
+    seen: list[Any] = []
+
+    def change(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.append([tuple(image.shape) for image in tensors["image"]])
+        return {"image": [image.flip(-1) for image in tensors["image"]]}
+
+    tensors = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": ["latents", "image"]}
+    expected = draw(theirs, image=nested, generator=seeds(3)[0], **two, **tensors)
+    assert psnr(draw(ours, control_image=nested, generator=3, **two, **tensors), expected) > MIN_PSNR
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+    assert len(seen[0]) == 2
+    tensors["callback_on_step_end"] = lambda pipe, index, timestep, tensors: {"image": tensors["image"][0]}
+    with pytest.raises(InputError, match="1 control images for 2 ControlNets"):
+        draw(ours, control_image=nested, **two, **tensors)
+    with pytest.raises(InputError, match="one list per prompt, of 2 images each"):
+        draw(ours, control_image=[[picture], [picture]], **two)
+
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count: int) -> None:
