@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 LONGEST_TEXT = 512  # T5 tokens, as in diffusers
 TEXT_TOKENS = DefaultInt(LONGEST_TEXT)
+FLUX_STEPS = DefaultInt(28)
 STEP_LIMIT = 5000  # denoising steps
 # Options of StableDiffusionPipeline.from_pretrained that change nothing here at these values.
 UNUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -308,8 +309,11 @@ class TransformerPipeline(LoraMixin):
         patches = self.family.max_patches(self.transformer_config)
         if patches is not None and max(height, width) > patches * multiple:
             raise InputError(f"{height} x {width} is too large for this model: at most {patches * multiple} a side.")
-        if isinstance(call.max_sequence_length, DefaultInt) and demo_defaults(self.folder):
-            call.max_sequence_length = demo.TEXT_LENGTH
+        if demo_defaults(self.folder):
+            if isinstance(call.max_sequence_length, DefaultInt):
+                call.max_sequence_length = demo.TEXT_LENGTH
+            if isinstance(call.num_inference_steps, DefaultInt | None):
+                call.num_inference_steps = demo.TRANSFORMER_STEPS
         steps = self.family.steps if call.num_inference_steps is None else call.num_inference_steps
         if not 1 <= steps <= STEP_LIMIT:
             raise InputError(f"{steps} steps are not between 1 and {STEP_LIMIT}.")
@@ -579,7 +583,7 @@ class FluxPipeline(TransformerPipeline):
     def __call__(
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
         negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = 28, sigmas: Sequence[float] | None = None,
+        width: int | None = None, num_inference_steps: int = FLUX_STEPS, sigmas: Sequence[float] | None = None,
         guidance_scale: float = 3.5, num_images_per_prompt: int | None = 1, generator: Generator = None,
         latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
