@@ -131,8 +131,9 @@ class FluxImg2ImgPipeline(_ImageStart, FluxPipeline):
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
         negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, image: Picture | None = None,
-        height: int | None = None, width: int | None = None, strength: float = 0.6, num_inference_steps: int = FLUX_STEPS,
-        sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0, num_images_per_prompt: int | None = 1,
+        height: int | None = None, width: int | None = None, strength: float = 0.6,
+        num_inference_steps: int = FLUX_STEPS, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
+        num_images_per_prompt: int | None = 1,
         generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
         ip_adapter_image_embeds: Sequence[Tensor] | None = None, negative_ip_adapter_image: Picture | None = None,

@@ -11,7 +11,6 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
