@@ -6,6 +6,7 @@ gives the image of diffusers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ from sd_ort.runtime.session import Model
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger("sd_ort")
 
 LONGEST_TEXT = 512  # T5 tokens, as in diffusers
 TEXT_TOKENS = DefaultInt(LONGEST_TEXT)
@@ -126,6 +129,7 @@ class TransformerPipeline(LoraMixin):
 
     CLASS = ""  # the model class of the transformer
     INDEX_CLASS = ""  # the pipeline class of the folder
+    ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others refuses the size
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without
     REQUIRED_COMPONENTS: tuple[str, ...] = ("transformer", "vae_decoder")
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds")
@@ -305,7 +309,12 @@ class TransformerPipeline(LoraMixin):
         height, width = call.height or self.default_size, call.width or self.default_size
         multiple = self.size_multiple
         if height % multiple or width % multiple:
-            raise InputError(f"height {height} and width {width} must be multiples of {multiple}.")
+            if not self.ROUNDS_SIZE or min(height, width) < multiple:
+                raise InputError(f"height {height} and width {width} must be multiples of {multiple}.")
+            rounded = height - height % multiple, width - width % multiple
+            log.warning("height %s and width %s are not multiples of %s: generating %s x %s.",
+                        height, width, multiple, *rounded)  # fmt: skip
+            height, width = rounded
         patches = self.family.max_patches(self.transformer_config)
         if patches is not None and max(height, width) > patches * multiple:
             raise InputError(f"{height} x {width} is too large for this model: at most {patches * multiple} a side.")
@@ -564,7 +573,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
 class FluxPipeline(TransformerPipeline):
     """Text to image with FLUX.1 pipeline folders. Make one with `from_pretrained`."""
 
-    CLASS, INDEX_CLASS = "FluxTransformer2DModel", "FluxPipeline"
+    CLASS, INDEX_CLASS, ROUNDS_SIZE = "FluxTransformer2DModel", "FluxPipeline", True
     ENCODERS = ("text_encoder", "text_encoder_2")
     TAKES_UNPACKED_LATENTS = False  # (B, C, h, w), as diffusers does for inpainting
 

@@ -15,6 +15,7 @@ import torch
 from sd_ort import demo
 from sd_ort.benchmark.engines import interface
 from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine, LoadedEngine
+from sd_ort.checkpoints.diffusion_transformers import FAMILIES
 from sd_ort.checkpoints.signatures import default_latents
 from sd_ort.core.errors import InputError, SdOrtError
 
@@ -193,7 +194,12 @@ def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> A
 
     source = _source(model, random_weights, seed)
     components: dict[str, Any] = {name: source.load(name) for name in source.configs}
-    components |= {name: None for name in ("safety_checker", "feature_extractor") if name in source.index}
+    absent = ("safety_checker", "feature_extractor", "image_encoder")
+    components |= {name: None for name in absent if name in source.index}
+    if family := FAMILIES.get(str((source.index.get("transformer") or [None, None])[1])):
+        for name in family.optional_encoders:  # which diffusers wants named
+            if name not in source.configs:
+                components |= {name: None, name.replace("text_encoder", "tokenizer"): None}
     try:
         with tempfile.TemporaryDirectory() as folder:
             source.write_configs(Path(folder))
