@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sd_ort.demo import FOLDERS
 from sd_ort.stages import optimize
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +55,15 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python.parent
+
+
+def test_the_wheel_has_both_demo_models(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in FOLDERS.values():
+        files = {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.is_file()}
+        assert len(files) > 8
+        assert files <= names
+    assert wheel.stat().st_size <= 60e6  # PyPI takes 100 MB
 
 
 def test_the_wheel_generates_with_its_own_library(installed: Path, small_export: Path, tmp_path: Path) -> None:

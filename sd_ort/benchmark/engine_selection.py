@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sd_ort import demo
 from sd_ort.benchmark.engine_builds import ABLATION, HOIST, BuildSpec, ablation_steps
 from sd_ort.benchmark.engines.interface import ENGINE_TYPES, Engine
 from sd_ort.core.errors import InputError
@@ -33,7 +34,8 @@ def find_engines(
     The source of an optimized folder is added if there is no raw export in `folders` and the source still exists.
 
     Args:
-        torch_model: diffusers folder, "demo", "none", or None for the model that the first folder was exported from.
+        torch_model: diffusers folder, "demo", "demo-dit", "none", or None for the model that the first folder was
+            exported from.
         names: engines of `NAMES` or `ours-TARGET` instead of the raw export and torch eager; optimized folders stay.
 
     Raises:
@@ -190,16 +192,16 @@ def _torch_engines(torch_model: str | None, first: Engine) -> tuple[list[Engine]
     if torch_model == "none":
         return [], []
     if torch_model:
-        if torch_model != "demo" and not is_diffusers_folder(Path(torch_model)):
+        if torch_model not in demo.FOLDERS and not is_diffusers_folder(Path(torch_model)):
             raise InputError(f"{torch_model} is not a diffusers folder: give one, `demo` or `none` to --torch.")
         return [replace(torch, directory=torch_model, model=torch_model, random_weights=False)], []
     if first.random_weights and first.weights_seed is None:
         return [], ["torch was not measured: the export, which records the seed of its random weights, is gone."]
-    if first.random_weights or first.model == "demo" or is_diffusers_folder(Path(first.model)):
+    if first.random_weights or first.model in demo.FOLDERS or is_diffusers_folder(Path(first.model)):
         return [replace(torch, directory=first.model)], []
     return [], [f"torch was not measured: {first.model!r} is no diffusers folder on this machine (use --torch)."]
 
 
 def is_diffusers_folder(folder: Path) -> bool:
     """Return whether a folder is a pipeline with torch weights, not ONNX models."""
-    return (folder / "model_index.json").is_file() and not (folder / "unet" / MODEL).is_file()
+    return (folder / "model_index.json").is_file() and not any(folder.glob(f"*/{MODEL}"))

@@ -33,7 +33,7 @@ from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.files import JSON_LIMIT, read_regular
 from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import ProgressCallback, ignore_progress
-from sd_ort.demo import fidelity
+from sd_ort.demo import FOLDERS, fidelity
 from sd_ort.runtime import device_meters
 
 CAPTION_LIMIT = 2000  # characters; COCO's longest caption has 251
@@ -252,7 +252,7 @@ class WorkerBackend:
 
 def prompts_for(model: str, count: int, seed: int) -> list[str]:
     """Return prompts that the demo model was not trained on, or for other models CAPTIONS repeated."""
-    if model == "demo":
+    if model in FOLDERS:
         return list(fidelity.unseen_prompts(count, seed))
     return [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sd_ort import demo
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.npz_file import read_npz
 from sd_ort.demo import fidelity
@@ -44,7 +45,7 @@ def scores(
         "clip_score": clip_score(image_prompts, generated, clip) if clip else "no CLIP weights: give --clip DIR",
         "fid": "no Inception weights: give --inception and --fid-stats",
     }
-    if model == "demo":
+    if model in demo.FOLDERS:
         results["fidelity_percent"] = 100 * fidelity.score(image_prompts, generated).share
     if inception and fid_stats:
         results["fid"] = fid(generated, inception, fid_stats)

@@ -49,10 +49,10 @@ def command(
 ) -> None:
     """Turn MODEL into an ONNX pipeline folder OUT.
 
-    MODEL is `demo` (a small model that comes with sd-ort), a checkpoint in one .safetensors file, a folder saved by
-    diffusers, or a hub id such as stable-diffusion-v1-5/stable-diffusion-v1-5. Each component is exported in fp32 with
-    dynamic batch, height, width and sequence length, and compared with torch before the next is loaded. OUT is written
-    whole or not at all, and left alone when it already holds the same export.
+    MODEL is `demo` or `demo-dit` (small models that come with sd-ort), a checkpoint in one .safetensors file, a folder
+    saved by diffusers, or a hub id such as stable-diffusion-v1-5/stable-diffusion-v1-5. Each component is exported in
+    fp32 with dynamic batch, height, width and sequence length, and compared with torch before the next is loaded. OUT
+    is written whole or not at all, and left alone when it already holds the same export.
     """
     if len(paths) != (2 if preset is None else 1):
         arguments = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"

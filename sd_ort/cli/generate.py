@@ -43,7 +43,11 @@ class Devices(click.ParamType):
     type=click.Path(path_type=Path),
     help="Optimize a checkpoint into this folder [default: the cache, see `sd-ort cache`].",
 )
-@click.option("--steps", type=click.IntRange(1), help="Denoising steps [default: 50, demo model 25].")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Denoising steps [default: 50, FLUX.1 and SD 3 28, demo model 25, demo-dit 20].",
+)
 @click.option(
     "--guidance", type=GUIDANCE, help="Guidance scale; 1 or less is none [default: 7.5, SDXL 5, demo model 3]."
 )
@@ -223,6 +227,11 @@ def command(
         "prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance,
         "negative_prompt": negative, **images, **{name: value for name, value in shared.items() if value is not None},
     }  # fmt: skip
+    if negative and getattr(pipeline, "CLASS", "") == "FluxTransformer2DModel":
+        if pipeline.transformer_config.get("guidance_embeds"):
+            say("--negative has no effect: this model reads --guidance as an input, and no negative prompt.")
+        else:
+            arguments["true_cfg_scale"] = guidance
     batches = [seeds[start : start + batch] for start in range(0, num_images, batch)]
     calls = ({**arguments, "num_images_per_prompt": len(part), "generator": list(part)} for part in batches)
     by_seed = dict(zip(seeds, paths, strict=True))

@@ -40,7 +40,7 @@ REFERENCE_DISTANCE = 10  # of reference images on the first axis of positions
 class Flux2KleinPipeline(TransformerPipeline):
     """Text to image with FLUX.2 klein pipeline folders. Make one with `from_pretrained`."""
 
-    CLASS, INDEX_CLASS = "Flux2Transformer2DModel", "Flux2KleinPipeline"
+    CLASS, INDEX_CLASS, ROUNDS_SIZE = "Flux2Transformer2DModel", "Flux2KleinPipeline", True
     ENCODERS = ("text_encoder",)
 
     def _open_tokenizers(self) -> None:

@@ -18,6 +18,7 @@ from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, r
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.request import Generator, Picture, Prompt, StepCallback
 from sd_ort.pipelines.transformer_pipelines import (
+    FLUX_STEPS,
     TEXT_TOKENS,
     FluxPipeline,
     StableDiffusion3Pipeline,
@@ -130,8 +131,9 @@ class FluxImg2ImgPipeline(_ImageStart, FluxPipeline):
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
         negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, image: Picture | None = None,
-        height: int | None = None, width: int | None = None, strength: float = 0.6, num_inference_steps: int = 28,
-        sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0, num_images_per_prompt: int | None = 1,
+        height: int | None = None, width: int | None = None, strength: float = 0.6,
+        num_inference_steps: int = FLUX_STEPS, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
+        num_images_per_prompt: int | None = 1,
         generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
         ip_adapter_image_embeds: Sequence[Tensor] | None = None, negative_ip_adapter_image: Picture | None = None,
@@ -156,7 +158,7 @@ class FluxInpaintPipeline(_ImageStart, FluxPipeline):
         negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, image: Picture | None = None,
         mask_image: Picture | None = None, masked_image_latents: Tensor | None = None, height: int | None = None,
         width: int | None = None, padding_mask_crop: int | None = None, strength: float = 0.6,
-        num_inference_steps: int = 28, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
+        num_inference_steps: int = FLUX_STEPS, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
         num_images_per_prompt: int | None = 1, generator: Generator = None, latents: Tensor | None = None,
         prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
         ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,

@@ -6,6 +6,7 @@ gives the image of diffusers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +44,11 @@ from sd_ort.runtime.session import Model
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger("sd_ort")
+
 LONGEST_TEXT = 512  # T5 tokens, as in diffusers
 TEXT_TOKENS = DefaultInt(LONGEST_TEXT)
+FLUX_STEPS = DefaultInt(28)
 STEP_LIMIT = 5000  # denoising steps
 # Options of StableDiffusionPipeline.from_pretrained that change nothing here at these values.
 UNUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -125,6 +129,7 @@ class TransformerPipeline(LoraMixin):
 
     CLASS = ""  # the model class of the transformer
     INDEX_CLASS = ""  # the pipeline class of the folder
+    ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others refuses the size
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without
     REQUIRED_COMPONENTS: tuple[str, ...] = ("transformer", "vae_decoder")
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds")
@@ -304,12 +309,20 @@ class TransformerPipeline(LoraMixin):
         height, width = call.height or self.default_size, call.width or self.default_size
         multiple = self.size_multiple
         if height % multiple or width % multiple:
-            raise InputError(f"height {height} and width {width} must be multiples of {multiple}.")
+            if not self.ROUNDS_SIZE or min(height, width) < multiple:
+                raise InputError(f"height {height} and width {width} must be multiples of {multiple}.")
+            rounded = height - height % multiple, width - width % multiple
+            log.warning("height %s and width %s are not multiples of %s: generating %s x %s.",
+                        height, width, multiple, *rounded)  # fmt: skip
+            height, width = rounded
         patches = self.family.max_patches(self.transformer_config)
         if patches is not None and max(height, width) > patches * multiple:
             raise InputError(f"{height} x {width} is too large for this model: at most {patches * multiple} a side.")
-        if isinstance(call.max_sequence_length, DefaultInt) and demo_defaults(self.folder):
-            call.max_sequence_length = demo.TEXT_LENGTH
+        if demo_defaults(self.folder):
+            if isinstance(call.max_sequence_length, DefaultInt):
+                call.max_sequence_length = demo.TEXT_LENGTH
+            if isinstance(call.num_inference_steps, DefaultInt | None):
+                call.num_inference_steps = demo.TRANSFORMER_STEPS
         steps = self.family.steps if call.num_inference_steps is None else call.num_inference_steps
         if not 1 <= steps <= STEP_LIMIT:
             raise InputError(f"{steps} steps are not between 1 and {STEP_LIMIT}.")
@@ -560,7 +573,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
 class FluxPipeline(TransformerPipeline):
     """Text to image with FLUX.1 pipeline folders. Make one with `from_pretrained`."""
 
-    CLASS, INDEX_CLASS = "FluxTransformer2DModel", "FluxPipeline"
+    CLASS, INDEX_CLASS, ROUNDS_SIZE = "FluxTransformer2DModel", "FluxPipeline", True
     ENCODERS = ("text_encoder", "text_encoder_2")
     TAKES_UNPACKED_LATENTS = False  # (B, C, h, w), as diffusers does for inpainting
 
@@ -579,7 +592,7 @@ class FluxPipeline(TransformerPipeline):
     def __call__(
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
         negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = 28, sigmas: Sequence[float] | None = None,
+        width: int | None = None, num_inference_steps: int = FLUX_STEPS, sigmas: Sequence[float] | None = None,
         guidance_scale: float = 3.5, num_images_per_prompt: int | None = 1, generator: Generator = None,
         latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
         pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,

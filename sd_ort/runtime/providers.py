@@ -11,7 +11,6 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
 PLUGIN = "plugin:"
 _REGISTRATION = threading.Lock()
+_WARNING = threading.Lock()
+warnings_logged: set[str] = set()  # by `warn_once`
 _registered: dict[Path, list[Any]] = {}  # plugin providers of this process, with their devices
 
 
@@ -186,7 +187,10 @@ def refuse(message: str, allow_fallback: bool) -> None:
     warn_once(f"{message} Falling back to the CPU.")
 
 
-@cache
 def warn_once(message: str) -> None:
-    """Log a warning that every component would repeat."""
-    log.warning(message)
+    """Log a warning that every component would repeat. Components are opened by several threads at once."""
+    with _WARNING:
+        is_new = message not in warnings_logged
+        warnings_logged.add(message)
+    if is_new:
+        log.warning(message)

@@ -33,6 +33,7 @@ def test_a_published_architecture_is_optimized_explained_and_run(tmp_path: Path)
     generate = ["generate", "a circle", "--steps", "1", "--height", "64", "--width", "64", "--seed", "0"]
     for arguments in (["optimize", "demo", "out", "--target", "cpu"], ["verify", "demo", "out"], ["explain", "out"],
                       ["verify", "out", "out"], ["doctor"], ["cache"], [*generate, "--model", "out"],
+                      [*generate, "--model", "demo-dit", "--overwrite"],
                       ["benchmark", "out", "--component", "vae_decoder", "--steps", "1"]):  # fmt: skip
         result = run(tmp_path, *arguments)
         assert result.returncode == 0, result.stderr

@@ -27,7 +27,7 @@ from sd_ort.inspect.verify import verify
 from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.merged import MergedPipeline
 from sd_ort.runtime.bound_run import BoundRun
-from sd_ort.runtime.providers import warn_once
+from sd_ort.runtime.providers import warnings_logged
 from sd_ort.runtime.session import Model
 from sd_ort.stages import optimize
 
@@ -277,7 +277,7 @@ def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[
 
 
 def test_device_loop_logs_unsupported_calls(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
-    warn_once.cache_clear()
+    warnings_logged.clear()
     clipping = make_scheduler(plain, "ddim")
     clipping = type(clipping).from_config({**clipping.config, "clip_sample": True})
     looped = StableDiffusionPipeline.from_pretrained(plain, scheduler=clipping, device_loop=True)

@@ -24,7 +24,7 @@ from sd_ort.graphs.partition import MAX_IMBALANCE, partition_graph
 from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf, SplitGuidanceStep
 from sd_ort.pipelines.merged import MergedPipeline
 from sd_ort.runtime.partitioned import BoundPartitions, PeerCopy
-from sd_ort.runtime.providers import warn_once
+from sd_ort.runtime.providers import warnings_logged
 from sd_ort.runtime.stream import Stream
 from sd_ort.stages import optimize
 
@@ -102,7 +102,7 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
 
 
 def test_what_is_not_split_is_said(small_export: Path, caplog: pytest.LogCaptureFixture) -> None:
-    warn_once.cache_clear()
+    warnings_logged.clear()
     two = StableDiffusionPipeline.from_pretrained(small_export, split_guidance=(0, 1))
     draw(two, guidance_scale=1.0, num_inference_steps=1)
     assert "nothing to split" in caplog.text

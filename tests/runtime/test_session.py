@@ -253,7 +253,7 @@ def test_dropped_provider_is_a_warning_when_allowed(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pretend(monkeypatch, [])
-    providers.warn_once.cache_clear()
+    providers.warnings_logged.clear()
     for _ in range(2):
         opened = session.create_session(
             model, "rocm", session.SessionOptions(allow_fallback=True, library=False)

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from sd_ort.benchmark.engines import interface
 from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine, LoadedEngine
 from sd_ort.core.errors import SdOrtError
-from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL, read_index
 from sd_ort.runtime import bound_run, ort_wheel, providers, session
 from sd_ort.runtime.session import SessionOptions
 
@@ -44,31 +45,34 @@ def _session_options(engine: Engine, settings: BenchmarkSettings, profile: Path 
 def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
     """Open a pipeline folder with the defaults of `from_pretrained`.
 
-    If all steps are enqueued on the device, the time of a step is their mean there; otherwise UNet calls are timed.
+    If all steps are enqueued on the device, the time of a step is their mean there; otherwise calls of the UNet or the
+    transformer are timed.
     """
-    from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
+    import sd_ort
 
     if engine.engine == "tensorrt":
         raise SdOrtError("TensorRT is measured on one component: use --component.")
-    pipeline = StableDiffusionPipeline.from_pretrained(
+    name = read_index(Path(engine.directory)).get("_class_name")
+    name = name if name in sd_ort.TRANSFORMER_PIPELINES else "StableDiffusionPipeline"
+    pipeline = getattr(sd_ort, name).from_pretrained(
         engine.directory, settings.provider, graph=engine.pipeline_graph, threads=settings.threads,
         allow_fallback=settings.allow_fallback, tuning=settings.tuning, library=engine.library,
     )  # fmt: skip
     for name in ("text_encoder", "text_encoder_2", "unet_prompt", "unet_time", "unet", "vae_decoder"):
         if name in pipeline.models:
             assert pipeline.models[name]  # opens the session, which is part of the load time
-    unet = pipeline.models["unet"]
-    seconds = record_run_times(unet.session)
+    denoiser = pipeline.models["unet" if "unet" in pipeline.models else "transformer"]
+    seconds, loop = record_run_times(denoiser.session), getattr(pipeline, "loop", SimpleNamespace())
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
-        pipeline.loop.step_seconds = None
+        loop.step_seconds = None
         result = pipeline(**interface.pipeline_arguments(settings, batch, prompts, seed), progress=False).images
         images = np.stack([np.asarray(image) for image in result])
-        mean = pipeline.loop.step_seconds
+        mean = loop.step_seconds
         return Batch([mean] if mean is not None else list(seconds), images.shape[1:3], images)
 
-    return LoadedEngine(run, _precision(unet))
+    return LoadedEngine(run, _precision(denoiser))
 
 
 def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:

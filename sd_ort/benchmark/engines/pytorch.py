@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from sd_ort import demo
 from sd_ort.benchmark.engines import interface
 from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine, LoadedEngine
+from sd_ort.checkpoints.diffusion_transformers import FAMILIES
 from sd_ort.checkpoints.signatures import default_latents
 from sd_ort.core.errors import InputError, SdOrtError
 
+# Arguments of diffusers' call that draws with sd-ort's defaults.
+DEMO_TRANSFORMER = {"height": demo.HEIGHT, "width": demo.WIDTH, "max_sequence_length": demo.TEXT_LENGTH}
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16"}
 
 
@@ -51,13 +55,19 @@ def _apply_variant(module: Any, variant: str, device: str) -> Any:
 
 
 def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
-    """Open diffusers' pipeline of the engine's model; every UNet call is timed, synchronized with the device."""
+    """Open diffusers' pipeline of the engine's model; every call of the UNet or the transformer is timed.
+
+    Each time begins and ends synchronized with the device.
+    """
     device, dtype = _device(settings)
     if engine.variant == "graph":
         raise SdOrtError("torch's graphs are captured for one component: use --component.")
     pipeline = torch_pipeline(engine.model, engine.random_weights, engine.weights_seed or 0)
     pipeline.to(device, dtype)
-    pipeline.unet = _apply_variant(pipeline.unet, engine.variant, device)
+    name = "unet" if "unet" in pipeline.components else "transformer"
+    denoiser = _apply_variant(getattr(pipeline, name), engine.variant, device)
+    setattr(pipeline, name, denoiser)
+    own = DEMO_TRANSFORMER if engine.model == "demo-dit" else {}
     starts: list[float] = []
     seconds: list[float] = []
 
@@ -65,12 +75,13 @@ def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
         _synchronize(device)
         return time.perf_counter()
 
-    pipeline.unet.register_forward_pre_hook(lambda *_: starts.append(now()))
-    pipeline.unet.register_forward_hook(lambda *_: seconds.append(now() - starts[-1]))
+    denoiser.register_forward_pre_hook(lambda *_: starts.append(now()))
+    denoiser.register_forward_hook(lambda *_: seconds.append(now() - starts[-1]))
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
         arguments = interface.pipeline_arguments(settings, batch, prompts, seed)
+        arguments |= {key: value for key, value in own.items() if arguments.get(key) is None}
         arguments["generator"] = [torch.Generator().manual_seed(each) for each in arguments["generator"]]
         result = pipeline(**arguments, latents=first_latents(pipeline, arguments).to(device, dtype)).images
         images = np.stack([np.asarray(image) for image in result])
@@ -86,10 +97,20 @@ def first_latents(pipeline: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
     """
     from diffusers.utils.torch_utils import randn_tensor
 
-    scale, default = pipeline.vae_scale_factor, default_latents(pipeline.unet.config)
+    if "unet" in pipeline.components:
+        config, default = pipeline.unet.config, default_latents(pipeline.unet.config)
+    else:
+        config, default = pipeline.transformer.config, pipeline.default_sample_size
+    scale, channels, packs = pipeline.vae_scale_factor, config.in_channels, hasattr(pipeline, "_pack_latents")
     sides = [arguments[name] // scale if arguments[name] else default for name in ("height", "width")]
-    shape = (len(arguments["prompt"]), pipeline.unet.config.in_channels, *sides)
-    return randn_tensor(shape, arguments["generator"], torch.device("cpu"), torch.float32)
+    is_flux = type(pipeline).__name__ == "FluxPipeline"
+    if is_flux:  # samples latents, and packs 2x2 of them; FLUX.2 samples packed ones
+        channels //= 4
+    elif packs:
+        sides = [side // 2 for side in sides]
+    count = len(arguments["prompt"])
+    noise = randn_tensor((count, channels, *sides), arguments["generator"], torch.device("cpu"), torch.float32)
+    return pipeline._pack_latents(noise, count, channels, *sides) if is_flux else noise
 
 
 def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
@@ -173,7 +194,12 @@ def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> A
 
     source = _source(model, random_weights, seed)
     components: dict[str, Any] = {name: source.load(name) for name in source.configs}
-    components |= {name: None for name in ("safety_checker", "feature_extractor") if name in source.index}
+    absent = ("safety_checker", "feature_extractor", "image_encoder")
+    components |= {name: None for name in absent if name in source.index}
+    if family := FAMILIES.get(str((source.index.get("transformer") or [None, None])[1])):
+        for name in family.optional_encoders:  # which diffusers wants named
+            if name not in source.configs:
+                components |= {name: None, name.replace("text_encoder", "tokenizer"): None}
     try:
         with tempfile.TemporaryDirectory() as folder:
             source.write_configs(Path(folder))

@@ -1,0 +1,90 @@
+"""The committed `demo-dit`: a small FluxPipeline folder that draws unseen prompts, as diffusers does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sd_ort import FluxImg2ImgPipeline, FluxPipeline, demo
+from sd_ort.checkpoints.diffusers_folder import open_folder
+from sd_ort.core.metrics import psnr
+from sd_ort.core.ownership import sha256
+from sd_ort.demo import TRANSFORMER_DIR, fidelity, scenes
+from sd_ort.export import templates
+
+WEIGHTS = sorted(TRANSFORMER_DIR.glob("*/*.safetensors"))
+PROMPTS = scenes.unseen_prompts(6, seed=0)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    return FluxPipeline.from_pretrained("demo-dit", "cpu")
+
+
+def test_weights_are_small_and_float16() -> None:
+    from safetensors.numpy import load_file
+
+    assert [p.parent.name for p in WEIGHTS] == ["text_encoder", "text_encoder_2", "transformer", "vae"]
+    assert sum(p.stat().st_size for p in TRANSFORMER_DIR.rglob("*") if p.is_file()) <= 25e6
+    tensors = [tensor for path in WEIGHTS for tensor in load_file(path).values()]
+    assert {tensor.dtype for tensor in tensors} == {np.dtype(np.float16)}
+    assert sum(tensor.size for tensor in tensors) <= 12e6
+    assert all(np.isfinite(tensor).all() and tensor.any() for tensor in tensors)
+    assert not [p for p in TRANSFORMER_DIR.rglob("*.json") if "_name_or_path" in p.read_text()]
+
+
+def test_every_component_has_a_template() -> None:
+    """So that the first call traces nothing, and needs no torch."""
+    source = open_folder("demo-dit", TRANSFORMER_DIR)
+    for component in ("text_encoder", "text_encoder_2", "transformer", "vae_encoder", "vae_decoder"):
+        path = templates.find_template(templates.component_key(source, component, 20, "dynamo"))
+        assert path, component
+        assert path.parent == templates.BUNDLED, component
+
+
+def test_generates_unseen_prompts_as_diffusers_does(pipeline: Any) -> None:
+    import diffusers
+
+    images = pipeline(PROMPTS, generator=list(range(len(PROMPTS)))).images
+    assert [image.size for image in images] == [(demo.WIDTH, demo.HEIGHT)] * len(PROMPTS)
+    assert pipeline.num_timesteps == demo.TRANSFORMER_STEPS
+    result = fidelity.score(PROMPTS, images)
+    assert result.correct >= len(PROMPTS) - 1, result.failures
+    theirs: Any = diffusers.FluxPipeline.from_pretrained(TRANSFORMER_DIR, dtype=torch.float32)
+    theirs.set_progress_bar_config(disable=True)
+    size = {"height": demo.HEIGHT, "width": demo.WIDTH, "max_sequence_length": demo.TEXT_LENGTH}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two threads wait for each other longer than one works
+    try:
+        generator = torch.Generator().manual_seed(1)
+        steps = demo.TRANSFORMER_STEPS
+        expected = theirs(PROMPTS[1], num_inference_steps=steps, **size, generator=generator, output_type="np").images
+    finally:
+        torch.set_num_threads(threads)
+    actual = pipeline(PROMPTS[1], generator=1, output_type="np").images
+    assert psnr(actual, expected, 0.01, peak=1.0) >= 60
+
+
+def test_defaults(pipeline: Any) -> None:
+    """A number of steps that was given is kept; image to image has the demo's defaults too."""
+    call = {"prompt": "a red circle on a blue background", "output_type": "latent", "generator": 0}
+    assert pipeline(**call, num_inference_steps=2).images.shape == (1, 64, 16)
+    assert pipeline.num_timesteps == 2
+    changed = FluxImg2ImgPipeline.from_pipe(pipeline)
+    changed(**call, image=Image.new("RGB", (demo.WIDTH, demo.HEIGHT), "blue"), strength=0.1)
+    assert changed.num_timesteps == demo.TRANSFORMER_STEPS // 10
+
+
+def test_recorded_score() -> None:
+    """results/ has the score of the committed weights, on enough prompts and high enough."""
+    report = json.loads((Path(__file__).parents[2] / "results/demo_dit_fidelity.json").read_text())
+    assert report["weights_sha256"] == {str(p.relative_to(TRANSFORMER_DIR)): sha256(p) for p in WEIGHTS}
+    assert (report["steps"], report["provider"]) == (demo.TRANSFORMER_STEPS, "cpu")
+    assert report["prompts"] >= 200
+    assert report["share"] == report["correct"] / report["prompts"] >= 0.95
