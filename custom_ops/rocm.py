@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 _RUNTIMES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so")
 _BLAS = ("libhipblaslt.so.1", "libhipblaslt.so.0", "libhipblaslt.so")
@@ -74,7 +75,7 @@ def blas_names(runtime: str) -> list[str]:
     return [folder + name for folder in (f"{Path(runtime).parent}/", "") for name in _BLAS]
 
 
-def path_of(function: object) -> str:
+def path_of(function: Any) -> str:
     """Return the path by which the loader found the library of a ctypes function; links are not resolved."""
     info = _DlInfo()
     ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
