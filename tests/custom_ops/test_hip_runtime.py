@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hip_library import hip_library
+from hip_library import TARGETS, hip_library
+from simulation import simulate
 
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 
@@ -61,6 +62,16 @@ def python(hidden_hip: Path, code: str, *arguments: Path | str, **variables: str
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_a_card_without_kernels_is_named() -> None:
+    """Before the first launch fails. gfx1151 is no target of the library."""
+    library = hip_library().with_name(PROVIDER_LIBRARIES["hip"])
+    done = simulate("gfx1151", [sys.executable, "-c", PROVIDER, str(library)], "--kernels", "skip", "--only-hip")
+    assert done.returncode == 0, done.stderr
+    targets = ", ".join(sorted(TARGETS))
+    advice = "sd-ort build-ops --hip gfx1151."
+    assert done.stdout.strip() == f"{library} has no kernels for gfx1151, only for {targets}: {advice}"
 
 
 def runtime(path: Path, *options: str) -> Path:
