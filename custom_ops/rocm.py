@@ -65,9 +65,9 @@ def runtime_names() -> list[str]:
     """Return paths and file names of HIP runtimes, in the order in which the libraries of sd-ort look for one."""
     load_pip_runtime()
     loaded, root = loaded_library("libamdhip64"), os.environ.get("ROCM_PATH")
-    folders = [f"{root}/lib/"] if root else []
-    paths = [folder + name for folder in (*folders, "", "/opt/rocm/lib/") for name in _RUNTIMES]
-    return [loaded, *paths] if loaded else paths
+    selected = [f"{root}/lib/{name}" for name in _RUNTIMES] if root else []
+    others = [folder + name for name in _RUNTIMES for folder in ("", "/opt/rocm/lib/")]
+    return [*([loaded] if loaded else []), *selected, *others]
 
 
 def blas_names(runtime: str) -> list[str]:

@@ -37,13 +37,16 @@ struct Runtime {
   std::string path, error;
 };
 
-// Searches the process, $ROCM_PATH, the loader's folders and /opt/rocm. Packages of pip are in none of these: Python
-// loads theirs first (custom_ops/rocm.py).
+// Searches the process, $ROCM_PATH, and by version the loader's folders and /opt/rocm: distributions have old versions.
+// Packages of pip are in none of these: Python loads theirs first (custom_ops/rocm.py).
 Runtime load_runtime() {
-  std::vector<std::string> paths = {loaded_runtime()}, folders = {"", "/opt/rocm/lib/"};
-  if (const char* root = std::getenv("ROCM_PATH")) folders.insert(folders.begin(), std::string(root) + "/lib/");
-  for (const std::string& folder : folders) {
-    for (const char* name : kRuntimes) paths.push_back(folder + name);
+  std::vector<std::string> paths = {loaded_runtime()};
+  if (const char* root = std::getenv("ROCM_PATH")) {
+    for (const char* name : kRuntimes) paths.push_back(std::string(root) + "/lib/" + name);
+  }
+  for (const char* name : kRuntimes) {
+    paths.push_back(name);
+    paths.push_back(std::string("/opt/rocm/lib/") + name);
   }
   Runtime runtime;
   std::string reason;  // of a runtime that exists and does not load
