@@ -304,4 +304,4 @@ def find_hip_compiler() -> HipCompiler:
 if __name__ == "__main__":  # scripts/build_wheels
     from custom_ops.amd_targets import WHEEL_TARGETS
 
-    print("\n".join(wheel_options(WHEEL_TARGETS)))
+    print("\n".join(wheel_options(sys.argv[1:] or WHEEL_TARGETS)))
