@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,27 @@ TARGETS = {
     **dict.fromkeys(("gfx1102", "gfx1103", "gfx1150", "gfx1152", "gfx1153", "gfx11-generic"), _RDNA),
     **dict.fromkeys(("gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201", "gfx12-generic"), _LARGE_RDNA),
 }
+
+# Targets whose code objects run on several GPUs, from ROCm 6.4 on.
+GENERIC = {
+    "gfx9-4-generic": ("gfx942", "gfx950"),
+    "gfx11-generic": ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
+    "gfx12-generic": ("gfx1200", "gfx1201"),
+}
+
+# Of the wheel that scripts/build_wheels --hip makes: those of Debian's clang 19, which lacks gfx950 and gfx9-4-generic.
+WHEEL_TARGETS = ("gfx90a", "gfx942", "gfx11-generic", "gfx12-generic")
+
+
+def covers(targets: Collection[str], device: str) -> bool:
+    """Return whether a library with kernels for `targets` has kernels that run on a device: gfx1151."""
+    return device in targets or any(device in GENERIC.get(target, ()) for target in targets)
+
+
+def kernel_targets(library: Path) -> list[str]:
+    """Return the targets that a library has kernels for; [] if they are unknown, as in compressed bundles."""
+    found = set(re.findall(rb"hipv4-amdgcn-amd-amdhsa-(?:unknown)?-(gfx[0-9a-z-]+)", library.read_bytes()))
+    return sorted(target.decode() for target in found)
 
 
 def simd(target: str) -> Simd:

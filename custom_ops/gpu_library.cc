@@ -102,3 +102,5 @@ SD_ORT_EXPORT void sd_ort_replace_memsets(void* graph) { sd_ort::replace_memsets
 
 SD_ORT_EXPORT const char* sd_ort_gpu_arch() { return thread_string(sd_ort::gpu_arch()); }
 SD_ORT_EXPORT const char* sd_ort_gpu_versions() { return thread_string(sd_ort::gpu_versions()); }
+SD_ORT_EXPORT const char* sd_ort_missing_runtime() { return sd_ort::missing_runtime(); }
+SD_ORT_EXPORT const char* sd_ort_runtime_path() { return thread_string(sd_ort::runtime_path()); }

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define SD_ORT_INTERFACE_VERSION 2
+#define SD_ORT_INTERFACE_VERSION 3
 
 /* Marks exported functions, which are looked up by name. */
 #if defined(_WIN32)
@@ -75,6 +75,11 @@ SD_ORT_API const char* sd_ort_gpu_versions(void);
 /* Replaces memset nodes of a captured, not yet instantiated cudaGraph_t by kernels; BLAS libraries create them, and
  * each costs 3 us of device time. No effect on AMD. Since version 2. */
 SD_ORT_API void sd_ort_replace_memsets(void* graph);
+
+/* Returns why the HIP runtime cannot be loaded and what to install, or null; the path of the loaded runtime, "" without
+ * one. CUDA's is linked. Since version 3. */
+SD_ORT_API const char* sd_ort_missing_runtime(void);
+SD_ORT_API const char* sd_ort_runtime_path(void);
 
 /* ---- libsd_ort_ops.so ---- */
 

@@ -9,6 +9,8 @@ import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 
+from custom_ops import rocm
+
 _OP, _CANDIDATE, _POINTER, _TEXT = ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p
 _Functions = Mapping[str, tuple[type | None, list[type]]]
 
@@ -34,6 +36,8 @@ _GPU_FUNCTIONS: _Functions = {
     "gpu_arch": (_TEXT, []),
     "gpu_versions": (_TEXT, []),
     "replace_memsets": (None, [_POINTER]),
+    "missing_runtime": (_TEXT, []),
+    "runtime_path": (_TEXT, []),
 }
 # A thread pool as sd_ort_parallel_for: (pool, body, count, context) -> None.
 ParallelFor = ctypes.CFUNCTYPE(
@@ -82,6 +86,8 @@ class GpuLibrary:
     def __init__(self, path: Path) -> None:
         """Raises OSError if the library cannot be loaded, AttributeError if it lacks a function."""
         self.path = path
+        if "hip" in path.name:
+            rocm.load_pip_runtime()
         self.c = _open(path, _GPU_FUNCTIONS)
 
     def operator(self, name: str, params: ctypes.Structure) -> int:

@@ -11,6 +11,10 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
+
+_RUNTIMES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so")
+_BLAS = ("libhipblaslt.so.1", "libhipblaslt.so.0", "libhipblaslt.so")
 
 
 def roots() -> list[Path]:
@@ -43,6 +47,60 @@ def load_pip_libraries(*names: str) -> None:
                 except OSError:
                     continue
                 break
+
+
+def load_pip_runtime() -> None:
+    """Load libamdhip64 and hipBLASLt of pip's ROCm packages, for the libraries of sd-ort, which use what is loaded.
+
+    Does nothing if the process has a HIP runtime, such as that of PyTorch, or $ROCM_PATH selects another one.
+    """
+    if "ROCM_PATH" in os.environ or loaded_library("libamdhip64") is not None:
+        return
+    paths = [path for package in _pip_packages("core") for path in sorted((package / "lib").glob("libamdhip64.so*"))]
+    if paths:
+        load_pip_libraries(paths[-1].name, "libhipblaslt.so.1")
+
+
+def runtime_names() -> list[str]:
+    """Return paths and file names of HIP runtimes, in the order in which the libraries of sd-ort look for one."""
+    load_pip_runtime()
+    loaded, root = loaded_library("libamdhip64"), os.environ.get("ROCM_PATH")
+    selected = [f"{root}/lib/{name}" for name in _RUNTIMES] if root else []
+    others = [folder + name for name in _RUNTIMES for folder in ("", "/opt/rocm/lib/")]
+    return [*([loaded] if loaded else []), *selected, *others]
+
+
+def blas_names(runtime: str) -> list[str]:
+    """Return paths and file names of hipBLASLt, in the order in which the libraries of sd-ort look for it."""
+    return [folder + name for folder in (f"{Path(runtime).parent}/", "") for name in _BLAS]
+
+
+def path_of(function: Any) -> str:
+    """Return the path by which the loader found the library of a ctypes function; links are not resolved."""
+    info = _DlInfo()
+    ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    return str(info.file_name.decode())
+
+
+class _DlInfo(ctypes.Structure):
+    """Dl_info of dladdr."""
+
+    _fields_ = (
+        ("file_name", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol_name", ctypes.c_char_p),
+        ("symbol", ctypes.c_void_p),
+    )
+
+
+def loaded_library(name: str) -> str | None:
+    """Return the path of a shared library that this process has loaded, by its name without ".so"; None without one."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines())
+    return next((path for path in paths if Path(path).name.startswith(f"{name}.so")), None)
 
 
 def llvm_tool(name: str) -> str:

@@ -74,7 +74,7 @@ class DeviceMemory:
         self.guard_bytes = guard_bytes
         for prefix, names in (
             ("cuda", ("libcudart.so", "libcudart.so.13", "libcudart.so.12")),
-            ("hip", ("libamdhip64.so", *rocm.libraries("libamdhip64.so*"))),
+            ("hip", rocm.runtime_names()),
         ):
             for name in (*names, f"/usr/local/cuda/lib64/{names[0]}"):
                 try:

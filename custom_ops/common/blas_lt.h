@@ -57,7 +57,7 @@ class BlasLt {
   }
 
   // Returns the file name of the library if it cannot be loaded, else null. Uses no device.
-  static const char* missing() { return platform::load_first(kLibraries) == nullptr ? kLibraries[0] : nullptr; }
+  static const char* missing() { return load_library() == nullptr ? kLibraries[0] : nullptr; }
 
   // Whether the library is loaded and proposes at least `index` + 1 algorithms for this shape.
   bool supports(const Gemm& gemm, int index) {
@@ -136,8 +136,19 @@ class BlasLt {
     std::vector<Algorithm> algorithms;
   };
 
+  // Loads the library in the folder of the runtime, which may be unknown to the loader, else by name; null without one.
+  static void* load_library() {
+    const std::string runtime = runtime_path();
+    const std::string folder = runtime.substr(0, runtime.rfind('/') + 1);
+    for (const char* name : kLibraries) {
+      if (folder.empty()) break;
+      if (void* library = platform::load(folder + name)) return library;
+    }
+    return platform::load_first(kLibraries);
+  }
+
   BlasLt() {
-    void* const library = platform::load_first(kLibraries);
+    void* const library = load_library();
     if (library == nullptr) return;
     const bool found = find(library, "Create", create_) && find(library, "MatmulDescCreate", create_gemm_) &&
                        find(library, "MatmulDescSetAttribute", set_attribute_) &&

@@ -312,6 +312,14 @@ std::string gpu_versions() {
   return "driver " + std::to_string(driver) + " runtime " + std::to_string(runtime);
 }
 
+#if SD_ORT_HIP && !defined(SD_ORT_EMULATED)
+const char* missing_runtime() { return missing_hip_runtime(); }
+std::string runtime_path() { return hip_runtime_path(); }
+#else
+const char* missing_runtime() { return nullptr; }
+std::string runtime_path() { return ""; }
+#endif
+
 Tuner& Tuner::instance() {
   static Tuner tuner;
   return tuner;

@@ -19,6 +19,12 @@ std::string gpu_arch();
 // Returns the driver and runtime versions: "driver 13000 runtime 13000".
 std::string gpu_versions();
 
+// Returns why the vendor's runtime cannot be loaded and what to install; null if it is loaded or linked.
+const char* missing_runtime();
+
+// Returns the path of the runtime that is loaded at its first use; empty if it is missing or linked.
+std::string runtime_path();
+
 // Calls replace_memsets (common/gpu_graph.h) on a captured graph of another library.
 void replace_memsets_of(void* graph);
 

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import SdOrtError
+from sd_ort.inspect import amd
 from sd_ort.runtime import machine, tuning
 from sd_ort.runtime.bound_run import FAILED_CAPTURES, failed_captures
 from sd_ort.runtime.library import library_path
@@ -42,6 +43,7 @@ def examine() -> dict[str, Any]:
         "versions": machine.versions(),
         "wheels": installed_wheels(),
         "clashes": clashes(),
+        "amd": amd.examine(),
         "providers": providers,
         "auto": choose_provider().line if any(each["ok"] for each in providers.values()) else None,
         "op_library": str(library) if library else None,
@@ -141,6 +143,7 @@ def to_text(findings: dict[str, Any]) -> str:
         "versions    " + ", ".join(f"{name} {version}" for name, version in findings["versions"].items()),
         f"op library  {findings['op_library'] or findings['op_library_problem'] or 'none: function bodies run'}",
     ]
+    lines += amd.to_lines(findings["amd"]) if findings["amd"] else []
     lines += [f"clash       {clash}" for clash in findings["clashes"]]
     for name, provider in findings["providers"].items():
         lines.append(

@@ -93,16 +93,28 @@ def build_gpu(arch: str) -> Path:
     return build(cpu=False, cuda=[arch]) if arch.startswith("sm_") else build(cpu=False, hip=[arch])
 
 
+def wheel_options(hip: Sequence[str]) -> list[str]:
+    """Return pip's options for a wheel whose libraries have kernels for AMD targets.
+
+    Raises BuildError as `build` does.
+    """
+    _check_targets(hip)
+    options = _Options(cpu=True, cmake=find_program("cmake", "install it: pip install cmake"), cxx=_cxx_compiler())
+    options.hip_archs, options.hip = tuple(hip), find_hip_compiler()
+    check_compiler(options.hip, hip)
+    options.headers = find_headers()
+    options.provider_headers = find_headers(api=PROVIDER_API)
+    settings = [f"cmake.define.{definition.removeprefix('-D')}" for definition in options.definitions()]
+    settings.append("build.targets=sd_ort_ops;sd_ort_hip;sd_ort_ep_hip")
+    return [f"--config-settings={setting}" for setting in settings]
+
+
 @dataclass(frozen=True)
 class HipCompiler:
-    """A compiler for .hip files, the flags it needs, and the folders of ROCm's libraries, that of libamdhip64 first.
-
-    There are no folders if the compiler and the loader know them.
-    """
+    """A compiler for .hip files and the flags it needs."""
 
     path: str
     flags: tuple[str, ...] = ()
-    library_folders: tuple[str, ...] = ()
 
 
 @dataclass
@@ -147,7 +159,6 @@ class _Options:
             values["HIP_ARCHS"] = ";".join(self.hip_archs)
             values["HIP_COMPILER"] = self.hip.path
             values["HIP_FLAGS"] = " ".join(self.hip.flags)
-            values["HIP_LIBRARY_DIR"] = ";".join(self.hip.library_folders)
         if self.nvcc:
             values["CUDA_ARCHS"] = ";".join(self.cuda_archs)
             values["NVCC"] = self.nvcc
@@ -160,7 +171,8 @@ def _compile(options: _Options, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".build-") as work:
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         _run([options.cmake, *generator, "-S", str(SOURCES), "-B", work, *options.definitions()], "configuring failed")
-        _run([options.cmake, "--build", work, "--parallel"], "compiling failed")
+        jobs = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel"]  # which would override it
+        _run([options.cmake, "--build", work, *jobs], "compiling failed")
         done = Path(work) / "done"
         done.mkdir()
         for name in (LIBRARY, HIP_LIBRARY, CUDA_LIBRARY, *PROVIDER_LIBRARIES.values()):
@@ -278,9 +290,7 @@ def find_hip_compiler() -> HipCompiler:
     for root in rocm.roots():
         for clang in (root / "llvm/bin/clang++", root / "lib/llvm/bin/clang++"):
             if clang.is_file():
-                folders = [root / "lib", *rocm.library_folders()]
-                flags = (f"--rocm-path={root}", *_hip_headers(root))
-                return HipCompiler(str(clang), flags, tuple(dict.fromkeys(map(str, folders))))
+                return HipCompiler(str(clang), (f"--rocm-path={root}", *_hip_headers(root)))
     tree = cache_folder() / "hip-tree"
     debian_clang = shutil.which("clang++-19")
     if debian_clang and (tree / "amdgcn").is_dir():
@@ -289,3 +299,9 @@ def find_hip_compiler() -> HipCompiler:
         "no HIP compiler: install ROCm (or set ROCM_PATH or HIPCXX), or on Debian run "
         "scripts/amd/install_hip_toolchain.sh"
     )
+
+
+if __name__ == "__main__":  # scripts/build_wheels
+    from custom_ops.amd_targets import WHEEL_TARGETS
+
+    print("\n".join(wheel_options(sys.argv[1:] or WHEEL_TARGETS)))

@@ -170,8 +170,7 @@ def hip_pci_address() -> str | None:
 
     Asked in a process of its own: the runtime would take device memory in this one.
     """
-    names = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
-    command = [sys.executable, "-c", _ASK_HIP, *rocm.libraries("libamdhip64.so*"), *names]
+    command = [sys.executable, "-c", _ASK_HIP, *rocm.libraries("libamdhip64.so*"), *rocm.runtime_names()]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

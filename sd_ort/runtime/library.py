@@ -113,7 +113,7 @@ def sources_hash(cpu: bool = True) -> str:
     """Hash of everything that CMake compiles; without `cpu`, of what the GPU libraries alone are made of. Read once
     a process."""
     digest = hashlib.sha256()
-    suffixes = {".cc", ".h", ".hip", ".txt"}
+    suffixes = {".cc", ".h", ".hip", ".map", ".txt"}
     for path in sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes):
         if not cpu and path.name in _CPU_SOURCES:
             continue

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import GPU_LIBRARIES, library_path
-from sd_ort.runtime.ort_wheel import needed_libraries, runtime
+from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.provider_table import CPU_EP
-from sd_ort.runtime.providers import is_plugin, log, provider_named, wheel_library
-
-HIP_RUNTIME = "libamdhip64.so"
+from sd_ort.runtime.providers import is_plugin, log, provider_named
 
 
 def op_library(library: Path | bool, provider: str) -> Path | None:
@@ -47,8 +44,6 @@ def register(options: Any, library: Path | bool, provider: str) -> bool:
     if path is None:
         log.info("no custom-op library: fused operators run as plain ONNX functions.")
         return False
-    if problem := hip_runtime_clash(path, provider):
-        raise ProviderError(problem)
     try:
         options.register_custom_ops_library(str(path))
     except Exception as error:
@@ -69,26 +64,3 @@ def _check_gpu_half(path: Path, provider: str) -> None:
     reason = lines.get(ep, "it is not registered")
     if not reason.endswith(Path(half).name):
         raise ProviderError(f"{half} cannot be loaded: {reason}. Build it again: {build_command(provider)}.")
-
-
-def hip_runtime_clash(library: Path, provider: str) -> str | None:
-    """Return why the op library and the wheel's provider cannot share a process: two versions of the HIP runtime.
-
-    A stream of one version crashes in the other. None if both need the same, or need none.
-    """
-    wheel = wheel_library(provider_named(provider))
-    half = library.parent / GPU_LIBRARIES.get(provider_named(provider).ep, "")
-    if wheel is None or not wheel.is_file() or not half.is_file():
-        return None
-    versions = [_hip_runtime(wheel), _hip_runtime(half)]
-    if None in versions or versions[0] == versions[1]:
-        return None
-    return (
-        f"{half} needs {versions[1]} and the {provider} provider {versions[0]}: build it again with the ROCm that has "
-        f"{versions[0]}: {build_command(provider)}."
-    )
-
-
-@cache
-def _hip_runtime(library: Path) -> str | None:
-    return next((name for name in needed_libraries(library) if name.startswith(HIP_RUNTIME)), None)

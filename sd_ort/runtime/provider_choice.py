@@ -17,7 +17,6 @@ from typing import Any
 from sd_ort.core.errors import ProviderError, SdOrtError
 from sd_ort.core.pipeline_folder import DATA, read_manifest
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
-from sd_ort.runtime.op_library import hip_runtime_clash
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.provider_table import PROVIDERS
 from sd_ort.runtime.providers import PLUGIN, check_provider, provider_named, warn_once
@@ -77,9 +76,6 @@ def provider_problem(name: str, required_bytes: int = 0) -> str | None:
     try:
         check_provider(name)
         stream = open_stream(name)  # raises without a device
-        library = library_path()
-        if library is not None and (problem := hip_runtime_clash(library, name)):
-            return problem
         if name == "migraphx" and not any(gpu.vendor == "hip" for gpu in installed_gpus()):
             return "no AMD GPU is visible: check its driver, and who may open /dev/kfd."
         free = math.inf if stream is None else stream.free_bytes()

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from custom_ops import rocm
+from custom_ops import amd_targets, rocm
+from custom_ops.libraries import GpuLibrary
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.runtime.ort_wheel import can_load, installed_wheels, needed_libraries, runtime, search_folders
@@ -85,6 +86,8 @@ def _register(library: Path) -> list[Any]:
         raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.29 or later.")
     if missing := unloadable_libraries(library):
         raise ProviderError(f"{library} cannot load {', '.join(missing)}: {where_to_look(missing)}.")
+    if library.name == PROVIDER_LIBRARIES["hip"] and (problem := hip_problem(library)):
+        raise ProviderError(problem)
     before = {device.ep_name for device in onnxruntime.get_ep_devices()}
     try:
         onnxruntime.register_execution_provider_library(library.name, str(library.resolve()))
@@ -97,6 +100,24 @@ def _register(library: Path) -> list[Any]:
     if devices[0].ep_name in OURS:
         warn_of_missing_library(library)
     return devices
+
+
+def hip_problem(library: Path) -> str | None:
+    """Return why sd-ort's provider for AMD cannot run here, with what to do; None if it can, or has no device.
+
+    It has no HIP runtime, or the library no kernels for the device.
+    """
+    try:
+        c = GpuLibrary(library).c
+    except (OSError, AttributeError):  # ONNX Runtime says what is wrong with the file
+        return None
+    if (message := c.sd_ort_missing_runtime()) is not None:
+        return str(message.decode())
+    device, targets = c.sd_ort_gpu_arch().decode(), amd_targets.kernel_targets(library)
+    if not device or not targets or amd_targets.covers(targets, device):
+        return None
+    advice = f"sd-ort build-ops --hip {device}" if device in amd_targets.TARGETS else "no kernel is written for it"
+    return f"{library} has no kernels for {device}, only for {', '.join(targets)}: {advice}."
 
 
 def warn_of_missing_library(library: Path) -> None:

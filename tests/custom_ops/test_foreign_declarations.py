@@ -61,7 +61,7 @@ def test_versions_of_hip(rocm: list[Path]) -> None:
 CUDA_VERSIONS = (pytest.param("12", marks=pytest.mark.wheels), "13")
 
 
-@pytest.mark.parametrize("name", ["hipblaslt"])
+@pytest.mark.parametrize("name", ["hipblaslt", "hip_launch"])
 def test_declarations_for_amd(rocm: list[Path], name: str) -> None:
     for include in rocm:
         assert_compiles(ROOT / f"tests/abi/{name}.cc", include, HIP)
@@ -76,6 +76,7 @@ def test_declarations_for_nvidia(version: str, name: str) -> None:
 def test_calls_of_hip_compile(rocm: list[Path], tmp_path: Path) -> None:
     """What calls HIP by its headers, the host's part of it, against each version: no other test has HIP 6 and 7."""
     sources = [ROOT / "custom_ops" / name for name in ("common/tuner.cc", "provider/device.cc")]
+    sources.append(ROOT / "custom_ops/common/vendors/hip_runtime.cc")
     sources += (ROOT / "custom_ops/operators/bias_add/kernels").glob("*.hip")
     assert len(sources) > 2
     flags = ["-x", "hip", "--offload-host-only", "--offload-arch=gfx1100", "-nogpulib", "-fsyntax-only", "-std=c++17"]
@@ -97,7 +98,7 @@ def test_calls_of_hip_compile(rocm: list[Path], tmp_path: Path) -> None:
 def test_no_assertion_is_forgotten() -> None:
     """Each file of tests/abi is compiled by one of the tests above."""
     assert {path.stem for path in (ROOT / "tests/abi").glob("*.cc")} == {
-        *("hipblaslt", "cublaslt", "cudnn", "cuda_driver")
+        *("hipblaslt", "hip_launch", "cublaslt", "cudnn", "cuda_driver")
     }
 
 

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError
 from sd_ort.core.pipeline_folder import DATA, MODEL
-from sd_ort.runtime import op_library, ort_wheel, overloads, providers, session
+from sd_ort.runtime import ort_wheel, overloads, providers, session
 
 CPU = "CPUExecutionProvider"
 
@@ -317,26 +317,6 @@ def test_libraries_are_found_in_the_search_path_of_the_one_that_needs_them(tmp_p
     assert not ort_wheel.can_load(name)
     assert ort_wheel.can_load(name, ort_wheel.search_folders(outer))
     assert ort_wheel.search_folders(Path(__file__)) == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
-@pytest.mark.parametrize(("version", "clash"), [(6, True), (7, False)])
-def test_an_op_library_of_another_hip_runtime(
-    version: int, clash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two HIP runtimes in one process: streams of one crash in the other."""
-    (tmp_path / "empty.c").touch()
-    compile_ = ["gcc", "-shared", "-Wl,--no-as-needed", tmp_path / "empty.c"]
-    for name, number in (("libwheel.so", 7), ("libsd_ort_hip.so", version)):
-        runtime = tmp_path / f"libamdhip64.so.{number}"
-        subprocess.run([*compile_, f"-Wl,-soname,{runtime.name}", "-o", runtime], check=True)
-        subprocess.run([*compile_, runtime, "-o", tmp_path / name], check=True)
-    monkeypatch.setattr(op_library, "wheel_library", lambda provider: tmp_path / "libwheel.so")
-    problem = op_library.hip_runtime_clash(tmp_path / "libsd_ort_ops.so", "rocm")
-    assert (problem is not None) == clash
-    if clash:
-        assert "libsd_ort_hip.so needs libamdhip64.so.6 and the rocm provider libamdhip64.so.7" in problem
-        assert "sd-ort build-ops --hip" in problem
 
 
 def test_more_threads_than_cores_do_not_spin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,3 +23,24 @@ def hip_library() -> Path:
     with (cache_folder() / "hip_library_of_tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return build.build(cpu=False, hip=TARGETS, provider=True)
+
+
+# In the compiler's place: libraries are copies of those in $BUILT, objects are empty.
+_COPYING_COMPILER = """#!/bin/sh
+while [ $# -gt 1 ]; do
+  [ "$1" = -o ] && output=$2
+  shift
+done
+case "$output" in
+  *.so) cp "$BUILT/${output##*/}" "$output" ;;
+  ?*) : > "$output" ;;
+esac
+"""
+
+
+def copying_compiler(folder: Path) -> Path:
+    """Create a compiler, for $HIPCXX, that copies the libraries in the folder $BUILT."""
+    compiler = folder / "clang++"
+    compiler.write_text(_COPYING_COMPILER)
+    compiler.chmod(0o755)
+    return compiler

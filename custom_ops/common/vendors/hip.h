@@ -1,6 +1,9 @@
 // HIP implementation of common/gpu.h. Only this file names AMD architectures.
 #pragma once
 
+#if !defined(SD_ORT_EMULATED)
+#include "common/vendors/hip_runtime.h"
+#endif
 #include <hip/hip_runtime.h>  // half needs no header: clang has _Float16
 
 #include <cstdint>

@@ -1,0 +1,238 @@
+"""Diagnosis of AMD GPUs on Linux: cards, driver, permissions, HIP runtime, hipBLASLt, kernels, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from custom_ops import amd_targets
+from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
+from sd_ort.runtime.provider_choice import installed_gpus
+
+AMD_VENDOR, DISPLAY_CLASS, ACCELERATOR_CLASS = "0x1002", "0x03", "0x12"  # PCI
+INSTALL_GUIDE = "https://rocm.docs.amd.com/projects/install-on-linux"
+WSL_GUIDE = "https://github.com/ROCm/librocdxg"
+# Packages with the HIP runtime and with hipBLASLt, by ID or ID_LIKE of /etc/os-release. Fedora and Arch have their own;
+# those for the others are in AMD's repository.
+_PACKAGES = {
+    "fedora": ("sudo dnf install", "rocm-hip", "hipblaslt", ""),
+    "arch": ("sudo pacman -S", "hip-runtime-amd", "hipblaslt", ""),
+    "debian": ("sudo apt-get install", "rocm-hip-runtime", "hipblaslt", INSTALL_GUIDE),
+    "rhel": ("sudo dnf install", "rocm-hip-runtime", "hipblaslt", INSTALL_GUIDE),
+    "suse": ("sudo zypper install", "rocm-hip-runtime", "hipblaslt", INSTALL_GUIDE),
+}
+
+# Asked in a process of its own: a driver that fails ends that one. hipDeviceProp_t differs between versions, so nothing
+# is read of it.
+_ASK_HIP = """
+import ctypes, json
+from custom_ops import rocm
+
+answer, library = {"devices": []}, None
+for name in rocm.runtime_names():
+    try:
+        library = ctypes.CDLL(name)
+        break
+    except OSError:
+        continue
+if library is not None:
+    version, count = ctypes.c_int(), ctypes.c_int()
+    failed = library.hipRuntimeGetVersion(ctypes.byref(version))
+    answer |= {"path": rocm.path_of(library.hipGetDeviceCount), "version": None if failed else version.value}
+    answer["error"] = library.hipGetDeviceCount(ctypes.byref(count))
+    for device in range(0 if answer["error"] else count.value):
+        text, free, total = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_size_t()
+        library.hipDeviceGetName(text, len(text), device)
+        library.hipSetDevice(device)
+        library.hipMemGetInfo(ctypes.byref(free), ctypes.byref(total))
+        answer["devices"].append({"name": text.value.decode(), "free": free.value, "total": total.value})
+    for name in rocm.blas_names(answer["path"]):
+        try:
+            blas = ctypes.CDLL(name)
+        except OSError:
+            continue
+        answer["hipblaslt"] = {"path": rocm.path_of(blas.hipblasLtCreate), "version": None}
+        handle = ctypes.c_void_p()
+        if answer["devices"] and blas.hipblasLtCreate(ctypes.byref(handle)) == 0:
+            if blas.hipblasLtGetVersion(handle, ctypes.byref(version)) == 0:
+                answer["hipblaslt"]["version"] = version.value
+        break
+print(json.dumps(answer))
+"""
+
+
+def examine(root: Path = Path("/")) -> dict[str, Any] | None:
+    """Return the findings about AMD GPUs, or None on a machine without one. `root`: of the file system.
+
+    `missing` has a line for everything that keeps the hip provider from running or makes it slow, with the command
+    that changes it.
+    """
+    gpus = [gpu for gpu in installed_gpus(root) if gpu.vendor == "hip"]
+    is_wsl = (root / "dev/dxg").exists()
+    hip = ask_hip()
+    if not gpus and not hip["devices"] and not _has_pci_device(root):
+        return None
+    library = library_path(PROVIDER_LIBRARIES["hip"])
+    targets = [] if library is None else amd_targets.kernel_targets(library)
+    findings = {
+        "targets": [gpu.architecture for gpu in gpus],
+        "devices": hip["devices"],
+        "driver": _driver(root),
+        "wsl": is_wsl,
+        "runtime": hip.get("path"),
+        "runtime_version": _version(hip.get("version")),
+        "hipblaslt": hip.get("hipblaslt"),
+        "library": str(library) if library else None,
+        "kernels": targets,
+    }
+    missing = [*_missing_access(root, is_wsl), *_missing_software(root, hip), *_missing_kernels(findings)]
+    return findings | {"missing": missing}
+
+
+def ask_hip() -> dict[str, Any]:
+    """Return what the HIP runtime says: "path", "version", "devices", "error" and "hipblaslt".
+
+    Without a runtime there is only "devices", an empty list.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    command = [sys.executable, "-c", _ASK_HIP]
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        return dict(json.loads(run.stdout))
+    return {"devices": []}
+
+
+def to_lines(findings: dict[str, Any]) -> list[str]:
+    """Return the findings for a terminal."""
+    lines = []
+    for index in range(max(len(findings["targets"]), len(findings["devices"]))):
+        target = findings["targets"][index] if index < len(findings["targets"]) else ""
+        device = findings["devices"][index] if index < len(findings["devices"]) else None
+        memory = (
+            f"{device['free'] / 1e9:.1f} of {device['total'] / 1e9:.1f} GB free" if device else "HIP does not see it"
+        )
+        lines.append(f"AMD GPU {index}   {', '.join(filter(None, (device and device['name'], target, memory)))}")
+    blas = findings["hipblaslt"]
+    version = blas and blas["version"]
+    lines += [
+        f"AMD driver  {findings['driver'] or 'amdgpu is not loaded'}{', in WSL' if findings['wsl'] else ''}",
+        f"HIP runtime {findings['runtime'] or 'none'}{_in_parentheses(findings['runtime_version'])}",
+        f"hipBLASLt   {blas['path'] if blas else 'none'}{_in_parentheses(version)}",
+        f"AMD kernels {', '.join(findings['kernels']) or 'none'}{_in_parentheses(findings['library'])}",
+    ]
+    return lines + [f"missing     {line}" for line in findings["missing"]]
+
+
+def _in_parentheses(value: object) -> str:
+    return f" ({value})" if value else ""
+
+
+def _version(number: int | None) -> str | None:
+    """Return 7.2.26015 for HIP's 70226015; None for None."""
+    return None if number is None else f"{number // 10_000_000}.{number // 100_000 % 100}.{number % 100_000}"
+
+
+def _has_pci_device(root: Path) -> bool:
+    """Return whether PCI has an AMD GPU, with a driver or not."""
+    for folder in root.glob("sys/bus/pci/devices/*"):
+        with suppress(OSError):
+            vendor, kind = (folder / "vendor").read_text().strip(), (folder / "class").read_text().strip()
+            if vendor == AMD_VENDOR and kind.startswith((DISPLAY_CLASS, ACCELERATOR_CLASS)):
+                return True
+    return False
+
+
+def _driver(root: Path) -> str | None:
+    """Return name and version of the loaded kernel driver, or None. The kernel's own has no version of its own."""
+    folder = root / "sys/module/amdgpu"
+    if not folder.is_dir():
+        return None
+    with suppress(OSError):
+        return f"amdgpu {(folder / 'version').read_text().strip()}"
+    return f"amdgpu of Linux {os.uname().release}"
+
+
+def _missing_access(root: Path, is_wsl: bool) -> Iterator[str]:
+    """Yield what keeps this user from the devices: a driver, a container without them, or groups."""
+    kfd, nodes = root / "dev/kfd", sorted(root.glob("dev/dri/renderD*"))
+    if is_wsl:
+        if not os.access(root / "dev/dxg", os.R_OK | os.W_OK):
+            yield "/dev/dxg cannot be opened: update Windows' AMD driver and WSL (wsl --update)."
+        if os.environ.get("HSA_ENABLE_DXG_DETECTION") != "1":
+            yield f"WSL: ROCm 7.2 and later need librocdxg ({WSL_GUIDE}) and export HSA_ENABLE_DXG_DETECTION=1."
+        return
+    in_container = any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
+    absent = [f"/{path.relative_to(root)}" for path in (kfd, root / "dev/dri") if not path.exists()]
+    if absent and in_container:
+        yield f"the container has no {' and no '.join(absent)}: start it with --device=/dev/kfd --device=/dev/dri."
+    elif not kfd.exists():
+        yield f"/dev/kfd does not exist: sudo modprobe amdgpu, or install the driver ({INSTALL_GUIDE})."
+    closed = [path for path in (kfd, *nodes) if path.exists() and not os.access(path, os.R_OK | os.W_OK)]
+    if not closed:
+        return
+    groups = dict.fromkeys(_group(path) for path in closed)
+    names = " and ".join(f"/{path.relative_to(root)}" for path in closed)
+    if in_container:
+        flags = " ".join(f"--group-add {group}" for group in groups)
+        yield f"{names} cannot be opened by this user: start the container with {flags}."
+    else:
+        yield (
+            f"{names} cannot be opened by this user: sudo usermod -aG {','.join(groups)} "
+            f"{shlex.quote(os.environ.get('USER', '$USER'))}, then log in again."
+        )
+
+
+def _group(path: Path) -> str:
+    """Return the group that a device belongs to, as a number if it has no name here."""
+    try:
+        return path.group()
+    except KeyError:
+        return str(path.stat().st_gid)
+
+
+def _missing_software(root: Path, hip: dict[str, Any]) -> Iterator[str]:
+    """Yield the packages with HIP and hipBLASLt, if this machine lacks them, and a runtime that sees no device."""
+    if hip.get("path") is None:
+        yield f"no HIP runtime (libamdhip64.so.7, .6 or .5): {_install(root, 1)}."
+        return
+    if not hip["devices"]:
+        yield f"HIP sees no GPU (error {hip.get('error')}): {hip['path']} and the driver may not fit each other."
+    if not hip.get("hipblaslt"):
+        yield f"no hipBLASLt: matrix products are many times slower without it. {_install(root, 2)}."
+
+
+def _install(root: Path, package: int) -> str:
+    """Return the command that installs HIP (1) or hipBLASLt (2) here."""
+    release: dict[str, str] = {}
+    for line in _read(root / "etc/os-release").splitlines():
+        key, _, value = line.partition("=")
+        release[key] = value.strip('"')
+    names = [release.get("ID", ""), *release.get("ID_LIKE", "").split()]
+    known = next((_PACKAGES[name] for name in names if name in _PACKAGES), None)
+    if known is None:
+        return f"install ROCm 6.4 or later ({INSTALL_GUIDE})"
+    command, repository = f"{known[0]} {known[package]}", known[3]
+    return f"{command}, with AMD's repository ({repository})" if repository else command
+
+
+def _missing_kernels(findings: dict[str, Any]) -> Iterator[str]:
+    """Yield the cards that the installed library has no kernels for."""
+    for target in dict.fromkeys(findings["targets"]):
+        if target not in amd_targets.TARGETS:
+            yield f"no kernel is written for {target}; there are some for {', '.join(amd_targets.TARGETS)}."
+        elif not findings["library"] or (findings["kernels"] and not amd_targets.covers(findings["kernels"], target)):
+            yield f"no kernels for {target} are installed: sd-ort build-ops --hip {target}."
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
