@@ -45,7 +45,7 @@ void Factory::set_names() {
   GetName = [](const OrtEpFactory*) noexcept { return device::kProvider; };
   GetVendor = [](const OrtEpFactory*) noexcept { return "sd-ort"; };
   GetVendorId = [](const OrtEpFactory*) noexcept { return device::kVendorId; };
-  GetVersion = [](const OrtEpFactory*) noexcept { return "0.1.0"; };
+  GetVersion = [](const OrtEpFactory*) noexcept { return "1.0.0"; };
   GetSupportedDevices = [](OrtEpFactory* self, const OrtHardwareDevice* const* hardware, size_t count,
                            OrtEpDevice** devices, size_t capacity, size_t* found) noexcept {
     return guarded([&] { *found = of(self).list_devices(hardware, count, devices, capacity); });
