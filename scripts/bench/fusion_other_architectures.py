@@ -17,8 +17,8 @@ Where a `+` stays: portable counts calls of functions that any runtime inlines, 
 rocm and migraphx have no right kernels of RMS normalization, rotary embedding and (rocm) attention, and none of an
 attention with its products inside. On all other targets it stays for two VAEs: peers have one FusedConv for a
 convolution with its activation, and one FusedMatMul for a product with a Transpose. For cpu and cuda a session of ONNX
-Runtime makes these itself (see `cpu, level 2`); hip and gpu run them as two kernels. Slower with fewer nodes: attention with capped
-scores takes 1.6 times the time of its products on the CPU (Gemma 2).
+Runtime makes these itself (see `cpu, level 2`); hip and gpu run them as two kernels. Slower with fewer
+nodes: attention with capped scores takes 1.6 times the time of its products on the CPU (Gemma 2).
 
 It takes twenty minutes of CPU. `--rows` keeps finished rows of a commit, so that a run can be continued, or shared by
 processes with other NAMEs; the page is written as soon as FILE has all rows.
