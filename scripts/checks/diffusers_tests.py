@@ -70,6 +70,7 @@ REASONS = {
     "_encode_vae_image|attn_processors": "reads private methods or torch's attention processors",
     "_lora_loadable_modules|add_adapter|test_get_adapters": "adds LoRAs to torch modules with PEFT; "
     "tests/pipelines/test_lora_parity.py compares what is loaded",
+    "height_width_opt": "replaces the UNet by a torch module after loading",
     "no_lora_keys_found": "raises InputError for a file without a LoRA, which diffusers logs",
     "save_from_pretrained": "removes the folder of a pipeline before its first call",
     "TestStableDiffusionInpaintPipeline.*(dB|close)": "encodes a constant image, one channel a group: no variance "
