@@ -66,10 +66,11 @@ REASONS = {
     "strength_zero": "raises InputError, not ValueError",
     r"Model.__call__\(\)": "calls the text encoder as a torch module; encode_prompt does the same",
     "long_prompt": "reads diffusers' log; sd-ort warns in its own",
-    "two_xl_mixture_of_denoiser": "counts calls of the scheduler's step, which a linear schedule does not make",
+    "mixture_of_denoiser": "counts calls of the scheduler's step, which a linear schedule does not make",
     "_encode_vae_image|attn_processors": "reads private methods or torch's attention processors",
     "_lora_loadable_modules|add_adapter|test_get_adapters": "adds LoRAs to torch modules with PEFT; "
     "tests/pipelines/test_lora_parity.py compares what is loaded",
+    "height_width_opt": "replaces the UNet by a torch module after loading",
     "no_lora_keys_found": "raises InputError for a file without a LoRA, which diffusers logs",
     "save_from_pretrained": "removes the folder of a pipeline before its first call",
     "TestStableDiffusionInpaintPipeline.*(dB|close)": "encodes a constant image, one channel a group: no variance "
