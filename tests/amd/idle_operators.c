@@ -28,3 +28,5 @@ void sd_ort_clear_tuning_results(void) {}
 const char* sd_ort_gpu_arch(void) { return "gfx1100"; }
 const char* sd_ort_gpu_versions(void) { return "idle"; }
 void sd_ort_replace_memsets(void* graph) {}
+const char* sd_ort_missing_runtime(void) { return 0; }
+const char* sd_ort_runtime_path(void) { return ""; }
