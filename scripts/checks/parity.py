@@ -22,8 +22,9 @@ HEAD = """# Parity with diffusers
 
 By `scripts/checks/parity.py`. Each pair is one call of a pipeline class with the same arguments, random weights and
 seed in diffusers {diffusers} (torch {torch}, transformers {transformers}) and in sd-ort, in float32 on a CPU, with
-U-Nets of two resolutions and 8x8 latents, transformers of one block of each kind, and `demo-dit`. Equal: {bound:.0f} dB or more. Arguments, their order, defaults and effect
-follow this version of diffusers; `tests/parity` runs the same pairs and compares the signatures.
+U-Nets of two resolutions and 8x8 latents, transformers of one block of each kind, and `demo-dit`. Equal: {bound:.0f} dB
+or more. Arguments, their order, defaults and effect follow this version of diffusers; `tests/parity` runs the same
+pairs and compares the signatures.
 
 {summary}
 

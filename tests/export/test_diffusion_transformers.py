@@ -218,6 +218,7 @@ def reference(tmp_path_factory, mini_presets):
 
 CALLS = {
     "two prompts, two images each, guided": (SD3, {"num_images_per_prompt": 2, "negative_prompt": ["dark", "blur"]}),
+    "skip-layer guidance": (SD3, {"skip_guidance_layers": [0], "skip_layer_guidance_stop": 0.8}),
     "not guided, other texts": (SD3, {"guidance_scale": 1.0, "prompt_2": PROMPTS[::-1], "prompt_3": ["x", "y"]}),
     "own sigmas": (SD3, {"sigmas": [0.9, 0.5, 0.1], "num_inference_steps": None}),
     "distilled guidance": (FLUX, {"num_images_per_prompt": 2, "guidance_scale": 2.0}),
@@ -410,7 +411,7 @@ def test_t5_tokens_are_those_of_transformers(tmp_path, mini_presets):
         ({"output_type": "jpeg"}, "output_type"),
         ({"generator": [1, 2, 3]}, "3 generators"),
         ({"latents": np.zeros((1, 16, 4, 4))}, "latents of shape"),
-        ({"skip_guidance_layers": [1]}, "skip_guidance_layers"),
+        ({"skip_guidance_layers": [2]}, "blocks from 0 to 1"),
         ({"negative_prompt": ["a", "b", "c"]}, "3 prompts"),
         ({"sigmas": [0.5, 0.0]}, "sigmas"),
     ],
