@@ -26,11 +26,13 @@ from sd_ort.core.metrics import psnr
 from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.export import exporter, templates
 from sd_ort.graphs.load import load
+from sd_ort.graphs.skip_blocks import skip_blocks
 from sd_ort.inspect.explain import explain
 from sd_ort.inspect.verify import verify
 from sd_ort.pipelines import transformer_steps
 from sd_ort.runtime.session import Model
 from sd_ort.stages import optimize
+from sd_ort.weights.recipes import read_recipes
 
 SIZES = (
     {"batch": 1, "sequence": 19, "height": 24, "width": 16, "image_sequence": 28},
@@ -127,6 +129,10 @@ def test_gpu_targets(exported, tmp_path, preset, target, dtype):
     expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Einsum", "Gelu"), 0)
     assert {op: counts[op] for op in expected} == expected
     assert not [value for node in graph for value in node.outputs if value.dtype == ir.DataType.DOUBLE]
+    if preset == SD3:  # every block's modulation is found, for skip-layer guidance
+        model = load(out / "transformer" / "model.onnx")
+        skip_blocks(model, read_recipes(out)["transformer"], [0, 1])
+        assert len(model.graph) == len(graph) + 4
     result = verify(folder, out, components=["transformer"])
     assert result["passed"], result["rows"]
 
