@@ -8,8 +8,8 @@ ONNX Runtime's `onnxruntime.transformers.optimizer` with its model type mmdit an
 with its fusions for ONNX Runtime, ONNX Runtime's own at its extended level for the CPU.
 
 - attention: attentions that are one node, of any operator
-- rotary: rotary embeddings that are one node; RotaryQkv does those of query and key of an attention
-- RMS: RMS normalizations that are one node, or part of a RotaryQkv
+- rotary: rotary embeddings that are one node; RotaryQkv does those of query and key of an attention (SD 3 has none)
+- RMS: RMS normalizations that are one node, AdaptiveNorm with a weight as its scale too, or part of a RotaryQkv
 - adaptive norm: layer normalizations whose computed scale and shift are inputs of their node
 - bias: products that add their bias
 """
@@ -43,6 +43,7 @@ ATTENTIONS = ("MultiHeadAttention", "Attention", "GroupQueryAttention", "PackedM
 RMS_NORMS = ("RMSNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 LAYER_NORMS = ("AdaptiveNorm", "LayerNormalization", "SkipLayerNormalization")
 BIASED = ("LinearAdd", "LinearGelu", "Gemm", "FusedGemm", "FusedMatMulBias")
+COS = 6  # input of RotaryQkv; without it, as in SD 3, nothing is rotated
 COLUMNS = ("attention", "rotary", "RMS", "adaptive norm", "bias", "Transpose", "nodes")
 
 
@@ -53,11 +54,13 @@ def measure(model: ir.Model) -> tuple[int, ...]:
     rotary_qkv = [node for node in graph if node.op_type == "RotaryQkv"]
     # Query, key and value of each stream; norms of query and key are scales among the inputs.
     norms = sum(sum(value is not None and "norm" in str(value.name) for value in node.inputs) for node in rotary_qkv)
+    fixed_rms = [node for node in graph if node.op_type == "AdaptiveNorm" and _is_constant(node.inputs[1])]
     adaptive = [node for node in graph if node.op_type in LAYER_NORMS and not _is_constant(node.inputs[1])]
     return (
         sum(counts[op] for op in ATTENTIONS),
-        counts["RotaryEmbedding"] + 2 * len(rotary_qkv),
-        sum(counts[op] for op in RMS_NORMS) + norms,
+        counts["RotaryEmbedding"]
+        + 2 * sum(len(node.inputs) > COS and node.inputs[COS] is not None for node in rotary_qkv),
+        sum(counts[op] for op in RMS_NORMS) + norms + len(fixed_rms),
         len(adaptive),
         sum(counts[op] for op in BIASED),
         counts["Transpose"],
