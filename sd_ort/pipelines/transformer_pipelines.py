@@ -7,8 +7,10 @@ gives the image of diffusers.
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import HOISTED, read_index
 from sd_ort.core.progress import announce, print_line, step_bar
 from sd_ort.model_cache import open_model
-from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite
+from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite, is_integer
 from sd_ort.pipelines.diffusers_compat import loading_options
 from sd_ort.pipelines.images import as_array, finished
 from sd_ort.pipelines.lora_methods import LoraMixin
@@ -35,7 +37,7 @@ from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Picture, Prompt, StepCallback
 from sd_ort.pipelines.sampling_job import check_finite
-from sd_ort.pipelines.transformer_steps import TransformerSteps
+from sd_ort.pipelines.transformer_steps import PARTS, TransformerSteps
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO
@@ -61,11 +63,48 @@ UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
     "ip_adapter_image": _NO_ADAPTER, "ip_adapter_image_embeds": _NO_ADAPTER, "negative_ip_adapter_image": _NO_ADAPTER,
     "negative_ip_adapter_image_embeds": _NO_ADAPTER,
     "clip_skip": "the CLIP encoders of this folder return one hidden state: use diffusers",
-    "skip_guidance_layers": "the blocks of an exported transformer are fixed: use diffusers for skip-layer guidance",
     "control_image": "ControlNets of diffusion transformers are not supported: use diffusers",
     "masked_image_latents": "give mask_image, from which they are computed",
     "padding_mask_crop": "crop image and mask_image instead",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SkipLayerGuidance:
+    """Guidance away from the prediction of a transformer without some of its blocks, in a range of the steps.
+
+    Attributes:
+        blocks: Indices of the blocks.
+        scale: Factor of the difference to the prediction for the prompt.
+        start, stop: Shares of the steps between which it is used.
+        inputs: Inputs of the transformer that depend on the prompt, without the negative prompt.
+    """
+
+    blocks: tuple[int, ...]
+    scale: float
+    start: float
+    stop: float
+    inputs: dict[str, np.ndarray]
+
+    def is_used(self, i: int, steps: int) -> bool:
+        return steps * self.start < i < steps * self.stop
+
+    def steps(self, models: Components, timesteps: np.ndarray) -> TransformerSteps:
+        """Return the calls of the transformer without the blocks, which has a session of its own."""
+        part = PARTS["time" if PARTS["time"] in models else "step"]
+        label = f"without blocks {', '.join(map(str, self.blocks))}"
+        edited = models.variant(part, label, partial(_skip_blocks, models.folder, self.blocks))
+        return TransformerSteps(ChainMap({part: edited}, models), [self.inputs], timesteps)
+
+
+def _skip_blocks(folder: Path, blocks: Sequence[int], path: Path) -> bytes:
+    from sd_ort.graphs.load import load, serialize_over_data
+    from sd_ort.graphs.skip_blocks import skip_blocks
+    from sd_ort.weights.recipes import read_recipes
+
+    model = load(path)
+    skip_blocks(model, read_recipes(folder).get("transformer", {}), blocks)
+    return serialize_over_data(model, path.parent)
 
 
 @dataclass
@@ -84,6 +123,7 @@ class Denoising:
         blend: Restores the region outside of a mask; None without one.
         references: Tokens (B, R, C) of reference images, which follow the latents; None without any.
         tensors: Other tensors that a callback may read, by name.
+        skip_layers: Skip-layer guidance; None without it.
     """
 
     sample: np.ndarray
@@ -96,6 +136,7 @@ class Denoising:
     blend: flow_match.InpaintBlend | None = None
     references: np.ndarray | None = None
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    skip_layers: SkipLayerGuidance | None = None
 
     def steps(self, models: Mapping[str, Model]) -> TransformerSteps:
         """Return the transformer's calls for the prompts as these are now."""
@@ -116,6 +157,17 @@ class Denoising:
         negative, positive = np.split(predictions[0], 2) if self.one_call else predictions[::-1]
         combined: np.ndarray = negative + np.float32(self.guidance_scale) * (positive - negative)
         return combined
+
+    def guided_without_blocks(
+        self, i: int, prediction: np.ndarray, predictions: list[np.ndarray], without: TransformerSteps
+    ) -> np.ndarray:
+        """Return the prediction of step i with skip-layer guidance. `predictions`: of the whole transformer."""
+        assert self.skip_layers is not None
+        (skipped,) = without(i, self.sample)
+        result: np.ndarray = prediction + np.float32(self.skip_layers.scale) * (
+            np.split(predictions[0], 2)[1] - skipped
+        )
+        return result
 
     def step(self, i: int, prediction: np.ndarray) -> None:
         """Replace the latents by those after step i."""
@@ -412,12 +464,17 @@ class TransformerPipeline(LoraMixin):
         """Run the steps of a call and return the latents after the last one."""
         steps = len(job.schedule.timesteps)
         self._num_timesteps = steps
-        predict = job.steps(self.models)
+        predict, skip = job.steps(self.models), job.skip_layers
+        skipping = [i for i in range(steps) if skip and skip.is_used(i, steps)]
+        without = skip.steps(self.models, job.schedule.timesteps) if skip and skipping else None
         with step_bar(range(steps), call.progress and not self.progress_bar_config.get("disable")) as bar:
             for i in bar:
                 if self._interrupt:
                     break
-                prediction = job.guided(predict(i, job.hidden_states()))
+                predictions = predict(i, job.hidden_states())
+                prediction = job.guided(predictions)
+                if without is not None and i in skipping:
+                    prediction = job.guided_without_blocks(i, prediction, predictions, without)
                 check_finite(prediction, "transformer")
                 job.step(i, prediction)
                 if call.callback_on_step_end is not None and self._call_back(i, job, call):
@@ -523,8 +580,9 @@ class StableDiffusion3Pipeline(TransformerPipeline):
     ) -> Any:  # fmt: skip
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
-        A `guidance_scale` of 1 or less disables guidance. Returns a `PipelineOutput`, a tuple without `return_dict`.
-        Raises InputError for arguments that cannot be used.
+        A `guidance_scale` of 1 or less disables guidance, also that by `skip_guidance_layers`, for which the
+        transformer is open twice. Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for
+        arguments that cannot be used.
         """
         return self._generate(arguments(locals()))
 
@@ -539,7 +597,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
         )
         count, images = len(embeddings), call.num_images_per_prompt
         embeddings, pooled = repeated(embeddings, images), repeated(pooled, images)
-        tensors = {}
+        tensors, skip = {}, None
         if guided:
             texts = (call.negative_prompt or "", call.negative_prompt_2, call.negative_prompt_3)
             negatives = self._embedded(
@@ -551,6 +609,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
             negative, negative_pooled = (repeated(each, images) for each in negatives)
             if negative.shape != embeddings.shape:
                 raise InputError(f"negative embeddings of shape {negative.shape} go with {embeddings.shape}.")
+            skip = self._skip_layers(call, {"encoder_hidden_states": embeddings, "pooled_projections": pooled})
             tensors = {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled}
             embeddings = np.concatenate([negative, embeddings])
             pooled = np.concatenate([negative_pooled, pooled])
@@ -563,11 +622,28 @@ class StableDiffusion3Pipeline(TransformerPipeline):
         job = Denoising(
             sample, schedule, [{"encoder_hidden_states": embeddings, "pooled_projections": pooled}],
             guidance_scale=call.guidance_scale if guided else None, one_call=guided, blend=blend, tensors=tensors,
+            skip_layers=skip,
         )  # fmt: skip
         sample = self._denoise(job, call)
         if call.output_type == "latent":
             return latents_as_output(sample, call.return_dict)
         return self._output(sample, call.output_type, call.return_dict)
+
+    def _skip_layers(self, call: SimpleNamespace, inputs: dict[str, np.ndarray]) -> SkipLayerGuidance | None:
+        """Return the skip-layer guidance of a call; None without it. Raises InputError for blocks that are not there.
+
+        inputs: of the transformer, for the prompt.
+        """
+        blocks = getattr(call, "skip_guidance_layers", None)  # which image to image has not
+        if not blocks:
+            return None
+        count = self.transformer_config["num_layers"]
+        if not all(is_integer(block) and 0 <= block < count for block in blocks):
+            raise InputError(f"skip_guidance_layers must be numbers of blocks from 0 to {count - 1}, got {blocks}.")
+        shares = call.skip_layer_guidance_start, call.skip_layer_guidance_stop
+        if not all(is_finite(value) for value in (call.skip_layer_guidance_scale, *shares)):
+            raise InputError("skip_layer_guidance_scale, skip_layer_guidance_start and _stop must be numbers.")
+        return SkipLayerGuidance(tuple(sorted({*blocks})), call.skip_layer_guidance_scale, *shares, inputs)
 
 
 class FluxPipeline(TransformerPipeline):

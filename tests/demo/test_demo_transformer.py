@@ -88,3 +88,17 @@ def test_recorded_score() -> None:
     assert (report["steps"], report["provider"]) == (demo.TRANSFORMER_STEPS, "cpu")
     assert report["prompts"] >= 200
     assert report["share"] == report["correct"] / report["prompts"] >= 0.95
+
+
+def test_controlnets_are_refused_by_name(tmp_path: Path) -> None:
+    from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
+    from sd_ort.core.errors import InputError
+
+    with pytest.raises(InputError, match="FluxPipeline takes no controlnet: ControlNets of diffusion transformers"):
+        FluxPipeline.from_pretrained("demo-dit", "cpu", controlnet=tmp_path)
+    (tmp_path / "config.json").write_text('{"_class_name": "FluxControlNetModel"}')
+    with pytest.raises(InputError, match="holds a FluxControlNetModel, not a ControlNetModel"):
+        open_checkpoint("demo-dit", CheckpointOptions(controlnet=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"_class_name": "ControlNetModel"}')
+    with pytest.raises(InputError, match="demo-dit has a transformer: sd-ort takes a ControlNet for a UNet only"):
+        open_checkpoint("demo-dit", CheckpointOptions(controlnet=str(tmp_path)))

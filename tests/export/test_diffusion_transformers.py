@@ -26,11 +26,13 @@ from sd_ort.core.metrics import psnr
 from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.export import exporter, templates
 from sd_ort.graphs.load import load
+from sd_ort.graphs.skip_blocks import skip_blocks
 from sd_ort.inspect.explain import explain
 from sd_ort.inspect.verify import verify
 from sd_ort.pipelines import transformer_steps
 from sd_ort.runtime.session import Model
 from sd_ort.stages import optimize
+from sd_ort.weights.recipes import read_recipes
 
 SIZES = (
     {"batch": 1, "sequence": 19, "height": 24, "width": 16, "image_sequence": 28},
@@ -127,6 +129,11 @@ def test_gpu_targets(exported, tmp_path, preset, target, dtype):
     expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Einsum", "Gelu"), 0)
     assert {op: counts[op] for op in expected} == expected
     assert not [value for node in graph for value in node.outputs if value.dtype == ir.DataType.DOUBLE]
+    if preset == SD3:  # every block's modulation is found, for skip-layer guidance
+        model = load(out / "transformer_time" / "model.onnx")
+        before = len(model.graph)
+        skip_blocks(model, read_recipes(out)["transformer"], [0, 1])
+        assert len(model.graph) == before + 4
     result = verify(folder, out, components=["transformer"])
     assert result["passed"], result["rows"]
 
@@ -218,6 +225,7 @@ def reference(tmp_path_factory, mini_presets):
 
 CALLS = {
     "two prompts, two images each, guided": (SD3, {"num_images_per_prompt": 2, "negative_prompt": ["dark", "blur"]}),
+    "skip-layer guidance": (SD3, {"skip_guidance_layers": [0], "skip_layer_guidance_stop": 0.8}),
     "not guided, other texts": (SD3, {"guidance_scale": 1.0, "prompt_2": PROMPTS[::-1], "prompt_3": ["x", "y"]}),
     "own sigmas": (SD3, {"sigmas": [0.9, 0.5, 0.1], "num_inference_steps": None}),
     "distilled guidance": (FLUX, {"num_images_per_prompt": 2, "guidance_scale": 2.0}),
@@ -410,7 +418,7 @@ def test_t5_tokens_are_those_of_transformers(tmp_path, mini_presets):
         ({"output_type": "jpeg"}, "output_type"),
         ({"generator": [1, 2, 3]}, "3 generators"),
         ({"latents": np.zeros((1, 16, 4, 4))}, "latents of shape"),
-        ({"skip_guidance_layers": [1]}, "skip_guidance_layers"),
+        ({"skip_guidance_layers": [2]}, "blocks from 0 to 1"),
         ({"negative_prompt": ["a", "b", "c"]}, "3 prompts"),
         ({"sigmas": [0.5, 0.0]}, "sigmas"),
     ],
