@@ -46,7 +46,8 @@ def test_example_with_a_controlnet(tmp_path: Path) -> None:
     controlnet.save_pretrained(tmp_path / "net")
     result = run([sys.executable, str(ROOT / "examples/checkpoint.py"), "demo", "out.png", "net"], tmp_path)
     assert result.returncode == 0, result.stderr
-    assert Image.open(tmp_path / "out.png").size == (128, 128)
+    with Image.open(tmp_path / "out.png") as image:
+        assert image.size == (128, 128)
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

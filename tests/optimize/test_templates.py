@@ -132,7 +132,7 @@ def test_what_the_package_has() -> None:
         assert path == templates.BUNDLED / f"{name}.onnx.xz"
         assert path.is_file()
         template = templates.Template(path)
-        assert len(template.sources) > 50
+        assert len(template.sources) >= 30  # demo-dit's T5 of three layers
     assert {path.stem for path in templates.BUNDLED.glob("*.xz")} == {f"{name}.onnx" for name, _, _ in every()}
     assert sum(path.stat().st_size for path in templates.BUNDLED.iterdir()) < 1_400_000
 
