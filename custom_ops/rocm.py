@@ -50,9 +50,10 @@ def load_pip_libraries(*names: str) -> None:
 
 
 def load_pip_runtime() -> None:
-    """Load libamdhip64 and hipBLASLt of pip's ROCm packages, for the libraries of sd-ort, which use what is loaded.
+    """Load libamdhip64 and hipBLASLt from pip's ROCm packages.
 
-    Does nothing if the process has a HIP runtime, such as that of PyTorch, or $ROCM_PATH selects another one.
+    sd-ort's libraries use the runtime that the process has loaded. Does nothing if there is one, such as that of
+    PyTorch, or $ROCM_PATH selects another one.
     """
     if "ROCM_PATH" in os.environ or loaded_library("libamdhip64") is not None:
         return

@@ -222,6 +222,27 @@ _TOKENS = """
 """
 _SIZES = {"B": 2, "T": 3, "I": 5, "S": 8}
 _ONE = {"MultiHeadAttention": 1, "Transpose": 0, "Softmax": 0}
+
+
+def _grouped_queries(heads: int, key_heads: int, five: tuple[int, ...], groups: tuple[int, ...]) -> str:
+    """Attention whose keys and values are reshaped to `five` axes and expanded by `groups` to as many heads."""
+    text = _graph(
+        _heads("q", "k1", "v1").replace("k1h = ", "ks = ").replace("v1h = ", "vs = ")
+        + " k5 = Reshape (ks, five)  ke = Expand (k5, groups)  kh = Reshape (ke, four)"
+        "  v5 = Reshape (vs, five)  ve = Expand (v5, groups)  vh = Reshape (ve, four)",
+        y=f"B,T,{4 * heads}",
+        merge=f"0, -1, {4 * heads}",
+    )
+    for name, count in (("q", heads), ("k", key_heads), ("v", key_heads)):
+        input_name = name if name == "q" else f"{name}1"
+        text = text.replace(f"float[B,T,2,4] {name},", f"float[B,T,{count},4] {input_name},")
+    axes = [
+        f"int64[5] {name} = {{{', '.join(map(str, value))}}}" for name, value in (("five", five), ("groups", groups))
+    ]
+    constants = ", ".join([*axes, f"int64[4] four = {{0, {heads}, -1, 4}}"])
+    return text.replace("<int64[3] merge", f"<{constants}, int64[3] merge")
+
+
 _case = partial(PassCase, sizes=_SIZES, ops=_ONE)
 _rejected = partial(PassCase, sizes=_SIZES, rewrites=0)
 CASES = [
@@ -234,39 +255,12 @@ CASES = [
     ),
     _case(
         "grouped queries: two of them for each key",
-        _graph(
-            _heads("q", "k1", "v1").replace("k1h = ", "ks = ").replace("v1h = ", "vs = ")
-            + " k5 = Reshape (ks, five)  ke = Expand (k5, groups)  kh = Reshape (ke, four)"
-            "  v5 = Reshape (vs, five)  ve = Expand (v5, groups)  vh = Reshape (ve, four)",
-            y="B,T,8",
-            merge="0, -1, 8",
-        )
-        .replace("float[B,T,2,4] k,", "float[B,T,1,4] k1,")
-        .replace("float[B,T,2,4] v,", "float[B,T,1,4] v1,")
-        .replace(
-            "<int64[3] merge",
-            "<int64[5] five = {0, 1, 1, -1, 4}, int64[5] groups = {1, 1, 2, 1, 1}, "
-            "int64[4] four = {0, 2, -1, 4}, int64[3] merge",
-        ),
+        _grouped_queries(2, 1, five=(0, 1, 1, -1, 4), groups=(1, 1, 2, 1, 1)),
         ops={**_ONE, "Expand": 2},
     ),
     _rejected(
         "each group of keys repeated as a whole",
-        _graph(
-            _heads("q", "k1", "v1").replace("k1h = ", "ks = ").replace("v1h = ", "vs = ")
-            + " k5 = Reshape (ks, five)  ke = Expand (k5, groups)  kh = Reshape (ke, four)"
-            "  v5 = Reshape (vs, five)  ve = Expand (v5, groups)  vh = Reshape (ve, four)",
-            y="B,T,16",
-            merge="0, -1, 16",
-        )
-        .replace("float[B,T,2,4] q,", "float[B,T,4,4] q,")
-        .replace("float[B,T,2,4] k,", "float[B,T,2,4] k1,")
-        .replace("float[B,T,2,4] v,", "float[B,T,2,4] v1,")
-        .replace(
-            "<int64[3] merge",
-            "<int64[5] five = {0, 1, 2, -1, 4}, int64[5] groups = {1, 2, 1, 1, 1}, "
-            "int64[4] four = {0, 4, -1, 4}, int64[3] merge",
-        ),
+        _grouped_queries(4, 2, five=(0, 1, 2, -1, 4), groups=(1, 2, 1, 1, 1)),
         rejection="Reshape computes the heads",
     ),
     _case("one stream", _graph(_heads("q", "k", "v"), y="B,T,8", merge="0, -1, 8")),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write results/amd/cards.md: AMD's cards, what ran for each target and where, what is expected, and what was measured.
+"""Write results/amd/cards.md: a table of AMD's cards with the runs, expected times and measurements of each target.
 
     scripts/amd/cards.py
 
@@ -77,7 +77,7 @@ def page() -> str:
 
 
 def _compiled() -> set[str]:
-    """Return the targets of the table of registers, and those that the generic targets of the wheel cover."""
+    """Return the compiled targets: those of ops_amd_resources.md, and those that the wheel's generic targets cover."""
     table = (ROOT / "results/ops_amd_resources.md").read_text()
     heading = next(line for line in table.splitlines() if line.startswith("| kernel |"))
     exact = set(re.findall(r"gfx\w+", heading))

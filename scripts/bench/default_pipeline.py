@@ -333,7 +333,7 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
 def fidelity(options: argparse.Namespace) -> dict[str, Any]:
     """Unseen prompts of the demo model: prompt i from seed i, ours one by one, torch in batches of 8."""
     from sd_ort import StableDiffusionPipeline, demo
-    from sd_ort.benchmark.engines.pytorch import torch_pipeline
+    from sd_ort.checkpoints.torch_pipeline import torch_pipeline
     from sd_ort.demo.fidelity import score, unseen_prompts
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -23,7 +23,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from sd_ort import StableDiffusionPipeline, demo
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
 from sd_ort.export.exporter import export

@@ -1,4 +1,4 @@
-"""What is fused in diffusion transformers, beside other optimizers: results/fusion_transformers.md.
+"""Write results/fusion_transformers.md: fused nodes of diffusion transformers, by sd-ort and by other optimizers.
 
     python scripts/bench/fusion_transformers.py [--work FOLDER]
 

@@ -24,7 +24,7 @@ from diffusers.models.resnet import ResnetBlock2D
 
 from scripts.bench.gpu_models import random_module
 from scripts.fixtures.torch_calls import NAMES, RandomTensors, calls
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.metrics import psnr, relative_l2_error
 from sd_ort.runtime.machine import commit, machine
 from sd_ort.torch import kernels, operators, optimize, reset_status, restore, status

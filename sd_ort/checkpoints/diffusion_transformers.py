@@ -110,7 +110,7 @@ FAMILIES: Mapping[str, TransformerFamily] = {
 
 
 def encoder_mismatch(index: Config) -> str | None:
-    """Return what is wrong with the text encoders in the model_index.json of a pipeline with a transformer, or None."""
+    """Return a phrase on the first text encoder of a model_index.json that its transformer cannot use, or None."""
     family = FAMILIES[index["transformer"][1]]
     for name, expected in family.text_encoders.items():
         found = (index.get(name) or (None, None))[1]

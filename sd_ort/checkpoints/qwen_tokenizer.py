@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sd_ort.core.errors import InputError, first_line
+from sd_ort.checkpoints.tokenizer_file import open_tokenizer
+from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
 
 log = logging.getLogger("sd_ort")
@@ -23,25 +24,12 @@ class QwenTokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises InputError for a folder that holds no tokenizer.json of a Qwen tokenizer."""
-        from tokenizers import Tokenizer
-
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise InputError(f"{folder} holds no tokenizer.json: save its Qwen tokenizer with transformers again.")
-        try:
-            self._rules = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exceptions
-            raise InputError(f"{path} is damaged ({first_line(error)}): get it again.") from error
         tokens = (PADDING, "<|im_start|>", "<|im_end|>")
-        if missing := [token for token in tokens if self._rules.token_to_id(token) is None]:
-            raise InputError(f"{path} is of no Qwen tokenizer: it lacks the token {missing[0]}.")
+        self._rules, (self.pad_token_id, *_) = open_tokenizer(folder, "Qwen", tokens)
         settings = folder / "tokenizer_config.json"
         padding = read_json(settings, root=folder.parent).get("padding_side") if settings.is_file() else None
         if padding not in (None, "right"):
             raise InputError(f"{settings} pads on the {padding}: FLUX.2 reads prompts that are padded on the right.")
-        self.pad_token_id = int(self._rules.token_to_id(PADDING) or 0)
-        self._rules.no_truncation()
-        self._rules.no_padding()
 
     def encode(self, prompts: Sequence[str], length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids and attention mask (B, length), int64; log that the end of a longer prompt is cut."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sd_ort.core.errors import InputError, first_line
+from sd_ort.checkpoints.tokenizer_file import open_tokenizer
 
 log = logging.getLogger("sd_ort")
 
@@ -18,21 +18,7 @@ class T5Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises InputError for a folder that holds no tokenizer.json of a T5 tokenizer."""
-        from tokenizers import Tokenizer
-
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise InputError(f"{folder} holds no tokenizer.json: save its T5 tokenizer with transformers again.")
-        try:
-            self._rules = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exceptions
-            raise InputError(f"{path} is damaged ({first_line(error)}): get it again.") from error
-        pad, end = self._rules.token_to_id("<pad>"), self._rules.token_to_id("</s>")
-        if pad is None or end is None:
-            raise InputError(f"{path} is of no T5 tokenizer: it lacks the token <pad> or </s>.")
-        self.pad_token_id, self.eos_token_id = pad, end
-        self._rules.no_truncation()
-        self._rules.no_padding()
+        self._rules, (self.pad_token_id, self.eos_token_id) = open_tokenizer(folder, "T5", ("<pad>", "</s>"))
 
     def token_ids(self, prompts: Sequence[str], length: int) -> np.ndarray:
         """Return token ids (B, length), int64; log that the end of a longer prompt is cut."""

@@ -84,7 +84,9 @@ def run_interruptible(make: Callable[[str, threading.Event], None], names: Itera
 
 
 def run_coroutine(main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine in an event loop. SIGINT and SIGTERM cancel it, and raise KeyboardInterrupt when it has ended.
+    """Run a coroutine in an event loop; SIGINT and SIGTERM cancel it.
+
+    KeyboardInterrupt is raised after a cancelled coroutine has ended.
 
     If a handler raised KeyboardInterrupt inside a task, asyncio would print the stack of that task.
     """

@@ -28,6 +28,10 @@ class DefaultFloat(float, DefaultNumber):
 
 
 STEPS, GUIDANCE, XL_GUIDANCE = DefaultInt(50), DefaultFloat(7.5), DefaultFloat(5.0)
+# Tensors that callbacks may change in most of diffusers' classes of SD, of SDXL from text, and of SDXL from images.
+GUIDED_TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
+_XL = (*GUIDED_TENSORS, "add_text_embeds", "add_time_ids", "negative_pooled_prompt_embeds")
+XL_TENSORS, XL_IMAGE_TENSORS = (*_XL, "negative_add_time_ids"), (*_XL, "add_neg_time_ids")
 
 
 def is_integer(value: Any) -> bool:

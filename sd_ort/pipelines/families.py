@@ -14,7 +14,7 @@ import sd_ort
 from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
-from sd_ort.pipelines.arguments import GUIDANCE, STEPS, XL_GUIDANCE
+from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, XL_GUIDANCE, XL_IMAGE_TENSORS, XL_TENSORS
 from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
 from sd_ort.pipelines.request import Generator, Picture, Prompt, Size, StepCallback
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
@@ -115,7 +115,7 @@ class StableDiffusionXLInpaintPipeline(StableDiffusionInpaintPipeline):
 class StableDiffusionControlNetPipeline(StableDiffusionPipeline):
     """Text to image with ControlNets for SD 1.x and 2.x. `image`: the control image."""
 
-    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds", "image")
+    _callback_tensor_inputs: tuple[str, ...] = (*GUIDED_TENSORS, "image")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, height: int | None = None,
@@ -139,7 +139,7 @@ class StableDiffusionControlNetPipeline(StableDiffusionPipeline):
 class StableDiffusionControlNetImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
     """Image to image with ControlNets for SD 1.x and 2.x."""
 
-    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds", "control_image")
+    _callback_tensor_inputs: tuple[str, ...] = (*GUIDED_TENSORS, "control_image")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, control_image: Picture | None = None,
@@ -164,9 +164,7 @@ class StableDiffusionControlNetInpaintPipeline(StableDiffusionInpaintPipeline):
     """Inpainting with ControlNets for SD 1.x and 2.x."""
 
     SIZE_OF_IMAGE = True
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "control_image", "mask", "masked_image_latents",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = (*GUIDED_TENSORS, "control_image", "mask", "masked_image_latents")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
@@ -191,10 +189,7 @@ class StableDiffusionControlNetInpaintPipeline(StableDiffusionInpaintPipeline):
 class StableDiffusionXLControlNetPipeline(StableDiffusionXLPipeline):
     """Text to image with ControlNets for SDXL. `image`: the control image."""
 
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
-        "negative_pooled_prompt_embeds", "negative_add_time_ids", "image",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = (*XL_TENSORS, "image")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
@@ -223,10 +218,7 @@ class StableDiffusionXLControlNetPipeline(StableDiffusionXLPipeline):
 class StableDiffusionXLControlNetImg2ImgPipeline(StableDiffusionXLImg2ImgPipeline):
     """Image to image with ControlNets for SDXL."""
 
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
-        "negative_pooled_prompt_embeds", "add_neg_time_ids", "control_image",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = (*XL_IMAGE_TENSORS, "control_image")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
@@ -256,10 +248,7 @@ class StableDiffusionXLControlNetInpaintPipeline(StableDiffusionXLInpaintPipelin
     """Inpainting with ControlNets for SDXL."""
 
     SIZE_OF_IMAGE = True
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
-        "negative_pooled_prompt_embeds", "add_neg_time_ids", "mask", "masked_image_latents", "control_image",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = (*XL_IMAGE_TENSORS, "mask", "masked_image_latents", "control_image")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,

@@ -14,7 +14,7 @@ import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import controlnet_inputs
-from sd_ort.pipelines.arguments import GUIDANCE, STEPS
+from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS
 from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable, tile
 from sd_ort.pipelines.noise import sources
 from sd_ort.pipelines.output import PipelineOutput
@@ -147,9 +147,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     channels (sd15-inpaint) see mask and masked image."""
 
     NOISE_FOR_EACH_IMAGE = False
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "mask", "masked_image_latents",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = (*GUIDED_TENSORS, "mask", "masked_image_latents")
     TASK = "Inpaint"
     SIZE_OF_IMAGE = False  # whether the image's size, and not the model's, stands for none
     REJECTED_ARGUMENTS = ()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.arguments import GUIDANCE, STEPS, XL_GUIDANCE
+from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, XL_GUIDANCE, XL_IMAGE_TENSORS, XL_TENSORS
 from sd_ort.pipelines.families import (
     StableDiffusionControlNetInpaintPipeline,
     StableDiffusionControlNetPipeline,
@@ -132,7 +132,7 @@ class StableDiffusionPAGImg2ImgPipeline(PerturbedAttentionMixin, StableDiffusion
 class StableDiffusionPAGInpaintPipeline(PerturbedAttentionMixin, StableDiffusionInpaintPipeline):
     """Inpainting with perturbed attention guidance, SD 1.x and 2.x."""
 
-    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
+    _callback_tensor_inputs: tuple[str, ...] = GUIDED_TENSORS
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
@@ -155,10 +155,7 @@ class StableDiffusionPAGInpaintPipeline(PerturbedAttentionMixin, StableDiffusion
 class StableDiffusionXLPAGPipeline(PerturbedAttentionMixin, StableDiffusionXLPipeline):
     """Text to image with perturbed attention guidance, SDXL."""
 
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
-        "negative_pooled_prompt_embeds", "negative_add_time_ids",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = XL_TENSORS
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, height: int | None = None,
@@ -185,10 +182,7 @@ class StableDiffusionXLPAGPipeline(PerturbedAttentionMixin, StableDiffusionXLPip
 class StableDiffusionXLPAGImg2ImgPipeline(PerturbedAttentionMixin, StableDiffusionXLImg2ImgPipeline):
     """Image to image with perturbed attention guidance, SDXL."""
 
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
-        "negative_pooled_prompt_embeds", "add_neg_time_ids",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = XL_IMAGE_TENSORS
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
@@ -216,10 +210,7 @@ class StableDiffusionXLPAGImg2ImgPipeline(PerturbedAttentionMixin, StableDiffusi
 class StableDiffusionXLPAGInpaintPipeline(PerturbedAttentionMixin, StableDiffusionXLInpaintPipeline):
     """Inpainting with perturbed attention guidance, SDXL."""
 
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
-        "negative_pooled_prompt_embeds", "add_neg_time_ids", "mask", "masked_image_latents",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = (*XL_IMAGE_TENSORS, "mask", "masked_image_latents")
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
@@ -251,7 +242,7 @@ class StableDiffusionControlNetPAGPipeline(PerturbedAttentionMixin, StableDiffus
 
     CAN_INTERRUPT = False
     CONTROLNET_READS_CHANGES = False
-    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
+    _callback_tensor_inputs: tuple[str, ...] = GUIDED_TENSORS
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, height: int | None = None,
@@ -277,7 +268,7 @@ class StableDiffusionControlNetPAGInpaintPipeline(PerturbedAttentionMixin, Stabl
 
     CAN_INTERRUPT = False
     CONTROLNET_READS_CHANGES = False
-    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
+    _callback_tensor_inputs: tuple[str, ...] = GUIDED_TENSORS
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
@@ -304,10 +295,7 @@ class StableDiffusionXLControlNetPAGPipeline(PerturbedAttentionMixin, StableDiff
 
     CAN_INTERRUPT = False
     CONTROLNET_READS_CHANGES = False
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
-        "negative_pooled_prompt_embeds", "negative_add_time_ids",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = XL_TENSORS
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
@@ -340,10 +328,7 @@ class StableDiffusionXLControlNetPAGImg2ImgPipeline(
 
     CAN_INTERRUPT = False
     CONTROLNET_READS_CHANGES = False
-    _callback_tensor_inputs: tuple[str, ...] = (
-        "latents", "prompt_embeds", "negative_prompt_embeds", "add_text_embeds", "add_time_ids",
-        "negative_pooled_prompt_embeds", "add_neg_time_ids",
-    )  # fmt: skip
+    _callback_tensor_inputs: tuple[str, ...] = XL_IMAGE_TENSORS
 
     def __call__(  # type: ignore[override]
         self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,

@@ -30,7 +30,7 @@ from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
-from sd_ort.pipelines.arguments import GUIDANCE, STEPS, DefaultNumber, check_load_options
+from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultNumber, check_load_options
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
@@ -84,7 +84,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     CONTROLNET_READS_CHANGES = True  # whether ControlNets read what a callback changes
     CHANGES_LAST_LATENTS = True  # whether the latents that a callback returns after the last step are decoded
     TASK = ""  # in the names of diffusers' classes
-    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "negative_prompt_embeds")
+    _callback_tensor_inputs: tuple[str, ...] = GUIDED_TENSORS
     STRENGTH_IN_SCHEDULER = False  # whether the scheduler, and not a part of its steps, follows `strength`
     REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
 

@@ -11,6 +11,7 @@ import numpy as np
 from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.configs import Config
 from sd_ort.checkpoints.signatures import latent_channels, pixels_per_latent
+from sd_ort.core.files import without_nulls
 from sd_ort.pipelines import tiling
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.noise import draw_noise
@@ -34,9 +35,7 @@ class Vae:
         self.models, self.config = models, Config(config)
         self.use_tiling, self.use_slicing = tiling, slicing
         self.scale_factor = pixels_per_latent(config)
-        self.latent_channels = latent_channels(
-            {"latent_channels": 4} | {k: v for k, v in config.items() if v is not None}
-        )
+        self.latent_channels = latent_channels({"latent_channels": 4, **without_nulls(config)})
         size = config.get("sample_size") or 512  # pixels a side: the images the VAE was trained on
         self.tile = max(size) if isinstance(size, list) else int(size)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.errors import InputError, SdOrtError, describe_error, first_line
+from sd_ort.core.errors import InputError, SdOrtError, describe_error
 from sd_ort.core.pipeline_folder import MODEL, check_not_merged, components
 from sd_ort.runtime import visible_devices
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo
@@ -82,7 +82,7 @@ class PipelineReplica:
             options = config.load_options
             from_torch = not any(folder.glob(f"*/{MODEL}"))
             self.pipelines[name] = (
-                torch_pipeline(folder, str(options["provider"]), options.get("scheduler"))
+                TorchPipeline(folder, str(options["provider"]), options.get("scheduler"))
                 if from_torch
                 else StableDiffusionPipeline.from_pretrained(folder, **options)
             )
@@ -128,35 +128,24 @@ class PipelineReplica:
 
 
 class TorchPipeline:
-    """diffusers' pipeline, called as ours: integers as seeds, and no progress bar."""
+    """diffusers' pipeline of a folder, called as ours: integers as seeds, and no progress bar."""
 
-    def __init__(self, pipeline: Any) -> None:
-        self.pipeline = pipeline
-        self.load_lora_weights, self.set_adapters = pipeline.load_lora_weights, pipeline.set_adapters
-        pipeline.set_progress_bar_config(disable=True)
+    def __init__(self, folder: Path, provider: str, scheduler: str | None) -> None:
+        """Load it on the device of `provider`. Raises SdOrtError if it cannot be loaded, or with a scheduler."""
+        if scheduler:
+            raise InputError("--compare with torch keeps the model's scheduler: leave --scheduler out.")
+        from sd_ort.checkpoints.torch_pipeline import torch_device, torch_pipeline
 
-    def __call__(self, prompts: list[str], *, generator: list[int], progress: bool = False, **arguments: Any) -> Any:
+        self.pipeline = torch_pipeline(str(folder)).to(*torch_device(provider))
+        self.load_lora_weights, self.set_adapters = self.pipeline.load_lora_weights, self.pipeline.set_adapters
+
+    def __call__(self, prompts: list[str], *, generator: list[int], progress: bool, **arguments: Any) -> Any:
         """Return diffusers' output for the same arguments."""
         import torch
 
         return self.pipeline(
             prompts, generator=[torch.Generator().manual_seed(seed) for seed in generator], **arguments
         )
-
-
-def torch_pipeline(folder: Path, provider: str, scheduler: str | None) -> TorchPipeline:
-    """Open a diffusers folder by diffusers: float32 on a CPU, float16 on a GPU. Raises InputError without weights."""
-    import torch
-    from diffusers import DiffusionPipeline
-
-    if scheduler:
-        raise InputError("--compare with torch keeps the model's scheduler: leave --scheduler out.")
-    device, dtype = ("cpu", torch.float32) if provider == "cpu" else ("cuda", torch.float16)
-    try:
-        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, safety_checker=None)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is no pipeline folder to compare with: {first_line(error)}") from error
-    return TorchPipeline(pipeline.to(device))
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import pytest
 
 from sd_ort.benchmark import engine_builds, engine_selection, report_file, runner
 from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.benchmark.worker import EngineMeasurements, Worker, is_tuned
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime import device_meters

@@ -56,7 +56,7 @@ def test_other_weights_that_compute_the_same(models: dict[str, torch.nn.Module])
 def test_from_file_to_image(
     models: dict[str, torch.nn.Module], sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    from sd_ort.benchmark.engines.pytorch import torch_pipeline
+    from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 
     file, out, kept = save(models, tmp_path / "night.safetensors", torch.float16), tmp_path / "a.png", tmp_path / "kept"
     arguments = ("--steps", 2, "--seed", 3, "--out", out)

@@ -25,11 +25,11 @@ from fusion_passes.graph_pass import run_all, totals
 from fusion_passes.lower import nhwc_layout, pack_qkv, subpixel_conv, upsample_nearest
 from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints import presets, signatures
 from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, is_sdxl
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS, Preset, open_preset
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import CHECK_SIZES, example_input, export

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accelerate, install, uninstall
 from sd_ort.integrations.models import TorchComponentSessions

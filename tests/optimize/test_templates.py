@@ -116,13 +116,13 @@ def test_large_weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph whose large weights were never read has the nodes and recipes of one that was exported with them."""
     preset = mini(PRESETS["flux-dev-tiny"])
 
-    def made(limit: int) -> tuple[list[object], dict[str, object]]:
+    def exported(limit: int) -> tuple[list[object], dict[str, object]]:
         monkeypatch.setattr(make_templates, "UNTOUCHED", limit)
         graph, recipes, _ = weightless(preset, "text_encoder_2")
         nodes = [(n.op_type, [v and (recipes.get(str(v.name)) or v.name) for v in n.inputs]) for n in graph.graph]
         return [*nodes], recipes
 
-    assert made(1 << 40) == made(2000)
+    assert exported(1 << 40) == exported(2000)
 
 
 def test_what_the_package_has() -> None:

@@ -15,8 +15,8 @@ from PIL import Image
 
 import sd_ort
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.schedulers import make_scheduler
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.request import IMAGE_ARGUMENTS, UNSUPPORTED_ARGUMENTS
 

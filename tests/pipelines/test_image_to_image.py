@@ -17,7 +17,7 @@ from PIL import Image
 from small_presets import export_with
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.diffusers import OrtControlNet, accelerate
 

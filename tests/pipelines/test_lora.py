@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 from fusion_passes import weight_recipes as recipes
 from sd_ort import StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.presets import open_preset
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.cli.model_options import parse_lora
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError

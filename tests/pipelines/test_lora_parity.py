@@ -20,8 +20,8 @@ from image_metrics import psnr
 from safetensors.torch import save_file
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.presets import open_preset
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.stages import optimize
 from sd_ort.weights.lora import LoraManager

@@ -23,8 +23,9 @@ from image_metrics import psnr
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline, cli
-from sd_ort.benchmark.engines.pytorch import first_latents, torch_pipeline
+from sd_ort.benchmark.engines.pytorch import first_latents
 from sd_ort.checkpoints.schedulers import make_scheduler, scheduler_class
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core import files, metrics, progress
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.pipeline_folder import DATA, MODEL

@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto, helper
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.pipelines import tiling
 

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.text_encoder import modified_graph
 from sd_ort.pipelines.prompt_weighting import chunks, parse

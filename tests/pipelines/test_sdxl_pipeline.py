@@ -14,8 +14,8 @@ from image_metrics import psnr
 from small_presets import mini
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.export.exporter import export
 from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accelerate
 from sd_ort.optimize.merge import merge

@@ -394,7 +394,7 @@ def test_lora_training_equals_torch(checkpointing: bool) -> None:
 
 
 def test_demo_images_are_the_same() -> None:
-    from sd_ort.benchmark.engines.pytorch import torch_pipeline
+    from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 
     pipeline = torch_pipeline("demo")
     arguments = {"prompt": "a red circle", "num_inference_steps": 2, "output_type": "np"}

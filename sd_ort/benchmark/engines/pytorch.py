@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,22 +13,13 @@ import torch
 from sd_ort import demo
 from sd_ort.benchmark.engines import interface
 from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine, LoadedEngine
-from sd_ort.checkpoints.diffusion_transformers import FAMILIES
 from sd_ort.checkpoints.signatures import default_latents
-from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.checkpoints.torch_pipeline import open_model, torch_device, torch_pipeline
+from sd_ort.core.errors import SdOrtError
 
 # Arguments of diffusers' call that draws with sd-ort's defaults.
 DEMO_TRANSFORMER = {"height": demo.HEIGHT, "width": demo.WIDTH, "max_sequence_length": demo.TEXT_LENGTH}
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16"}
-
-
-def _device(settings: BenchmarkSettings) -> tuple[str, torch.dtype]:
-    """Return torch's device and dtype for a provider. Raises SdOrtError if torch has no GPU."""
-    if settings.provider == "cpu":
-        return "cpu", torch.float32
-    if not torch.cuda.is_available():
-        raise SdOrtError("this torch sees no GPU: install the torch build for it to compare with.")
-    return "cuda", torch.float16
 
 
 def _synchronize(device: str) -> None:
@@ -59,7 +48,7 @@ def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
 
     Each time begins and ends synchronized with the device.
     """
-    device, dtype = _device(settings)
+    device, dtype = torch_device(settings.provider)
     if engine.variant == "graph":
         raise SdOrtError("torch's graphs are captured for one component: use --component.")
     pipeline = torch_pipeline(engine.model, engine.random_weights, engine.weights_seed or 0)
@@ -120,8 +109,8 @@ def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
     from sd_ort.checkpoints.signatures import MODEL_OF
 
     assert settings.component is not None
-    device, dtype = _device(settings)
-    source = _source(engine.model, engine.random_weights, engine.weights_seed or 0)
+    device, dtype = torch_device(settings.provider)
+    source = open_model(engine.model, engine.random_weights, engine.weights_seed or 0)
     with torch.no_grad():
         model = source.load(MODEL_OF.get(settings.component, settings.component))
     module = wrap(settings.component, model, has_penultimate_states(source), "controlnet" in source.configs).to(
@@ -173,38 +162,3 @@ def _captured(module: Any, inputs: list[torch.Tensor]) -> Any:
         return output
 
     return replay
-
-
-def _source(model: str, random_weights: bool, seed: int) -> Any:
-    from sd_ort.checkpoints.open import open_checkpoint
-    from sd_ort.checkpoints.presets import open_preset
-
-    return open_preset(model, seed) if random_weights else open_checkpoint(model)
-
-
-def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> Any:
-    """Return diffusers' pipeline of a model, in float32 on the CPU, without safety checker.
-
-    `model`: "demo", a diffusers folder or a hub id; with `random_weights` a preset, whose weights have the seed `seed`.
-
-    Raises:
-        InputError: if the model cannot be loaded.
-    """
-    from diffusers import DiffusionPipeline
-
-    source = _source(model, random_weights, seed)
-    components: dict[str, Any] = {name: source.load(name) for name in source.configs}
-    absent = ("safety_checker", "feature_extractor", "image_encoder")
-    components |= {name: None for name in absent if name in source.index}
-    if family := FAMILIES.get(str((source.index.get("transformer") or [None, None])[1])):
-        for name in family.optional_encoders:  # which diffusers wants named
-            if name not in source.configs:
-                components |= {name: None, name.replace("text_encoder", "tokenizer"): None}
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            source.write_configs(Path(folder))
-            pipeline = DiffusionPipeline.from_pretrained(folder, **components)
-    except (OSError, ValueError) as error:
-        raise InputError(f"diffusers cannot open {model}: {error}") from error
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
