@@ -15,6 +15,7 @@ from fusion_passes import value_queries, weight_recipes
 from fusion_passes.graph_edits import new_initializer
 from fusion_passes.weight_recipes import WeightRecipe
 from sd_ort.core.errors import InputError
+from sd_ort.graphs.layers import initializers_by_source, only_consumer
 
 # Graph input (B,), int64: the index of each row's result among B attended rows and, behind these, B rows of values.
 ROWS = "attention_rows"
@@ -56,19 +57,16 @@ def perturb_attention(model: ir.Model, recipes: Mapping[str, WeightRecipe], laye
         InputError: if a layer is not found in the graph.
     """
     graph = model.graph
-    by_source: dict[str, list[str]] = {}
-    for name in graph.initializers.keys() & recipes.keys():
-        for source in weight_recipes.sources(recipes[name]):
-            by_source.setdefault(source, []).append(name)
+    by_source = initializers_by_source(graph, recipes)
     batch = graph.inputs[0].shape
     rows = ir.Value(name=ROWS, type=ir.TensorType(ir.DataType.INT64))
     rows.shape = ir.Shape([None if batch is None else batch[0]])
     graph.inputs.append(rows)
     for layer in layers:
-        projections = {
-            name: _projection(graph, by_source.get(f"{layer}.{name}.weight", ())) for name in ("to_v", "to_out.0")
-        }
-        value_node, out_node = projections["to_v"], projections["to_out.0"]
+        value_node, out_node = (
+            only_consumer(by_source.get(f"{layer}.{name}.weight", ()), FORWARDING_OPS, input_index=1)
+            for name in ("to_v", "to_out.0")
+        )
         attended = None if out_node is None else out_node.inputs[0]
         if value_node is None or out_node is None or attended is None:
             raise InputError(f"pag_applied_layers: {layer} is not found in the UNet's graph: export it with sd-ort.")
@@ -83,20 +81,6 @@ def perturb_attention(model: ir.Model, recipes: Mapping[str, WeightRecipe], laye
             chosen = _add(graph, "Reshape", [chosen, _shape_of(graph, attended)], f"{layer}.flat", attended)
         out_node.replace_input_with(0, chosen)
     graph.sort()
-
-
-def _projection(graph: ir.Graph, names: Sequence[str]) -> ir.Node | None:
-    """Return the node that multiplies by one of the initializers `names`; None if there is not one."""
-    found: list[ir.Node] = []
-    for name in names:
-        values = [graph.initializers[name]]
-        for value in values:  # the list grows
-            for node, index in value.uses():
-                if node.op_type in FORWARDING_OPS:
-                    values.append(node.outputs[0])
-                elif index == 1:
-                    found.append(node)
-    return found[0] if len(found) == 1 else None
 
 
 def _packed_values(graph: ir.Graph, product: ir.Value, layer: str) -> ir.Value:
