@@ -145,8 +145,8 @@ def _is_doubled(value: ir.Value | None, interleaved: bool) -> bool:
     source = node.inputs[0]
     if node.op_type in ("Cast", "Cos", "Sin") or (node.op_type == "Mul" and values.scalar(node.inputs[1]) is not None):
         return _is_doubled(source, interleaved)
-    if node.op_type == "Concat" and values.last_axis(node.attributes["axis"].as_int(), value):
-        if interleaved:
+    if node.op_type == "Concat":  # of axes of positions, or of the tables of text and image (FLUX.2)
+        if interleaved or not values.last_axis(node.attributes["axis"].as_int(), value):
             return all(_is_doubled(part, interleaved) for part in node.inputs)
         return len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
     if node.op_type != "Reshape":
@@ -302,6 +302,12 @@ _NONE = {"Neg": 0, "Add": 0, "Sub": 0, "Split": 0, "Concat": 0}
 _case = partial(PassCase, sizes={"B": 2, "S": 5, "H": 3})
 _rejected = partial(_case, rewrites=0, ops={"RotaryEmbedding": 0})
 _FLUX = _ANGLES + _INTERLEAVED + _SUM
+_JOINED = (
+    _FLUX.replace("(c4, rows)", "(c6, rows)")
+    .replace("(s4, rows)", "(s6, rows)")
+    .replace("cos = Reshape", "c6 = Concat <axis = 0> (c4, c4)  cos = Reshape")
+    .replace("sin = Reshape", "s6 = Concat <axis = 0> (s4, s4)  sin = Reshape")
+)
 _GIVEN = "cos = Identity (sin_in)  sin = Identity (sin_in)"
 CASES = [
     _case("FLUX: neighbors", _graph(_FLUX), ops={"RotaryEmbedding": 1, **_NONE, "Concat": 1}),
@@ -310,6 +316,18 @@ CASES = [
         "language models: halves, heads before tokens, another order",
         _graph(_HALF_ANGLES + _HALVES + _HEADS_SUM),
         ops={"RotaryEmbedding": 1, **_NONE, "Concat": 1, "Transpose": 2},
+    ),
+    _case(
+        "FLUX.2: tables of text and image, joined",
+        _graph(_JOINED, length="6").replace("[6,2] angles", "[3,2] angles"),
+        ops={"RotaryEmbedding": 1, **_NONE, "Concat": 3},
+    ),
+    _rejected(
+        "tables joined, one of them of unknown values",
+        _graph(_JOINED.replace("(s4, s4)", "(s4, sin_in)"), length="6", cos="3,4").replace(
+            "[6,2] angles", "[3,2] angles"
+        ),
+        rejection="different angles",
     ),
     _case("a complex product", _graph(_COMPLEX), ops={"RotaryEmbedding": 1, **_NONE}),
     _case("halves as a complex product", _graph(_COMPLEX_HALVES), ops={"RotaryEmbedding": 1, **_NONE}),

@@ -17,6 +17,7 @@ with its fusions for ONNX Runtime, ONNX Runtime's own at its extended level for 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -107,7 +108,8 @@ def rows(preset: str, opset: int, work: Path) -> list[list[str]]:
     results = {"export": measure(load(path))}
     for target in TARGETS:
         out = work / f"{preset}-{opset}-{target}"
-        optimize(source, out, target=target, components=["transformer"], hoist=False, overwrite=True)
+        shutil.rmtree(out, ignore_errors=True)  # else `optimize` leaves what an older commit made
+        optimize(source, out, target=target, components=["transformer"], hoist=False)
         results[f"sd-ort, {target}"] = measure(load(out / "transformer" / MODEL))
     table = [[preset, str(opset), name, *map(str, numbers)] for name, numbers in results.items()]
     for name, run in PEERS.items():
