@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """A step of a diffusion transformer of full size in bfloat16 on a GPU: our provider beside torch, in turn, one process.
 
-    python scripts/bench/transformer_template.py flux-dev flux-dev.onnx.xz
-    python scripts/bench/bench_transformer_step.py flux-dev flux-dev.onnx.xz --out results/transformers
+    python scripts/bench/bench_transformer_step.py flux-dev --out results/transformers
 
 writes <out>/<preset>_<pixels>.json, which transformer_table.py turns into results/transformers.md. Weights are random,
 made on the GPU, the same for all engines. Peers are torch eager and torch.compile, of the repeated blocks where
@@ -36,7 +35,7 @@ from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.core import pipeline_folder
 from sd_ort.core.metrics import relative_l2_error
-from sd_ort.export.templates import Template
+from sd_ort.export.templates import BUNDLED, Template
 from sd_ort.graphs import hoist
 from sd_ort.graphs.save import save
 from sd_ort.optimize.optimizer import rewrite
@@ -46,7 +45,7 @@ from sd_ort.runtime import bound_run, machine, session
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 
 FLOAT32_INPUTS = ("timestep", "img_ids", "txt_ids")  # in torch too
-TEXT = {"FluxTransformer2DModel": 512, "SD3Transformer2DModel": 333}  # tokens
+TEXT = {"FluxTransformer2DModel": 512, "Flux2Transformer2DModel": 512, "SD3Transformer2DModel": 333}  # tokens
 OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "transpose": lambda permutation, a: a.permute(permutation),
     "reshape": lambda shape, a: a.reshape(shape),
@@ -98,13 +97,19 @@ def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor
     inputs = {
         "hidden_states": normal(*latents),
         "encoder_hidden_states": normal(rows, text, config["joint_attention_dim"]),
-        "pooled_projections": normal(rows, config["pooled_projection_dim"]),
         "timestep": torch.tensor([0.5 if flux else 500.0], device=DEVICE),
     }
+    if "pooled_projection_dim" in config:
+        inputs["pooled_projections"] = normal(rows, config["pooled_projection_dim"])
     if flux:
-        grid = torch.meshgrid(*[torch.arange(edge, device=DEVICE, dtype=torch.float32)] * 2, indexing="ij")
-        inputs["img_ids"] = torch.stack([torch.zeros_like(grid[0]), *grid], -1).reshape(-1, 3)
-        inputs["txt_ids"] = torch.zeros(text, 3, device=DEVICE)
+        y, x = torch.meshgrid(*[torch.arange(edge, device=DEVICE, dtype=torch.float32)] * 2, indexing="ij")
+        none, tokens = torch.zeros_like(y), torch.arange(text, device=DEVICE, dtype=torch.float32)
+        if config["_class_name"].startswith("Flux2"):  # the fourth axis counts the tokens of the text
+            inputs["img_ids"] = torch.stack([none, y, x, none], -1).reshape(-1, 4)
+            inputs["txt_ids"] = torch.nn.functional.pad(tokens[:, None], (3, 0))
+        else:
+            inputs["img_ids"] = torch.stack([none, y, x], -1).reshape(-1, 3)
+            inputs["txt_ids"] = torch.zeros(text, 3, device=DEVICE)
         if config["guidance_embeds"]:
             inputs["guidance"] = torch.full((rows,), 4.0, device=DEVICE)  # 4000 is a bfloat16, 3500 is not
     return inputs
@@ -239,7 +244,6 @@ def peer(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", choices=sorted(PRESETS))
-    parser.add_argument("template", type=Path)
     parser.add_argument("--pixels", type=int, default=1024)
     parser.add_argument("--other-pixels", type=int, help="time the first step of this size too")
     parser.add_argument("--rows", type=int, default=1, help="2 with guidance")
@@ -259,7 +263,7 @@ def main() -> None:
         say(f"torch {torch.__version__}, {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters")
         inputs = random_inputs(options.preset, options.pixels, options.rows)
         tensors = dict(model.state_dict())
-        paths = write_graphs(options.template, tensors, options.work / options.preset)
+        paths = write_graphs(BUNDLED / f"{options.preset}.transformer.onnx.xz", tensors, options.work / options.preset)
         say("graphs written")
         engine = Ours(paths, say)
         own = engine.contender(inputs)

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-GOALS = {"flux-dev": 0.88, "sd35-medium": 0.80}  # of torch.compile
+GOALS = {"flux-dev": 0.88, "flux2-klein-4b": 0.85, "sd35-medium": 0.80}  # of torch.compile
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
 Made by `scripts/bench/transformer_table.py` from `{folder}/`, one file per run of
@@ -28,10 +28,9 @@ TAIL = """
 ## Again
 
     sd-ort build-ops --cuda sm_90
-    python scripts/bench/transformer_template.py flux-dev flux-dev.onnx.xz
-    python scripts/bench/bench_transformer_step.py flux-dev flux-dev.onnx.xz --profile 30
-    python scripts/bench/transformer_template.py sd35-medium sd35-medium.onnx.xz
-    python scripts/bench/bench_transformer_step.py sd35-medium sd35-medium.onnx.xz --rows 2 --profile 30
+    python scripts/bench/bench_transformer_step.py flux-dev --profile 30
+    python scripts/bench/bench_transformer_step.py flux2-klein-4b --profile 30
+    python scripts/bench/bench_transformer_step.py sd35-medium --rows 2 --profile 30
     python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
 """
 
