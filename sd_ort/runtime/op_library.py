@@ -17,8 +17,12 @@ def op_library(library: Path | bool, provider: str) -> Path | None:
     """Return the op library to register for a session on `provider`, None for none.
 
     `library`: its path, True for the newest build, False for none. A library without kernels for a GPU provider is not
-    registered: ONNX Runtime would run each fused node on the CPU, between two copies.
+    registered: ONNX Runtime would run each fused node on the CPU, between two copies. Nor is one for our own provider,
+    which has the kernels: the library's schemas have the dtypes of its CPU kernels alone, and ONNX Runtime would refuse
+    a graph in bfloat16.
     """
+    if library is True and is_plugin(provider):
+        return None
     path = library if isinstance(library, Path) else library_path() if library else None
     ep = provider_named(provider).ep
     if path is None or ep == CPU_EP or is_plugin(provider) or ep not in runtime().get_available_providers():
