@@ -1,10 +1,15 @@
 // Reductions, Softmax and LayerNormalization of ai.onnx that no fusion replaced.
 #include <algorithm>
 
+#include "operators/adaptive_norm/op.h"
 #include "provider/kernel.h"
 #include "provider/kernels/kernels.h"
+#include "provider/run_op.h"
 
 namespace sd_ort {
+
+const GpuOp& adaptive_norm_gpu();
+
 namespace {
 
 // Reduces adjacent axes, merged to the middle axis of (outer, size, inner).
@@ -62,8 +67,17 @@ class LayerNorm : public Kernel {
     require(gamma.size() == columns && (!beta || beta.size() == columns), "LayerNormalization: the sizes differ");
     void* y = context.output(0, x.shape);
     if (x.size() == 0) return;
-    check_launch(layer_norm_rows(x.dtype(), x.data, gamma.data, beta.data, y, x.size() / columns, columns, epsilon_,
-                                 context.stream()));
+    AdaptiveNormParams params{};  // one scale and shift for all rows, no residual
+    params.dtype = x.dtype();
+    params.x = x.data;
+    params.scale = gamma.data;
+    params.shift = beta.data;
+    params.y = y;
+    params.rows = params.scale_rows = x.size() / columns;
+    params.channels = columns;
+    params.gate_rows = 1;
+    params.epsilon = epsilon_;
+    run_op(adaptive_norm_gpu(), &params, context);
   }
 
  private:

@@ -2,7 +2,8 @@
 
     LayerNormalization(x [B,S,C], ones) * scale [B,1,C] + shift [B,1,C]  =>  LayerNormalization(x, scale, shift)
 
-The operator's scale and bias may broadcast to x. Diffusion transformers compute `scale` as 1 + the output of a linear
+B of scale and shift may be 1: the modulation of all images, which FLUX.2 computes from the timestep alone. The
+operator's scale and bias may broadcast to x. Diffusion transformers compute `scale` as 1 + the output of a linear
 layer of the timestep and the pooled prompt. A normalization with several modulations, as in SD 3.5's dual attention,
 becomes one node for each. Rejected: a gamma other than ones, a beta other than zeros, another axis, scales of tokens.
 """
@@ -23,13 +24,17 @@ from fusion_passes.rule import Rule, rule_pass
 class AdaptiveLayerNorm(Rule):
     """LayerNormalization(x, ones) * scale + shift => LayerNormalization(x, scale, shift)"""
 
+    scale_first = shift_first = False  # order of the operands of Mul and Add; rules match one order
+
     def __init__(self, rejections: list[Rejection]) -> None:
         super().__init__(rejections, remove_nodes=False)  # the normalization may have other modulations
 
     def pattern(self, op: Any, x: Any, gamma: Any, scale: Any, shift: Any) -> Any:
         beta = Var("beta", can_match_none=True)
         normal = op.LayerNormalization(x, gamma, beta, _outputs=["normal"])
-        return op.Add(op.Mul(normal, scale, _outputs=["scaled"]), shift)
+        factors = (scale, normal) if self.scale_first else (normal, scale)
+        scaled = op.Mul(*factors, _outputs=["scaled"])
+        return op.Add(shift, scaled) if self.shift_first else op.Add(scaled, shift)
 
     def reject_reason(
         self, x: ir.Value, gamma: ir.Value, scale: ir.Value, shift: ir.Value, normal: ir.Value, beta: ir.Value | None,
@@ -42,8 +47,8 @@ class AdaptiveLayerNorm(Rule):
             return "the normalized values are not [B,S,C] with a known C"
         if not values.last_axis(node.attributes.get_int("axis", -1), x):
             return "the normalization is not over the last axis"
-        if any(values.dims(value) != [shape[0], 1, width] for value in (scale, shift)):
-            return "scale and shift are not [B,1,C]"
+        if any(values.dims(value) not in ([shape[0], 1, width], [1, 1, width]) for value in (scale, shift)):
+            return "scale and shift are neither [B,1,C] nor [1,1,C]"
         if not _is_filled(gamma, 1, width):
             return "the normalization has a scale of its own"
         if beta is not None and not _is_filled(beta, 0, width):
@@ -67,16 +72,25 @@ def _is_filled(value: ir.Value, number: float, width: int) -> bool:
     return array is not None and bool((array == number).all())
 
 
-class SwappedAdaptiveLayerNorm(AdaptiveLayerNorm):
-    """shift + scale * LayerNormalization(x, ones) => LayerNormalization(x, scale, shift)"""
+class ScaleFirst(AdaptiveLayerNorm):
+    """scale * LayerNormalization(x, ones) + shift"""
 
-    def pattern(self, op: Any, x: Any, gamma: Any, scale: Any, shift: Any) -> Any:
-        beta = Var("beta", can_match_none=True)
-        normal = op.LayerNormalization(x, gamma, beta, _outputs=["normal"])
-        return op.Add(shift, op.Mul(scale, normal, _outputs=["scaled"]))
+    scale_first = True
 
 
-RULES = (AdaptiveLayerNorm, SwappedAdaptiveLayerNorm)
+class ShiftFirst(AdaptiveLayerNorm):
+    """shift + LayerNormalization(x, ones) * scale"""
+
+    shift_first = True
+
+
+class ScaleAndShiftFirst(AdaptiveLayerNorm):
+    """shift + scale * LayerNormalization(x, ones)"""
+
+    scale_first = shift_first = True
+
+
+RULES = (AdaptiveLayerNorm, ScaleFirst, ShiftFirst, ScaleAndShiftFirst)
 
 
 def _graph(
@@ -96,6 +110,8 @@ _case = partial(PassCase, sizes={"B": 2, "S": 5})
 _rejected = partial(_case, rewrites=0)
 CASES = [
     _case("no affine", _graph(), ops=_ONE),
+    _case("scale first", _graph("m = Mul (scale, n)  y = Add (m, shift)"), ops=_ONE),
+    _case("shift first", _graph("m = Mul (n, scale)  y = Add (shift, m)"), ops=_ONE),
     _case(
         "a beta of zeros, operands swapped", _graph("m = Mul (scale, n)  y = Add (shift, m)", beta=", zeros"), ops=_ONE
     ),
@@ -109,8 +125,9 @@ CASES = [
     ),
     _rejected("gamma of its own", _graph(gamma="1, 2, 1, 1"), rejection="a scale of its own"),
     _rejected("beta of its own", _graph(beta=", b"), rejection="a shift of its own"),
-    _rejected("a scale for each token", _graph(scale="B,S,4"), rejection="not [B,1,C]"),
-    _rejected("one scale for all images", _graph(scale="1,1,4"), rejection="not [B,1,C]"),
+    _case("one scale for all images", _graph(scale="1,1,4"), ops=_ONE),
+    _rejected("a scale for each token", _graph(scale="B,S,4"), rejection="neither [B,1,C]"),
+    _rejected("one scale for each row of tokens", _graph(scale="1,S,4"), rejection="neither [B,1,C]"),
     _rejected("scaled values are an output", _graph(outputs=", float[B,S,4] m"), rejection="other consumers"),
     _rejected("shifted, then scaled", _graph("m = Add (n, shift)  y = Mul (m, scale)")),
 ]

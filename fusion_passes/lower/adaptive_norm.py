@@ -27,11 +27,12 @@ NORMS = ("RMSNormalization", "LayerNormalization")
 
 
 def _is_vector(value: ir.Value | None, x: ir.Value | None) -> bool:
-    """Return whether a value is [C], or [B,1,..,C] for x [B,..,C]."""
+    """Return whether a value is [C], or [B,1,..,C] or [1,1,..,C] for x [B,..,C]."""
     shape, vector = values.dims(x), values.dims(value)
     if value is None or x is None or shape is None or vector is None or value.dtype != x.dtype:
         return False
-    return vector in (shape[-1:], [shape[0], *[1] * (len(shape) - 2), shape[-1]])
+    ones = [1] * (len(shape) - 2)
+    return vector in (shape[-1:], [shape[0], *ones, shape[-1]], [1, *ones, shape[-1]])
 
 
 def _reject_reason(node: ir.Node) -> str | None:
@@ -135,6 +136,7 @@ _rejected = partial(PassCase, sizes={"B": 2, "S": 6}, rewrites=0, ops={"Adaptive
 CASES = [
     _case("RMS of heads", _graph("n = RMSNormalization <epsilon = 0.01> (x, w)  y = Relu (n)")),
     _case("AdaLN", _graph(f"s = Relu (x)  {_NORM}")),
+    _case("AdaLN of one modulation for all images", _graph(f"s = Relu (x)  {_NORM}", scale="1,1,4")),
     _case(
         "a gated residual, read again",
         _graph(f"g = Mul (gate, x)  s = Add (r, g)  {_NORM.replace('Relu', 'Sub').replace('(n)', '(n, s)')}"),

@@ -23,6 +23,7 @@ from fusion_passes.operators import (
     skip_group_norm,
     skip_layer_normalization,
     subpixel_shuffle,
+    swiglu,
     upsample_nearest,
     winograd_conv,
 )
@@ -40,6 +41,7 @@ OPERATORS: tuple[FusedOperator, ...] = (
     rotary_embedding.OPERATOR,
     rotary_qkv.OPERATOR,
     adaptive_norm.OPERATOR,
+    swiglu.OPERATOR,
     upsample_nearest.OPERATOR,
     subpixel_shuffle.OPERATOR,
     nhwc_conv.OPERATOR,

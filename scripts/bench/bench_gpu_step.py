@@ -272,7 +272,11 @@ def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, lis
 
 
 def profile(engine: Contender, calls: int = 5, show: int = 0) -> dict[str, Any]:
-    """Milliseconds a call by kernel class, the number of kernels, and the kernels themselves."""
+    """Milliseconds a call by kernel class, the number of kernels, and the kernels themselves.
+
+    "span_ms" is from the start of the first kernel to the end of the last: what it has over "kernels_ms" the device
+    was idle.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
@@ -281,8 +285,11 @@ def profile(engine: Contender, calls: int = 5, show: int = 0) -> dict[str, Any]:
         torch.cuda.synchronize()
     kernels: Counter[str] = Counter()
     counts: Counter[str] = Counter()
+    starts, ends = [], []
     for event in profiler.events():
         if event.device_type == torch.profiler.DeviceType.CUDA:
+            starts.append(event.time_range.start)
+            ends.append(event.time_range.end)
             kernels[event.name] += event.device_time_total / calls / 1e3
             counts[event.name] += 1
     classes: Counter[str] = Counter()
@@ -292,6 +299,7 @@ def profile(engine: Contender, calls: int = 5, show: int = 0) -> dict[str, Any]:
         print(f"  {spent:7.3f} ms x{counts[name] / calls:5.1f}  {name[:130]}", flush=True)
     return {
         "kernels_ms": sum(kernels.values()),
+        "span_ms": (max(ends, default=0) - min(starts, default=0)) / calls / 1e3,
         "kernels": sum(counts.values()) / calls,
         "classes_ms": dict(classes.most_common()),
         "top": [[round(t, 4), counts[n] / calls, n[:160]] for n, t in kernels.most_common(60)],

@@ -50,6 +50,7 @@ OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "transpose": lambda permutation, a: a.permute(permutation),
     "reshape": lambda shape, a: a.reshape(shape),
     "rows": lambda span, a: a[slice(*span)],
+    "columns": lambda span, a: a[:, slice(*span)],
     "concat": lambda _, *parts: torch.cat(parts),
     "cast": lambda _, a: a,
     "matrix": lambda filters, a: a.reshape(filters, -1).T,

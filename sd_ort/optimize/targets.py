@@ -31,7 +31,9 @@ from fusion_passes.lower import (
     pack_qkv,
     rotary_qkv,
     split_concat,
+    split_product,
     subpixel_conv,
+    swiglu,
     transposed_attention,
     upsample_nearest,
     winograd_conv,
@@ -219,6 +221,8 @@ CUDA = Target(
     lowering_passes=(
         standard_sdpa(_narrow_heads),
         _NO_SDPA,
+        swiglu.PASS,
+        split_product.PASS,
         rotary_qkv.PASS,
         grouped_attention(_narrow_heads),
         adaptive_norm.PASS,
@@ -281,6 +285,8 @@ HIP = Target(
     lowering_passes=(
         transposed_attention.PASS,
         _NO_SDPA,
+        swiglu.PASS,
+        split_product.PASS,
         rotary_qkv.PASS,
         adaptive_norm.PASS,
         nhwc_layout.PASS,

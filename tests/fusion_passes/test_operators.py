@@ -31,6 +31,7 @@ KERNELS = {
     "SkipGroupNorm": "skip_group_norm",
     "SkipLayerNormalization": "skip_layer_norm",
     "SubpixelShuffle": "subpixel_shuffle",
+    "SwiGlu": "swiglu",
     "UpsampleNearest": "upsample_nearest",
     "WinogradConv": "winograd_conv",
 }

@@ -140,10 +140,6 @@ const char* reduce(Reduction op, DType dtype, const void* x, void* y, int64_t ou
 // Softmax of each row, in float32.
 const char* softmax_rows(DType dtype, const void* x, void* y, int64_t rows, int64_t columns, void* stream);
 
-// (x - mean) / sqrt(variance + epsilon) * gamma + beta of each row; beta may be null.
-const char* layer_norm_rows(DType dtype, const void* x, const void* gamma, const void* beta, void* y, int64_t rows,
-                            int64_t columns, float epsilon, void* stream);
-
 // Y (batch, rows, columns) = scale X W + bias: X (batch, rows, inner), W (batch, inner, columns) or, transposed,
 // (batch, columns, inner), bias (columns) or null. A batch stride of 0 broadcasts a matrix.
 struct GemmParams {

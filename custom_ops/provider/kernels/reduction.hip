@@ -1,5 +1,5 @@
-// Reductions, Softmax, LayerNormalization and GEMM with one thread per output or row, for the few nodes that no fusion
-// replaced. Fused operators have their kernels in operators/.
+// Reductions, Softmax and GEMM with one thread per output or row, for the few nodes that no fusion replaced. Fused
+// operators have their kernels in operators/.
 #include "provider/kernels/for_each.h"
 #include "provider/kernels/kernels.h"
 
@@ -68,31 +68,6 @@ struct SoftmaxRow {
 };
 
 template <class T>
-struct LayerNormRow {
-  const T* x;
-  const T* gamma;
-  const T* beta;
-  T* y;
-  int64_t columns;
-  float epsilon;
-  SD_ORT_DEVICE void operator()(uint32_t row) const {
-    const T* from = x + row * columns;
-    float mean = 0.f, variance = 0.f;
-    for (int64_t c = 0; c < columns; ++c) mean += to_float(from[c]);
-    mean /= static_cast<float>(columns);
-    for (int64_t c = 0; c < columns; ++c) {
-      const float difference = to_float(from[c]) - mean;
-      variance += difference * difference;
-    }
-    const float scale = 1.f / sqrtf(variance / static_cast<float>(columns) + epsilon);
-    for (int64_t c = 0; c < columns; ++c) {
-      const float shift = beta == nullptr ? 0.f : to_float(beta[c]);
-      y[row * columns + c] = from_float<T>((to_float(from[c]) - mean) * scale * to_float(gamma[c]) + shift);
-    }
-  }
-};
-
-template <class T>
 struct GemmElement {
   GemmParams p;
   SD_ORT_DEVICE void operator()(uint32_t i) const {
@@ -130,17 +105,6 @@ const char* softmax_rows(DType dtype, const void* x, void* y, int64_t rows, int6
   return with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return for_each(rows, SoftmaxRow<T>{static_cast<const T*>(x), static_cast<T*>(y), columns}, stream);
-  });
-}
-
-const char* layer_norm_rows(DType dtype, const void* x, const void* gamma, const void* beta, void* y, int64_t rows,
-                            int64_t columns, float epsilon, void* stream) {
-  return with_type(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    return for_each(rows,
-                    LayerNormRow<T>{static_cast<const T*>(x), static_cast<const T*>(gamma), static_cast<const T*>(beta),
-                                    static_cast<T*>(y), columns, epsilon},
-                    stream);
   });
 }
 

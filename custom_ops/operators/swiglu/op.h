@@ -1,0 +1,32 @@
+// SwiGlu(gate, up?) -> Y = silu(gate) * up (Shazeer 2020, "GLU Variants Improve Transformer"). gate, up and Y are
+// (..., C). Without up, gate is (..., 2 * C): its halves along the last axis are gate and up.
+#pragma once
+
+#include "common/op.h"
+
+namespace sd_ort {
+
+struct SwiGluParams {
+  DType dtype;
+  const void* gate;  // (rows, columns), rows `stride` elements apart
+  const void* up;    // the same
+  void* y;           // (rows, columns), contiguous
+  int64_t rows;
+  int64_t columns;
+  int64_t stride;  // columns, or twice as many for the halves of one tensor
+
+  std::string signature() const {
+    return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(columns) +
+           (stride == columns ? "" : "_halves");
+  }
+  std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * columns), dtype}}; }
+};
+
+struct SwiGluConfig {
+  bool vectors;  // accesses of 16 bytes, which sizes and addresses must allow; else of one element
+  int block;     // threads: 128, 256 or 512; 256 without vectors
+};
+
+const char* swiglu_launch(const SwiGluParams& params, const SwiGluConfig& config, void* stream);
+
+}  // namespace sd_ort
