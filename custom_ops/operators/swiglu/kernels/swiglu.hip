@@ -1,5 +1,5 @@
-// SwiGlu on a GPU. Bandwidth bound: reads gate and up once and writes Y, 16 bytes per lane. Processes them from the end,
-// which the preceding GEMM wrote last and which is still cached.
+// SwiGlu on a GPU. Bandwidth bound: reads gate and up once and writes Y, 16 bytes per lane. Processes them from the
+// end, which the preceding GEMM wrote last and which is still cached.
 //
 // Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors = rows * columns / kVec.
 #include "common/gpu.h"
