@@ -83,17 +83,21 @@ def declare_opset(model: ir.Model, target: int = OPSET) -> bool:
 def lower_opset(model: ir.Model, newest: int) -> str | None:
     """Declare `model` at opset `newest` if its opset is newer.
 
-    Returns None, or the reason why some operator does not exist in `newest` or has another meaning there; the model is
-    then unchanged. Functions are not looked at: `operators.function_bodies.attach` writes them for the model's opset.
+    Returns None, or the reason why some operator, of the graph or of a function, does not exist in `newest` or has
+    another meaning there; the model is then unchanged.
     """
     version = opset(model.graph)
     if version <= newest:
         return None
-    foreign = sorted({n.op_type for n in _standard(model) if not _has_meaning(n, version, newest)})
+    nodes = _standard(model)
+    for function in model.functions.values():
+        nodes += [node for node in ir.traversal.RecursiveGraphIterator(function) if node.domain in STANDARD_DOMAINS]
+    foreign = sorted({n.op_type for n in nodes if not _has_meaning(n, version, newest)})
     if foreign:
         return f"its {', '.join(foreign)} of opset {version} cannot be written in opset {newest}"
-    model.graph.opset_imports.pop("ai.onnx", None)
-    model.graph.opset_imports[""] = newest
+    for graph in (model.graph, *model.functions.values()):
+        graph.opset_imports.pop("ai.onnx", None)
+        graph.opset_imports[""] = newest
     return None
 
 
@@ -117,8 +121,11 @@ def _has_meaning(node: ir.Node, version: int, other: int) -> bool:
         return after is not None
     if before.since_version == after.since_version:
         return True
-    if node.op_type == "AveragePool":  # 19 mends the divisor of windows that end behind the padding
-        return not (node.attributes.get_int("ceil_mode", 0) and node.attributes.get_int("count_include_pad", 0))
+    if node.op_type == "AveragePool" and node.attributes.get_int("ceil_mode", 0):
+        if node.attributes.get_int(
+            "count_include_pad", 0
+        ):  # 19 mends the divisor of windows that end behind the padding
+            return False
     if node.op_type == "Scan" and version < 9:  # of batches
         return False
     if node.op_type == "BatchNormalization":  # its training outputs are others since 14

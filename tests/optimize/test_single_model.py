@@ -220,6 +220,33 @@ def test_float16_io_goes_with_float16_of_one_file(sd_ort: Cli, tmp_path: Path) -
         assert "--float16-io goes with" in err.splitlines()[-1]
 
 
+POOLS = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,24,9,9] x) => (float[1,24,5,5] y) {
+    p = AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]> (x)  y = Relu (p)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("target", "opset", "activation", "expected"),
+    [
+        ("cpu", 9, "Relu", 18),
+        ("cpu", 17, "Relu", 18),
+        ("cpu", 20, "Relu", 21),  # had the slow kernel before
+        ("cpu", 20, "Gelu", 21),
+        ("portable", 17, "Relu", 21),
+    ],
+)
+def test_average_pools_keep_their_fast_kernel(
+    sd_ort: Cli, tmp_path: Path, target: str, opset: int, activation: str, expected: int
+) -> None:
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(onnx.parser.parse_model(POOLS.replace("17", str(opset)).replace("Relu", activation)), source)
+    code, _, err = sd_ort("optimize", source, out, "--target", target)
+    assert code == 0, err
+    assert {entry.domain: entry.version for entry in onnx.load(out).opset_import}[""] == expected
+    code, _, err = sd_ort("verify", source, out)
+    assert code == 0, err
+
+
 SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,512] x) => (float[1,8,505] y) {
     s = Conv (x, dft)  t = Mul (s, s)  u = Conv (t, mel)  v = Add (u, tiny)
     l = Log (v)  r = Sigmoid (l)  y = Conv (r, w)
