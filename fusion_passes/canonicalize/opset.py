@@ -54,7 +54,9 @@ def why_not_fused(model: ir.Model) -> str | None:
         return None
     if version < OLDEST:
         return f"opset {version} cannot be raised to {OPSET}, since it is older than {OLDEST}"
-    names = sorted({n.op_type for n in _standard(model) if not (n.op_type in REPLACED or _can_move(n, version, OPSET))})
+    names = sorted(
+        {n.op_type for n in _standard(model.graph) if not (n.op_type in REPLACED or _can_move(n, version, OPSET))}
+    )
     if not names:
         return None
     return f"opset {version} cannot be raised to {OPSET}, since its {', '.join(names)} may mean something else there"
@@ -68,7 +70,7 @@ def declare_opset(model: ir.Model, target: int = OPSET) -> bool:
     version = opset(model.graph)
     if version == target:
         return True
-    nodes = _standard(model)
+    nodes = _standard(model.graph)
     if not OLDEST <= version <= NEWEST or not all(_can_move(node, version, target) for node in nodes):
         return False
     for node in nodes:
@@ -89,21 +91,20 @@ def lower_opset(model: ir.Model, newest: int) -> str | None:
     version = opset(model.graph)
     if version <= newest:
         return None
-    nodes = _standard(model)
-    for function in model.functions.values():
-        nodes += [node for node in ir.traversal.RecursiveGraphIterator(function) if node.domain in STANDARD_DOMAINS]
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    nodes = [node for graph in graphs for node in _standard(graph)]
     foreign = sorted({n.op_type for n in nodes if not _has_meaning(n, version, newest)})
     if foreign:
         return f"its {', '.join(foreign)} of opset {version} cannot be written in opset {newest}"
-    for graph in (model.graph, *model.functions.values()):
+    for graph in graphs:
         graph.opset_imports.pop("ai.onnx", None)
         graph.opset_imports[""] = newest
     return None
 
 
-def _standard(model: ir.Model) -> list[ir.Node]:
-    """The standard operators of the graph and of those inside it."""
-    return [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.domain in STANDARD_DOMAINS]
+def _standard(graph: ir.Graph | ir.Function) -> list[ir.Node]:
+    """Return the standard operators of the graph and of those inside it."""
+    return [node for node in ir.traversal.RecursiveGraphIterator(graph) if node.domain in STANDARD_DOMAINS]
 
 
 def _can_move(node: ir.Node, version: int, target: int) -> bool:
@@ -121,11 +122,9 @@ def _has_meaning(node: ir.Node, version: int, other: int) -> bool:
         return after is not None
     if before.since_version == after.since_version:
         return True
-    if node.op_type == "AveragePool" and node.attributes.get_int("ceil_mode", 0):
-        if node.attributes.get_int(
-            "count_include_pad", 0
-        ):  # 19 mends the divisor of windows that end behind the padding
-            return False
+    if node.op_type == "AveragePool":  # 19 mends the divisor of windows that end behind the padding
+        ends_behind = node.attributes.get_int("ceil_mode", 0) and node.attributes.get_int("count_include_pad", 0)
+        return not ends_behind and all(name in after.attributes for name in node.attributes)
     if node.op_type == "Scan" and version < 9:  # of batches
         return False
     if node.op_type == "BatchNormalization":  # its training outputs are others since 14
