@@ -220,6 +220,28 @@ def test_float16_io_goes_with_float16_of_one_file(sd_ort: Cli, tmp_path: Path) -
         assert "--float16-io goes with" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("target", "options"), [("cpu", []), ("portable", ["--float16"]), ("cuda", ["--float16"])])
+def test_a_declared_size_of_minus_one_is_unknown(sd_ort: Cli, tmp_path: Path, target: str, options: list[str]) -> None:
+    """As Paddle writes it, in a file of opset 11 whose pool means something else in the opset of fusions."""
+    model = onnx.parser.parse_model("""<ir_version: 6, opset_import: ["" : 11]>
+        g (float[N,2,H,W] x) => (float[N,2,P,Q] y) {
+        a = AveragePool <kernel_shape = [2, 2], strides = [2, 2], pads = [1, 1, 0, 0], ceil_mode = 1,
+                         count_include_pad = 1> (x)
+        b = Relu (a)  y = Add (a, b) }""")
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_value = -1
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    np.savez(tmp_path / "in.npz", x=np.random.default_rng(0).normal(size=(2, 2, 5, 7)).astype(np.float32))
+    code, _, err = sd_ort("optimize", source, out, "--target", target, *options)
+    assert code == 0, err
+    assert {entry.domain: entry.version for entry in onnx.load(out).opset_import}[""] == 13
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
 POOLS = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,24,9,9] x) => (float[1,24,5,5] y) {
     p = AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]> (x)  y = Relu (p)
 }"""
