@@ -320,8 +320,8 @@ def error_of(actual: Any, expected: Any) -> float:
     return 0.0 if np.array_equal(np.asarray(actual), np.asarray(expected)) else float("inf")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown."""
+def table(rows: list[dict[str, Any]], commit: str | None) -> str:
+    """Return the rows, measured at `commit`, as Markdown."""
     verdicts = [verdict for row in rows for verdict in row["verdicts"].values()]
     counts = ", ".join(
         f"{sum(verdict.startswith(word) for verdict in verdicts)} {word}"
@@ -329,7 +329,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     lines = [
         "# Real ONNX files", "", " ".join((__doc__ or "").split("\n\n")[2].split()), "",
-        f"Commit {commit()}, {machine()['cpu']}, {versions()['onnxruntime']} of onnxruntime. {len(rows)} files, "
+        f"Commit {commit}, {machine()['cpu']}, {versions()['onnxruntime']} of onnxruntime. {len(rows)} files, "
         f"{len(verdicts)} results: {counts} (above: a float16 error above the bound of `verify`, below 0.1).", "",
         "| file | opset | verdict | error float32 | error float16 | of rounded weights alone "
         "| nodes: source, cpu, cuda | ms before | ms after | ratio | optimize s | MB |",
@@ -363,7 +363,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         print(json.dumps(measure(options.one[0], Path(options.one[1]))))
         return
-    rows, failed = [], False
+    rows, failed, revision = [], False, commit()  # before the page itself changes
     for package, path, digest in corpus():
         name = f"{package.split()[1]}/{path}"
         if options.only not in name:
@@ -382,7 +382,7 @@ def main() -> None:
         failed |= any(verdict.startswith(("WRONG", "CRASH")) for verdict in row["verdicts"].values())
         print(name, row["verdicts"], f"{row.get('ratio', 0):.2f}", flush=True)
         if options.out:
-            options.out.write_text(table(rows))
+            options.out.write_text(table(rows, revision))
     sys.exit(failed)
 
 
