@@ -54,7 +54,9 @@ def why_not_fused(model: ir.Model) -> str | None:
         return None
     if version < OLDEST:
         return f"opset {version} cannot be raised to {OPSET}, since it is older than {OLDEST}"
-    names = sorted({n.op_type for n in _standard(model) if not (n.op_type in REPLACED or _can_move(n, version, OPSET))})
+    names = sorted(
+        {n.op_type for n in _standard(model.graph) if not (n.op_type in REPLACED or _can_move(n, version, OPSET))}
+    )
     if not names:
         return None
     return f"opset {version} cannot be raised to {OPSET}, since its {', '.join(names)} may mean something else there"
@@ -68,7 +70,7 @@ def declare_opset(model: ir.Model, target: int = OPSET) -> bool:
     version = opset(model.graph)
     if version == target:
         return True
-    nodes = _standard(model)
+    nodes = _standard(model.graph)
     if not OLDEST <= version <= NEWEST or not all(_can_move(node, version, target) for node in nodes):
         return False
     for node in nodes:
@@ -83,23 +85,26 @@ def declare_opset(model: ir.Model, target: int = OPSET) -> bool:
 def lower_opset(model: ir.Model, newest: int) -> str | None:
     """Declare `model` at opset `newest` if its opset is newer.
 
-    Returns None, or the reason why some operator does not exist in `newest` or has another meaning there; the model is
-    then unchanged. Functions are not looked at: `operators.function_bodies.attach` writes them for the model's opset.
+    Returns None, or the reason why some operator, of the graph or of a function, does not exist in `newest` or has
+    another meaning there; the model is then unchanged.
     """
     version = opset(model.graph)
     if version <= newest:
         return None
-    foreign = sorted({n.op_type for n in _standard(model) if not _has_meaning(n, version, newest)})
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    nodes = [node for graph in graphs for node in _standard(graph)]
+    foreign = sorted({n.op_type for n in nodes if not _has_meaning(n, version, newest)})
     if foreign:
         return f"its {', '.join(foreign)} of opset {version} cannot be written in opset {newest}"
-    model.graph.opset_imports.pop("ai.onnx", None)
-    model.graph.opset_imports[""] = newest
+    for graph in graphs:
+        graph.opset_imports.pop("ai.onnx", None)
+        graph.opset_imports[""] = newest
     return None
 
 
-def _standard(model: ir.Model) -> list[ir.Node]:
-    """The standard operators of the graph and of those inside it."""
-    return [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.domain in STANDARD_DOMAINS]
+def _standard(graph: ir.Graph | ir.Function) -> list[ir.Node]:
+    """Return the standard operators of the graph and of those inside it."""
+    return [node for node in ir.traversal.RecursiveGraphIterator(graph) if node.domain in STANDARD_DOMAINS]
 
 
 def _can_move(node: ir.Node, version: int, target: int) -> bool:
@@ -118,7 +123,8 @@ def _has_meaning(node: ir.Node, version: int, other: int) -> bool:
     if before.since_version == after.since_version:
         return True
     if node.op_type == "AveragePool":  # 19 mends the divisor of windows that end behind the padding
-        return not (node.attributes.get_int("ceil_mode", 0) and node.attributes.get_int("count_include_pad", 0))
+        ends_behind = node.attributes.get_int("ceil_mode", 0) and node.attributes.get_int("count_include_pad", 0)
+        return not ends_behind and all(name in after.attributes for name in node.attributes)
     if node.op_type == "Scan" and version < 9:  # of batches
         return False
     if node.op_type == "BatchNormalization":  # its training outputs are others since 14

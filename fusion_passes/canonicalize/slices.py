@@ -46,9 +46,10 @@ def sliced_interval(node: ir.Node, value: ir.Value) -> tuple[int, int, int] | No
         return None
     axis = axes[0] % rank
     size = values.size(value, axis)
-    if size is None or starts[0] < 0 or ends[0] < 0:
+    if size is None:
         return None
-    return axis, starts[0], size if ends[0] >= END else min(ends[0], size)
+    start, end = (max(edge + size, 0) if edge < 0 else edge for edge in (starts[0], ends[0]))
+    return axis, start, size if end >= END else min(end, size)
 
 
 def _split(graph: ir.Graph, value: ir.Value, axis: int, cuts: list[tuple[int, int, ir.Node]]) -> None:
@@ -83,6 +84,8 @@ def _case(name: str, cuts: str, rewrites: int = 1, rejection: str | None = None,
 CASES = [
     _case("two halves", "0, 4, 4, 8"),
     _case("to the end", f"0, 3, 3, {END}"),
+    _case("counted from the end", f"0, -3, -3, {END}"),
+    _case("an overlap counted from the end", "0, -3, -4, 8", 0, "the rest of the axis"),
     _case("a gap", "0, 3, 4, 8", 0, "the rest of the axis"),
     _case("an overlap", "0, 5, 4, 8", 0, "the rest of the axis"),
     _case("every second", "0, 4, 4, 8", 0, step=2),

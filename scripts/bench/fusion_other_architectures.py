@@ -15,10 +15,9 @@ do). `+` behind a target's nodes: the best of onnxscript and ONNX Runtime has fe
 
 Where a `+` stays: portable counts calls of functions that any runtime inlines, and uses no operator of com.microsoft.
 rocm and migraphx have no right kernels of RMS normalization, rotary embedding and (rocm) attention, and none of an
-attention with its products inside. On all other targets it stays for two VAEs: peers have one FusedConv for a
-convolution with its activation, and one FusedMatMul for a product with a Transpose. For cpu and cuda a session of ONNX
-Runtime makes these itself (see `cpu, level 2`); hip and gpu run them as two kernels. Slower with fewer
-nodes: attention with capped scores takes 1.6 times the time of its products on the CPU (Gemma 2).
+attention with its products inside. On cuda, hip and gpu it stays for a VAE of convolutions with Relu (vae-tiny), of
+which ONNX Runtime's CPU optimizations make one FusedConv: channels-last convolutions have no activation there. Slower
+with fewer nodes: attention with capped scores takes 1.6 times the time of its products on the CPU (Gemma 2).
 
 It takes twenty minutes of CPU. `--rows` keeps finished rows of a commit, so that a run can be continued, or shared by
 processes with other NAMEs; the page is written as soon as FILE has all rows.

@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder that keeps the exports")
     parser.add_argument("--tests", nargs="+", default=[*(f"pipelines/{test}.py" for test in TESTS), *LORA_TESTS])
     parser.add_argument("-k", dest="keyword", default="", help="as pytest's")
+    parser.add_argument("--processes", type=int, default=2, choices=(1, 2), help="1 runs diffusers first, then sd-ort")
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     if options.diffusers is None and not options.join:
@@ -310,7 +311,7 @@ def run_both(options: argparse.Namespace) -> list[dict[str, Result]]:
         cache = (options.cache or Path(folder)).resolve()
         cache.mkdir(exist_ok=True)
         common = options.diffusers.resolve(), options.tests, options.keyword, cache
-        with multiprocessing.get_context("spawn").Pool(2) as processes:
+        with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as processes:
             return processes.starmap(run, [(False, *common), (True, *common)], chunksize=1)
 
 

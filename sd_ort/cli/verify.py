@@ -28,7 +28,8 @@ OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
 @click.option(
     "--tolerance",
     type=Number(min=0, min_open=True),
-    help="Largest relative L2 error of outputs [default: 1e-5; in half precision by the depth of the graph].",
+    help="Largest relative L2 error of outputs [default: 1e-5; in half precision by the depth of the graph, or by what "
+    "rounding its weights loses].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option(

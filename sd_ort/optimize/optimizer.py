@@ -26,6 +26,7 @@ from fusion_passes.canonicalize.opset import lower_opset
 from fusion_passes.fuse import fuse
 from fusion_passes.graph_pass import PassOutcome, run_all, totals
 from fusion_passes.operators import OPERATORS, function_bodies
+from fusion_passes.shapes.types import opset
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.interrupts import run_interruptible
@@ -161,7 +162,7 @@ def rewrite(
     float32. float32_io: as in `optimize_component`.
     """
     model = source.model()
-    before = Counter(node.op_type for node in model.graph)
+    before, version = Counter(node.op_type for node in model.graph), opset(model.graph)
     _raise_if_cancelled(cancel_event)
     with REWRITING, _gc_disabled():
         canonical = canonicalize(model)
@@ -183,6 +184,8 @@ def rewrite(
     if target.newest_opset is not None and (reason := lower_opset(model, target.newest_opset)):
         raise InputError(f"{source.name} cannot be lowered for target {target.name}: {reason}.")
     kernel_fallbacks = lower_operators(model, target)
+    if name not in pipeline_folder.COMPONENTS and dtype != "bfloat16":
+        _keep_fast_opset(model, target, version)
     names = pipeline_folder.HOISTED.get(name, hoist.PARTS)
     parts = {names[key]: part for key, part in hoist.split(model).items()} if hoisted else {name: model}
     _raise_if_cancelled(cancel_event)
@@ -260,6 +263,14 @@ def lower_operators(model: ir.Model, target: Target) -> list[str]:
                 reasons[node.op_type, reason] += 1
     function_bodies.attach(model, own_nodes)
     return [f"{count} {op_type}: {reason}" for (op_type, reason), count in reasons.items()]
+
+
+def _keep_fast_opset(model: ir.Model, target: Target, version: int) -> None:
+    """Declare a graph at an older opset in which an operator has a faster kernel, if its source of opset `version` had
+    that kernel and no operator needs a newer opset. Components of pipelines are joined with graphs of newer opsets."""
+    fast = {target.fast_opsets[node.op_type] for node in model.graph if node.op_type in target.fast_opsets}
+    if fast and version <= min(fast):
+        lower_opset(model, min(fast))
 
 
 def _drop_unread_outputs(node: ir.Node) -> None:

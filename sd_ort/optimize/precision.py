@@ -4,6 +4,8 @@ Angles of rotary embeddings in float64 become float32. The other nodes are detec
 from a list of names:
     sinusoids        inputs of Sin and Cos: 1000 timesteps (or 1024 pixels) do not fit a mantissa of 11 bits
     spectra          inputs of Log that no activation computes: their smallest sums are lost
+    variances        a mean of squares less a squared mean: the difference cancels, and the sums overflow
+    integer sums     results of MatMulInteger and ConvInteger with their scales: sums exceed the largest float16
     large weights    BatchNormalization with a variance above the largest float16, which would be clamped
     measured sites   nodes whose outputs came near the dtype's largest number on calibration inputs (`float32_nodes`)
     no such kernel   operators that the standard does not define for the dtype, such as Range
@@ -42,6 +44,8 @@ ACTIVATIONS = frozenset(
 )
 # Operators on float64 values that compute angles of rotary embeddings and their cosines.
 ANGLE_OPS = frozenset("Add Cast Concat Cos Div Expand Gather Mul Neg Reciprocal Reshape Sin Slice Transpose".split())
+# Operators that compute an integer bias, or the scale of an integer product.
+SCALE_OPS = frozenset("Cast Clip Div Floor Mul Reshape Round Unsqueeze".split())
 # Inputs that are float32 in the standard, or no data of the model, whatever the dtype of the first input.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
 # Weights (operator, input) whose kernels read bfloat16, and round float32.
@@ -73,6 +77,8 @@ def convert(
     float32 = (
         _with_ancestors(graph, "Sin", "Cos")  # small tensors of one angle for each timestep
         | _before_logarithms(graph)
+        | {node for sub in graph for node in _variance_of_squares(sub)}
+        | {node for product in graph for node in _scaled_integers(product)}
         | {node for node in graph if not _is_defined(node, half, graph)}
         | {node for node in graph if node.op_type == "BatchNormalization" and _exceeds(node, half)}
         | set(float32_nodes)
@@ -197,6 +203,98 @@ def _before_logarithms(graph: ir.Graph) -> set[ir.Node]:
     """
     nodes = _with_ancestors(graph, "Log")
     return set() if any(node.op_type in ACTIVATIONS for node in nodes) else nodes
+
+
+def _variance_of_squares(node: ir.Node) -> set[ir.Node]:
+    """Return the nodes of a variance of the form mean(x^2) - mean(x)^2 around its Sub `node`; empty for others.
+
+    Flax writes normalizations so. In float16 the difference of two rounded numbers is no variance: magika's error falls
+    from 1.1 to 2e-3. The chain to the reciprocal root stays in float32 too, since variances are small, and the Sub of x
+    and its mean, which cancels as well.
+    """
+    if node.op_type != "Sub":
+        return set()
+    squares, mean_squared = (value.producer() if value is not None else None for value in node.inputs)
+    mean = _squared(mean_squared) if mean_squared is not None else None
+    if mean_squared is None or mean is None:
+        return set()
+    of_squares, of_mean = _chain_to_reduction(squares), _chain_to_reduction(mean.producer())
+    if not of_squares or not of_mean:
+        return set()
+    data = of_squares[-1].inputs[0]
+    square = data.producer() if data is not None else None
+    if square is None or _squared(square) is not of_mean[-1].inputs[0]:
+        return set()
+    nodes = {node, mean_squared, square, *of_squares, *of_mean}
+    means = [mean]
+    while means:
+        for user in means.pop().consumers():
+            if user.op_type in ("Reshape", "Unsqueeze"):
+                nodes.add(user)
+                means.append(user.outputs[0])
+            elif user.op_type == "Sub" and user.inputs[0] is of_mean[-1].inputs[0]:
+                nodes.add(user)
+    value = node.outputs[0]
+    while len(value.uses()) == 1:
+        (user,) = value.consumers()
+        if user.op_type not in ("Add", "Clip", "Max", "Reciprocal", "Relu", "Reshape", "Sqrt", "Unsqueeze"):
+            break
+        nodes.add(user)
+        value = user.outputs[0]
+    return nodes
+
+
+def _squared(node: ir.Node) -> ir.Value | None:
+    """Return x of a node x * x, x^2; None for others."""
+    first, second = (*node.inputs, None)[:2]
+    if node.op_type == "Mul" and first is second:
+        return first
+    return first if node.op_type == "Pow" and value_queries.scalar(second) == 2 else None
+
+
+def _chain_to_reduction(node: ir.Node | None) -> list[ir.Node]:
+    """Return the nodes from `node` to the mean or sum that it scales or reshapes, that one last; empty without one."""
+    nodes: list[ir.Node] = []
+    while node is not None:
+        nodes.append(node)
+        if node.op_type in ("ReduceSum", "ReduceMean", "GlobalAveragePool"):
+            return nodes
+        if node.op_type not in ("Div", "Mul", "Reshape", "Squeeze", "Unsqueeze"):
+            break
+        if node.op_type in ("Div", "Mul") and value_queries.constant(node.inputs[1]) is None:
+            break
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return []
+
+
+def _scaled_integers(node: ir.Node) -> set[ir.Node]:
+    """Return the nodes that scale an integer product or convolution `node`, and those that compute its integer bias.
+
+    The product goes through Add and Reshape to a Cast and a Mul by a product of scales. Quantizers before 2020 round
+    a bias divided by the scales to int32 in the graph.
+    """
+    if node.op_type not in ("MatMulInteger", "ConvInteger"):
+        return set()
+    nodes: set[ir.Node] = set()
+    sums = [node.outputs[0]]
+    biases: list[ir.Value | None] = []
+    while sums:
+        value = sums.pop()
+        for user in value.consumers():
+            if user.op_type in ("Add", "Reshape"):
+                sums.append(user.outputs[0])
+                biases += [other for other in user.inputs if other is not value]
+            elif user.op_type == "Cast" and user.outputs[0].dtype == FLOAT:
+                scaled = [each for each in user.outputs[0].consumers() if each.op_type == "Mul"]
+                nodes |= {user, *scaled}
+                biases += [other for each in scaled for other in each.inputs if other is not user.outputs[0]]
+    while biases:  # operators on scales and constants
+        bias = biases.pop()
+        producer = bias.producer() if bias is not None else None
+        if producer is not None and producer not in nodes and producer.op_type in SCALE_OPS:
+            nodes.add(producer)
+            biases += producer.inputs
+    return nodes
 
 
 def _with_ancestors(graph: ir.Graph, *op_types: str) -> set[ir.Node]:

@@ -24,6 +24,7 @@ from fusion_passes.lower import (
     bfloat16_matmul_conv,
     contrib_kernels,
     fold_bias,
+    fused_conv,
     layer_norm,
     linear_add,
     linear_split_gelu,
@@ -146,6 +147,7 @@ class Target:
         half_storage_only: Half precision is for stored weights only; opening a session casts them to float32.
         bfloat16_passes: Replace `lowering_passes` in bfloat16.
         newest_opset: Newest opset that its kernels are registered for; None if it is ONNX Runtime's newest.
+        fast_opsets: Operators that have a faster kernel in older opsets, and the newest of these.
     """
 
     name: str
@@ -157,6 +159,7 @@ class Target:
     half_storage_only: bool = False
     bfloat16_passes: tuple[Pass, ...] = ()
     newest_opset: int | None = None
+    fast_opsets: Mapping[str, int] = field(default_factory=dict)
 
     def passes_for(self, dtype: str) -> tuple[Pass, ...]:
         """Return the lowering passes of a dtype."""
@@ -184,10 +187,14 @@ CPU = Target(
         _NO_SDPA,
         standard_attention(_long_keys),
         winograd_conv.PASS,
+        fused_conv.PASS,
         contrib_kernels.PASS,
     ),
     contrib_constraints={"QuickGelu": _any, "MultiHeadAttention": _square_if_causal, "RotaryEmbedding": _any},
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each
+    fast_opsets={
+        "AveragePool": 18
+    },  # onnxruntime 1.31's kernel for dilated windows of few channels takes 7 times as long
     bfloat16_passes=(
         _NO_SDPA,
         bfloat16_attention.PASS,

@@ -57,6 +57,26 @@ def test_others_are_named_and_nothing_changes(body: str, opset: int, named: str)
     assert model.graph.opset_imports[""] == opset
 
 
+def test_functions_move_with_the_graph() -> None:
+    """Or keep it where it is, if their operators are newer."""
+    for body, reason in (
+        ("y = Sigmoid (x)", None),
+        ("y = Gelu (x)", "its Gelu of opset 21 cannot be written in opset 18"),
+    ):
+        model = model_of("y = my.F (x)", 21)
+        function = f'<domain: "my", opset_import: ["" : 21]> F (x) => (y) {{ {body} }}'
+        model.functions["my", "F", ""] = ir.from_proto(onnx.parser.parse_function(function))
+        assert lower_opset(model, 18) == reason
+        versions = {graph.opset_imports[""] for graph in (model.graph, *model.functions.values())}
+        assert versions == {21 if reason else 18}
+
+
+@pytest.mark.parametrize("attributes", ["dilations = [2]", "ceil_mode = 1, count_include_pad = 1"])
+def test_average_pools_of_opset_19_stay(attributes: str) -> None:
+    model = model_of(f"y = AveragePool <kernel_shape = [2], {attributes}> (x)", 21)
+    assert lower_opset(model, 18) == "its AveragePool of opset 21 cannot be written in opset 18"
+
+
 OLD_FORMS = [
     (11, "float[2,1,3,1] x", "y = Squeeze <axes = [1, -1]> (x)"),
     (11, "float[2,1,3,1] x", "y = Squeeze (x)"),

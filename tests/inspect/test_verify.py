@@ -387,6 +387,34 @@ def test_bounds_of_half_precision_follow_the_depth() -> None:
     assert rounding_tolerance(chain(1, ir.DataType.FLOAT16)) == pytest.approx(6 * 2**-11)
 
 
+def test_what_rounded_weights_lose_is_allowed_if_every_weight_is_exact(tmp_path: Path) -> None:
+    """A product of 1024 terms that nearly cancel: weights in float16 alone give an error above the bound by depth."""
+    random = np.random.default_rng(0)
+    weights = random.normal(size=(1024, 4)).astype(np.float32)
+    weights[512:] = 1e-3 * weights[512:] - weights[:512]
+    half = np.abs(random.normal(size=(2, 512))).astype(np.float16).astype(np.float32)
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[2,1024] x) => (float[2,4] y) { y = MatMul (x, w) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    source, out, inputs = tmp_path / "in.onnx", tmp_path / "out.onnx", tmp_path / "in.npz"
+    onnx.save(model, source)
+    np.savez(inputs, x=np.concatenate([half, half], axis=1))
+    optimize(source, out, target="portable", dtype="float16")
+    result = verify(source, out, inputs=inputs, library=False)
+    check(result)
+    (row,) = result["rows"]
+    assert 3e-3 < row["relative_error"] < row["tolerance"] < 1
+    assert any("its source with weights in float16 differs by" in note for note in result["notes"])
+    with pytest.raises(VerificationError, match="relative error"):
+        check(verify(source, out, inputs=inputs, library=False, tolerance=3e-3))
+    unknown = ir.load(out)
+    unknown.metadata_props.clear()  # its weights cannot be compared
+    ir.save(unknown, out)
+    with pytest.raises(VerificationError, match=r"allowed is 2\.9e-03"):
+        check(verify(source, out, inputs=inputs, library=False))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
 def test_a_folder_by_itself(source: Path, tmp_path: Path) -> None:
     """`sd-ort verify OUT`: structure, hashes, finite outputs, and the record of how it was verified."""
     out = tmp_path / "out"

@@ -220,6 +220,55 @@ def test_float16_io_goes_with_float16_of_one_file(sd_ort: Cli, tmp_path: Path) -
         assert "--float16-io goes with" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("target", "options"), [("cpu", []), ("portable", ["--float16"]), ("cuda", ["--float16"])])
+def test_a_declared_size_of_minus_one_is_unknown(sd_ort: Cli, tmp_path: Path, target: str, options: list[str]) -> None:
+    """As Paddle writes it, in a file of opset 11 whose pool means something else in the opset of fusions."""
+    model = onnx.parser.parse_model("""<ir_version: 6, opset_import: ["" : 11]>
+        g (float[N,2,H,W] x) => (float[N,2,P,Q] y) {
+        a = AveragePool <kernel_shape = [2, 2], strides = [2, 2], pads = [1, 1, 0, 0], ceil_mode = 1,
+                         count_include_pad = 1> (x)
+        b = Relu (a)  y = Add (a, b) }""")
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_value = -1
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    np.savez(tmp_path / "in.npz", x=np.random.default_rng(0).normal(size=(2, 2, 5, 7)).astype(np.float32))
+    code, _, err = sd_ort("optimize", source, out, "--target", target, *options)
+    assert code == 0, err
+    assert {entry.domain: entry.version for entry in onnx.load(out).opset_import}[""] == 13
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
+POOLS = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,24,9,9] x) => (float[1,24,5,5] y) {
+    p = AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]> (x)  y = Relu (p)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("target", "opset", "activation", "expected"),
+    [
+        ("cpu", 9, "Relu", 18),
+        ("cpu", 17, "Relu", 18),
+        ("cpu", 20, "Relu", 21),  # had the slow kernel before
+        ("cpu", 20, "Gelu", 21),
+        ("portable", 17, "Relu", 21),
+    ],
+)
+def test_average_pools_keep_their_fast_kernel(
+    sd_ort: Cli, tmp_path: Path, target: str, opset: int, activation: str, expected: int
+) -> None:
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(onnx.parser.parse_model(POOLS.replace("17", str(opset)).replace("Relu", activation)), source)
+    code, _, err = sd_ort("optimize", source, out, "--target", target)
+    assert code == 0, err
+    assert {entry.domain: entry.version for entry in onnx.load(out).opset_import}[""] == expected
+    code, _, err = sd_ort("verify", source, out)
+    assert code == 0, err
+
+
 SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,512] x) => (float[1,8,505] y) {
     s = Conv (x, dft)  t = Mul (s, s)  u = Conv (t, mel)  v = Add (u, tiny)
     l = Log (v)  r = Sigmoid (l)  y = Conv (r, w)
@@ -240,6 +289,65 @@ def test_float16_computes_spectra_in_float32(sd_ort: Cli, tmp_path: Path) -> Non
     assert code == 0, err
     dtypes = {node.op_type: node.inputs[0].dtype for node in ir.load(out).graph}
     assert (dtypes["Log"], dtypes["Sigmoid"]) == (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+    assert code == 0, err
+
+
+# mean(x^2) - mean(x)^2 as Flax writes it, or not: another reduction is squared, or no square is averaged.
+VARIANCE = """<ir_version: 8, opset_import: ["" : 17]> g (float[2,64] x) => (float[2,64] y) <float[1] e = {1e-6}> {
+    SQUARE  s = ReduceMean <axes = [1]> (q)  m = ReduceMean <axes = [1]> (x)  n = REDUCED  v = Sub (s, n)
+    b = Add (v, e)  r = Sqrt (b)  c = Sub (x, m)  y = Div (c, r)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("square", "reduced", "float32"),
+    [
+        ("q = Mul (x, x)", "Mul (m, m)", True),
+        ("two = Constant <value_float = 2.0> ()  q = Pow (x, two)", "Mul (m, m)", True),
+        ("q = Abs (x)", "Mul (m, m)", False),
+        ("q = Mul (x, x)", "Abs (m)", False),
+    ],
+)
+def test_float16_computes_variances_of_squares_in_float32(
+    sd_ort: Cli, tmp_path: Path, square: str, reduced: str, float32: bool
+) -> None:
+    model = onnx.parser.parse_model(VARIANCE.replace("SQUARE", square).replace("REDUCED", reduced))
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    x = 10 + np.random.default_rng(0).normal(size=(2, 64))
+    np.savez(tmp_path / "in.npz", x=x.astype(np.float16).astype(np.float32))
+    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
+    assert code == 0, err
+    dtypes = {node.op_type: node.inputs[0].dtype for node in ir.load(out).graph}
+    assert dtypes["Sqrt"] == (ir.DataType.FLOAT if float32 else ir.DataType.FLOAT16)
+    assert dtypes["Div"] == ir.DataType.FLOAT16
+    if float32:
+        code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
+        assert code == 0, err
+
+
+INTEGERS = """<ir_version: 8, opset_import: ["" : 17]> g (float[2,600] x) => (float[2,4] y)
+    <float[1] ws = {0.01}, float[4] bias = {-900, 1, 2, 900}, uint8 zero = {128}> {
+    q, s, z = DynamicQuantizeLinear (x)  p = MatMulInteger (q, w, z, zero)  t = Mul (s, ws)
+    b = Div (bias, t)  f = Floor (b)  i = Cast <to = 6> (f)  sum = Add (p, i)  c = Cast <to = 1> (sum)
+    y = Mul (c, t)
+}"""
+
+
+def test_float16_scales_integer_sums_in_float32(sd_ort: Cli, tmp_path: Path) -> None:
+    """Sums of 600 products of bytes, and a bias divided by their scale, exceed 65504."""
+    model, random = onnx.parser.parse_model(INTEGERS), np.random.default_rng(0)
+    weights = random.integers(128, 256, (600, 4)).astype(np.uint8)
+    model.graph.initializer.append(numpy_helper.from_array(weights, "w"))
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    np.savez(tmp_path / "in.npz", x=np.abs(random.normal(size=(2, 600))).astype(np.float16).astype(np.float32))
+    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
+    assert code == 0, err
+    assert {v.dtype for node in ir.load(out).graph if node.op_type in ("Div", "Floor") for v in node.inputs} == {
+        ir.DataType.FLOAT
+    }
     code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
     assert code == 0, err
 
