@@ -191,10 +191,17 @@ def compare(folder: Path, target: str) -> str:
             ms = row["step_ms"]["median"]
             for title in cards:
                 expected_ms = call["expected_ms"][title]
-                verdict = "as expected" if ms < 2 * expected_ms else "more than twice that, which points at a fault"
+                roofline = call["roofline_ms"][title]
+                verdict = (
+                    "less than the work takes, which points at a fault"
+                    if ms < roofline
+                    else "as expected"
+                    if ms < 2 * expected_ms
+                    else "more than twice that, which points at a fault"
+                )
                 lines.append(
                     f"{name}, {row['label']}: {ms:.1f} ms; expected of a {title} {expected_ms:.1f} ms, at least "
-                    f"{call['roofline_ms'][title]:.1f} ms: {verdict}."
+                    f"{roofline:.1f} ms: {verdict}."
                 )
     return "\n".join(lines)
 

@@ -40,7 +40,12 @@ def measured(folder: Path, ms: float) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("factor", "verdict"), [(1.9, "as expected."), (2.1, "more than twice that, which points at a fault.")]
+    ("factor", "verdict"),
+    [
+        (0.3, "less than the work takes, which points at a fault."),
+        (1.9, "as expected."),
+        (2.1, "more than twice that, which points at a fault."),
+    ],
 )
 def test_a_measured_time_is_judged(tmp_path: Path, factor: float, verdict: str) -> None:
     ms = factor * STEP["expected_ms"][CARD]
