@@ -107,15 +107,10 @@ def _commands(target: str) -> str:
 
 
 def _expected() -> dict[str, str]:
-    """Return the expected milliseconds of a target's card, from results/amd/expected.md."""
-    table = [line.split(" | ") for line in (ROOT / "results/amd/expected.md").read_text().splitlines() if "|" in line]
-    heading = next(cells for cells in table if any("gfx" in cell for cell in cells))
-    row = next(cells for cells in table if cells[0].endswith(CALL))
-    found = {}
-    for title, cell in zip(heading, row, strict=True):
-        if (target := re.search(r"\((gfx\w+)\)", title)) and (ms := re.search(r"\*\*([\d.]+)\*\*", cell)):
-            found[target[1]] = f"{ms[1]} ({title.split(' (')[0]})"
-    return found
+    """Return the expected milliseconds of a target's card, from results/amd/expected.json."""
+    found = json.loads((ROOT / "results/amd/expected.json").read_text())
+    times = found["calls"][CALL]["expected_ms"]
+    return {card["target"]: f"{times[title]} ({title.split(' (')[0]})" for title, card in found["cards"].items()}
 
 
 if __name__ == "__main__":

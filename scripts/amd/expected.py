@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Expected times of U-Nets and VAE decoders on AMD GPUs, from counted operations and bytes: results/amd/expected.md.
+"""Expected times of U-Nets and VAE decoders on AMD GPUs, from counted operations and bytes: results/amd/expected.json.
 
-    scripts/amd/expected.py --page results/amd/expected.md
+    scripts/amd/expected.py --write                                    # expected.json and expected.md
     scripts/amd/expected.py --compare results/amd/first_numbers_gfx1100 --target gfx1100
 
 Modules run on torch's meta device, so nothing is computed. A layer takes at least the larger of its operations at the
@@ -13,19 +13,20 @@ expected time is the card's roofline times that factor. Nothing here was measure
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sd_ort.checkpoints.presets import PRESETS
-from sd_ort.core.files import read_json, write_text
+from sd_ort.core.files import read_json, write_json, write_text
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPECTED = ROOT / "results/amd/expected.json"
 HALF = 2  # bytes
 
 
@@ -67,6 +68,7 @@ class Layer:
 def layers(preset: str, component: str, batch: int, edge: int) -> list[Layer]:
     """Return the layers of a call: convolutions, linear layers, normalizations and attentions."""
     import diffusers
+    import torch
 
     config = PRESETS[preset].models["unet" if component == "unet" else "vae"]
     with torch.device("meta"), torch.no_grad():
@@ -96,6 +98,8 @@ def layers(preset: str, component: str, batch: int, edge: int) -> list[Layer]:
 
 
 def _of_layer(module: torch.nn.Module, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> Layer:
+    import torch
+
     weights = sum(parameter.numel() for parameter in module.parameters())
     operations = 0
     if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
@@ -119,30 +123,41 @@ def h200_factor(found: Sequence[Layer], result: str) -> float:
     return measured / roofline_ms(found, H200)
 
 
-def expected() -> Iterator[tuple[str, list[Layer], float]]:
-    """Yield each call with its layers and factor. A call that was not measured takes the factor of the one before."""
-    factor = 0.0
+def expected() -> dict[str, Any]:
+    """Return the contents of results/amd/expected.json: each call's operations, bytes, and milliseconds by card.
+
+    A call that was not measured on an H200 takes the factor of the one before.
+    """
+    calls, factor = {}, 0.0
     for name, (preset, component, batch, edge, result) in CALLS.items():
         found = layers(preset, component, batch, edge)
         factor = h200_factor(found, result) if result else factor
-        yield name, found, factor
+        rooflines = {title: roofline_ms(found, card) for title, card in CARDS.items()}
+        calls[name] = {
+            "tflop": round(sum(each.operations for each in found) / 1e12, 3),
+            "gb": round(sum(each.bytes for each in found) / 1e9, 2),
+            "factor": round(factor, 2),
+            "roofline_ms": {title: round(ms, 1) for title, ms in rooflines.items()},
+            "expected_ms": {title: round(ms * factor, 1) for title, ms in rooflines.items()},
+        }
+    return {"cards": {title: asdict(card) for title, card in CARDS.items()}, "calls": calls}
 
 
-def page() -> str:
+def page(found: Mapping[str, Any]) -> str:
     """Return results/amd/expected.md."""
-    cards = " | ".join(f"{name} ({card.target})" for name, card in CARDS.items())
+    cards = " | ".join(f"{title} ({card['target']})" for title, card in found["cards"].items())
     lines = [
         "# Expected milliseconds on AMD GPUs", "",
         "**Nothing here was measured on an AMD GPU.** Roofline, and in bold the expected time: the roofline times what "
         "our kernels took of it on an H200. By `scripts/amd/expected.py`, which says how it counts.", "",
-        f"| | TFLOP | GB | factor on an H200 | {cards} |", "|---|" + "---|" * (3 + len(CARDS)),
+        f"| | TFLOP | GB | factor on an H200 | {cards} |", "|---|" + "---|" * (3 + len(found["cards"])),
     ]  # fmt: skip
-    for name, found, factor in expected():
-        times = [roofline_ms(found, card) for card in CARDS.values()]
-        cells = " | ".join(f"{ms:.1f}, **{ms * factor:.1f}**" for ms in times)
-        operations, size = sum(each.operations for each in found) / 1e12, sum(each.bytes for each in found) / 1e9
-        lines.append(f"| {name} | {operations:.3f} | {size:.2f} | {factor:.2f} | {cells} |")
-    rates = " | ".join(f"{card.tflops:g} TFLOP/s, {card.gbs:g} GB/s" for card in CARDS.values())
+    for name, call in found["calls"].items():
+        times = (f"{call['roofline_ms'][title]:.1f}, **{call['expected_ms'][title]:.1f}**" for title in found["cards"])
+        lines.append(
+            f"| {name} | {call['tflop']:.3f} | {call['gb']:.2f} | {call['factor']:.2f} | {' | '.join(times)} |"
+        )
+    rates = " | ".join(f"{card['tflops']:g} TFLOP/s, {card['gbs']:g} GB/s" for card in found["cards"].values())
     lines += [f"| data sheet: dense float16, memory | | | | {rates} |", "", *NOTES]
     return "\n".join(lines) + "\n"
 
@@ -154,40 +169,53 @@ NOTES = (
 )
 
 
+# Folder of a benchmark of first_numbers -> the call it times. A U-Net's call has two rows, as with guidance.
+MEASURED = {"sd15_unet": "SD 1.5, a step with guidance at 512²", "sd15_vae": "SD 1.5, VAE decoder, 512²"}
+
+
 def compare(folder: Path, target: str) -> str:
     """Return a line for each call that `first_numbers` timed, beside what was expected of cards of the target."""
-    cards = {name: card for name, card in CARDS.items() if card.target == target}
+    found = read_json(EXPECTED)
+    cards = [title for title, card in found["cards"].items() if card["target"] == target]
     if not cards:
-        return f"{target}: no card of this target is in the table of expected times."
-    names = {"sd15_unet": "SD 1.5, one row at 512²", "sd15_vae": "SD 1.5, VAE decoder, 512²"}
+        known = ", ".join(sorted({card["target"] for card in found["cards"].values()}))
+        return f"No time is expected of {target}, only of {known}."
     lines = []
-    table: Mapping[str, tuple[list[Layer], float]] = {name: (found, factor) for name, found, factor in expected()}
-    for result, call in names.items():
-        path = folder / result / "benchmark.json"
-        if not path.is_file():
-            lines.append(f"{call}: not measured.")
-            continue
-        found, factor = table[call]
-        rows = [row for row in json.loads(path.read_text())["engines"] if row.get("stage") == "optimize"]
-        for row in (row for row in rows if row["status"] == "ok" and row["batch"] == 1):
-            for name, card in cards.items():
-                ms, wanted = row["step_ms"]["median"], roofline_ms(found, card) * factor
-                verdict = "as expected" if ms < 2 * wanted else "more than twice that: please tell us"
+    for result, name in MEASURED.items():
+        path, call = folder / result / "benchmark.json", found["calls"][name]
+        rows = read_json(path)["engines"] if path.is_file() else []
+        rows = [row for row in rows if row.get("stage") == "optimize" and row["status"] == "ok" and row["batch"] == 1]
+        if not rows:
+            lines.append(f"{name}: not measured.")
+        for row in rows:
+            ms = row["step_ms"]["median"]
+            for title in cards:
+                expected_ms = call["expected_ms"][title]
+                roofline = call["roofline_ms"][title]
+                verdict = (
+                    "less than the work takes, which points at a fault"
+                    if ms < roofline
+                    else "as expected"
+                    if ms < 2 * expected_ms
+                    else "more than twice that, which points at a fault"
+                )
                 lines.append(
-                    f"{call}, {row['label']}: {ms:.1f} ms; expected of a {name} {wanted:.1f} ms "
-                    f"(roofline {roofline_ms(found, card):.1f}): {verdict}"
+                    f"{name}, {row['label']}: {ms:.1f} ms; expected of a {title} {expected_ms:.1f} ms, at least "
+                    f"{roofline:.1f} ms: {verdict}."
                 )
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, help="write the page")
+    parser.add_argument("--write", action="store_true", help="write results/amd/expected.json and expected.md")
     parser.add_argument("--compare", type=Path, help="folder of first_numbers")
     parser.add_argument("--target", default="gfx1100", help="its GPU [%(default)s]")
     options = parser.parse_args()
-    if options.page:
-        write_text(options.page, page())
+    if options.write:
+        found = expected()
+        write_json(EXPECTED, found)
+        write_text(EXPECTED.with_suffix(".md"), page(found))
     if options.compare:
         print(compare(options.compare, options.target))
 

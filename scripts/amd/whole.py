@@ -224,9 +224,11 @@ class Table:
 
     KEYS = ("target", "dtype", "libraries", "case")
 
-    def __init__(self, path: Path, title: str, columns: Mapping[str, str], note: str = "") -> None:
-        """`columns`: key of a row -> heading. `note`: a paragraph above the table."""
-        self.path, self.title, self.columns, self.note = path, title, columns, note
+    def __init__(
+        self, path: Path, title: str, columns: Mapping[str, str], note: str = "", keys: Sequence[str] = KEYS
+    ) -> None:
+        """`columns`: key of a row -> heading. `note`: a paragraph above the table. `keys`: what tells rows apart."""
+        self.path, self.title, self.columns, self.note, self.keys = path, title, columns, note, keys
         self.rows = self.stored()
 
     def stored(self) -> list[dict[str, Any]]:
@@ -246,7 +248,7 @@ class Table:
 
     def key(self, row: Mapping[str, Any]) -> list[Any]:
         """What tells a row from others."""
-        return [row.get(name) for name in self.KEYS]
+        return [row.get(name) for name in self.keys]
 
     def write(self) -> None:
         """Write the JSON file with everything, and the Markdown table."""

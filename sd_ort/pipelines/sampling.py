@@ -103,6 +103,7 @@ class SamplingMixin(PipelineState):
                 blend=blend,
                 controls=controls,
                 decode=(factor, mean) if decodes and not self.models.low_memory else None,
+                fits=lambda: self.vae.fits(latents.shape),
                 progress=request.progress,
                 texts=conditioning if isinstance(conditioning, PromptTokens) else None,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,7 +68,8 @@ class SamplingJob:
     and timestep, 2B rows with `guidance` (negative first), B rows without. `texts`: token ids, from which text encoders
     on the device compute the rest of the conditioning. `noise_samples` (S, B, C, h, w): those of `schedule`. `channels`
     (B, C', h, w): unscaled channels behind those of the latents. `decode`: (factor, mean) of the VAE's latents for an
-    image; None for latents. `rescale`: guidance rescale, see `host_loop.guided`. `controls`: ControlNets that read all
+    image; None for latents. `fits`: whether the decode has memory, asked when the UNet has its own; if not,
+    the result is latents. `rescale`: guidance rescale, see `host_loop.guided`. `controls`: ControlNets that read all
     rows. `side`: "negative" or "positive" if guidance is split between two devices and these are the B rows of one of
     them; None for all rows on one device.
     """
@@ -82,6 +83,7 @@ class SamplingJob:
     channels: np.ndarray | None = None
     blend: InpaintBlend | None = None
     decode: tuple[np.ndarray, np.ndarray] | None = None
+    fits: Callable[[], bool] = lambda: True
     controls: Sequence[ControlNetInput] = ()
     progress: bool = False
     side: str | None = None

@@ -149,7 +149,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         `scheduler`: None for the folder's own, a diffusers class name or short form ("EulerDiscreteScheduler",
         "euler"), or a scheduler object. `low_memory`: open a component when its turn comes and drop the one before.
         `vae_tiling`: encode and decode images larger than the model's own in overlapping tiles; `vae_slicing`: one
-        image of a batch after the other. `safety_checker`: black out what the folder's safety checker flags, if it
+        image of a batch after the other. On a GPU both begin by themselves, with a warning, where less memory is free
+        than the VAE takes. `safety_checker`: black out what the folder's safety checker flags, if it
         has one. `device_loop`: keep latents, guidance and scheduler on the device (see `pipeline.device_loop`); None
         for doing so on a GPU. `graph`: capture the UNet's runs as CUDA or HIP graphs; None for where the provider can,
         with a warning for what it cannot; False for never; True fails where it cannot. `controlnet`: a folder whose

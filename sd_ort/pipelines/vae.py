@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +14,17 @@ from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.configs import Config
 from sd_ort.checkpoints.signatures import latent_channels, pixels_per_latent
 from sd_ort.core.files import without_nulls
+from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.pipelines import tiling
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.noise import draw_noise
-from sd_ort.runtime.session import Model
+from sd_ort.pipelines.vae_memory import LEAST_TILE, MEGABYTE, Layout, VaeMemory
+from sd_ort.runtime.components import Components
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("sd_ort")
 
 
 class Vae:
@@ -29,7 +35,7 @@ class Vae:
     """
 
     def __init__(
-        self, models: Mapping[str, Model], config: Mapping[str, Any], *, tiling: bool = False, slicing: bool = False
+        self, models: Components, config: Mapping[str, Any], *, tiling: bool = False, slicing: bool = False
     ) -> None:
         """`models`: vae_decoder and, to encode, vae_encoder. `tiling`, `slicing`: as in `from_pretrained`."""
         self.models, self.config = models, Config(config)
@@ -38,6 +44,10 @@ class Vae:
         self.latent_channels = latent_channels({"latent_channels": 4, **without_nulls(config)})
         size = config.get("sample_size") or 512  # pixels a side: the images the VAE was trained on
         self.tile = max(size) if isinstance(size, list) else int(size)
+        self.largest_calls: dict[
+            str, tuple[int, int]
+        ] = {}  # by component: identity of its model, bytes of its largest call
+        self.announced: set[str] = set()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,22 +111,65 @@ class Vae:
     def disable_slicing(self) -> None:
         self.use_slicing = False
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a decode of latents (B, C, h, w) at once fits in the device memory that is free now."""
+        return self._layout("vae_decoder", *self._image_sizes(shape)) == Layout()
+
     def _decoded(self, latents: np.ndarray) -> np.ndarray:
         def run(latents: np.ndarray) -> np.ndarray:
             return self.models["vae_decoder"](latent_sample=latents)["sample"]
 
-        return self._run(run, latents, self.tile // self.scale_factor, self.tile)
+        layout = self._layout("vae_decoder", *self._image_sizes(latents.shape))
+        tile = layout.tile or self.tile
+        return self._run(run, latents, tile // self.scale_factor, tile, layout)
 
     def _encoded(self, pixels: np.ndarray) -> np.ndarray:
         def run(pixels: np.ndarray) -> np.ndarray:
             return next(iter(self.models["vae_encoder"](sample=pixels).values()))
 
-        return self._run(run, pixels, self.tile, self.tile // self.scale_factor)
+        batch, _, height, width = pixels.shape
+        layout = self._layout("vae_encoder", batch, height, width)
+        tile = layout.tile or self.tile
+        return self._run(run, pixels, tile, tile // self.scale_factor, layout)
 
-    def _run(self, run: tiling.Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
-        """Apply `run` to x (B, C, H, W), with tiling and slicing if they are enabled."""
+    def _image_sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        batch, _, height, width = shape
+        return batch, height * self.scale_factor, width * self.scale_factor
+
+    def _layout(self, component: str, batch: int, height: int, width: int) -> Layout:
+        """Return the layout of a call for images of `height` x `width` pixels: the options', or one that takes less
+        if less device memory is free, with one line in the log for each size."""
+        options, size = Layout(self.use_slicing, self.tile if self.use_tiling else None), (batch, height, width)
+        model = self.models[component]  # open, so that its weights are not free memory
+        channels = self.config.get("block_out_channels")
+        if self.models.stream is None or not isinstance(channels, list):
+            return options
+        memory = VaeMemory(channels, self._itemsize, component == "vae_decoder")
+        owner, largest = self.largest_calls.get(component, (0, 0))
+        held = largest if owner == id(model) else 0
+        if memory.bytes(size, options) <= held:
+            return options
+        available = self.models.activation_bytes(component, held)
+        layout = memory.layout(size, options, available, self.tile, LEAST_TILE * self.scale_factor)
+        self.largest_calls[component] = id(model), max(held, memory.bytes(size, layout))
+        line = f"{component}: {batch} x {width}x{height} pixels"
+        if layout != options and line not in self.announced:
+            self.announced.add(line)
+            needed, free = memory.bytes(size, options) // MEGABYTE, int(available) // MEGABYTE
+            log.warning("%s at once take about %d MB, and %d MB are free: it runs %s.", line, needed, free, layout)
+        return layout
+
+    @cached_property
+    def _itemsize(self) -> int:
+        """Bytes of an activation's element. Graphs in bfloat16 have inputs in float32."""
+        if self.models["vae_decoder"].dtype("latent_sample") != np.float32:
+            return 2
+        return 4 if read_manifest(self.models.folder).get("options", {}).get("dtype", "float32") == "float32" else 2
+
+    def _run(self, run: tiling.Run, x: np.ndarray, tile: int, tile_out: int, layout: Layout) -> np.ndarray:
+        """Apply `run` to x (B, C, H, W), in the tiles and slices of a layout."""
 
         def run_tiled(x: np.ndarray) -> np.ndarray:
-            return tiling.tiled(run, x, tile, tile_out) if self.use_tiling else run(x)
+            return tiling.tiled(run, x, tile, tile_out) if layout.tile else run(x)
 
-        return (tiling.sliced(run_tiled, x) if self.use_slicing else run_tiled(x)).astype(np.float32)
+        return (tiling.sliced(run_tiled, x) if layout.slices else run_tiled(x)).astype(np.float32)

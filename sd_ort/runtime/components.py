@@ -122,6 +122,23 @@ class Components(MutableMapping[str, Model]):
         """Return the free memory of the device; infinity for the CPU."""
         return math.inf if self.stream is None else self.stream.free_bytes()
 
+    def activation_bytes(self, name: str, held: int = 0) -> float:
+        """Return the device memory that a call of an open component can take; infinity for the CPU.
+
+        It is the free memory and, with the provider option memory_limit, at most the limit less the weights. `held`:
+        bytes that an earlier call took and that the session keeps for the next one. Before the first call twice the
+        weights are set aside, for transformed filters and workspaces.
+        """
+        if name in self.placed:
+            return self.placed[name].activation_bytes(name, held)
+        if self.stream is None:
+            return math.inf
+        folder, component = self._folder_of(name)
+        weights = sum(path.stat().st_size for path in (folder / component).iterdir() if path.is_file())
+        if (limit := self.options.provider_options.get("memory_limit")) is not None:
+            return min(self.free_bytes() + held, int(limit) - weights)
+        return self.free_bytes() + held - (0 if held else 2 * weights)
+
     def open_guidance_peer(self, number: int) -> None:
         """Open the `guidance_peer` on device `number`. Raises as `_open_on_device`."""
         self.guidance_peer = self._open_on_device(number)

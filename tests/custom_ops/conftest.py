@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from sd_ort.runtime import build
+from sd_ort.runtime import build, provider_table
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 
 
@@ -18,3 +18,10 @@ def provider() -> str:
     build.build(cpu=True, provider=True)
     # The newest of these sources, as `sdcuda` by name takes it: a process registers one library of a name.
     return f"plugin:{library_path(PROVIDER_LIBRARIES['simulated'])}"
+
+
+@pytest.fixture
+def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`sdcuda`, whose devices are the host's here."""
+    monkeypatch.setitem(provider_table.PROVIDERS, "sdcuda", provider_table.OURS["SdOrtSimulated"])
+    return "sdcuda"

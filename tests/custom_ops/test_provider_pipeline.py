@@ -27,7 +27,7 @@ from sd_ort.inspect.node_assignment import assign_nodes
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.pipelines.transformer_steps import TransformerSteps
-from sd_ort.runtime import bound_run, provider_table, providers, tuning, warm_up, weight_prefetch
+from sd_ort.runtime import bound_run, providers, tuning, warm_up, weight_prefetch
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
@@ -177,13 +177,6 @@ def test_it_computes_lora_deltas_itself(provider: str, tmp_path: Path) -> None:
         assert spec is not None
         (tmp_path / "model.onnx").write_bytes(update_graph.build_weight_update(spec))
         assert assign_nodes([tmp_path / "model.onnx"], provider)["unassigned_nodes"] == []
-
-
-@pytest.fixture
-def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """`sdcuda`, whose devices are the host's here."""
-    monkeypatch.setitem(provider_table.PROVIDERS, "sdcuda", provider_table.OURS["SdOrtSimulated"])
-    return "sdcuda"
 
 
 def a_lora(*modules: str) -> dict[str, torch.Tensor]:

@@ -6,16 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts/amd/first_numbers"
+OUT = "results/amd/first_numbers_gfx1100"
 
-# Stands for .venv/bin/sd-ort: it records its arguments, creates a folder named last, and fails where $FAILING is said.
+# Stands for .venv/bin/sd-ort: it records its arguments, creates a folder named last, fails where $FAILING is said, and
+# hangs where $HANGING is.
 SD_ORT = """#!/bin/bash
 echo "$*" >> calls
-case "$*" in *$FAILING*) exit 1 ;; esac
+case "$*" in *$FAILING*) exit 1 ;; *$HANGING*) exec sleep 60 ;; esac
 case $1 in export | optimize) for last; do [ "${last#--}" = "$last" ] && case $last in out/*) made=$last ;; esac; done
   mkdir -p "$made" ;; esac
 """
@@ -40,6 +43,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "scripts/amd").mkdir(parents=True)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     shutil.copy(SCRIPT, tmp_path / "scripts/amd")
+    (tmp_path / "scripts/amd/expected.py").write_text("import sys\nprint('compared:', *sys.argv[1:])\n")
     program(tmp_path / ".venv/bin/sd-ort", SD_ORT)
     program(tmp_path / ".venv/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     program(tmp_path / ".venv/bin/cmake", "#!/bin/sh\n")
@@ -52,10 +56,12 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def run(checkout: Path, failing: str = "nothing") -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def run(
+    checkout: Path, failing: str = "nothing", **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """The script's result, and the arguments of its calls of sd-ort."""
     command = [str(checkout / "scripts/amd/first_numbers"), "gfx1100"]
-    environment = os.environ | {"FAILING": failing}
+    environment = os.environ | {"FAILING": failing, "HANGING": "nothing"} | variables
     environment.pop("TORCH_INDEX", None)
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     calls = checkout / "calls"
@@ -71,7 +77,28 @@ def test_every_step_runs(checkout: Path) -> None:
     assert result.returncode == 0
     assert begin_with(calls, STEPS)
     assert "Failed" not in result.stdout
-    assert (checkout / "results/amd/first_numbers_gfx1100/log.txt").read_text().endswith("whatever is in it.\n")
+    assert f"compared: --compare {OUT} --target gfx1100\n" in result.stdout
+    assert result.stdout.endswith(f"Done: please send us the file {OUT}.tar.gz, whatever is in it.\n")
+
+
+def test_one_file_has_all_that_was_measured(checkout: Path) -> None:
+    """The log to its last line included, also when steps fail."""
+    (checkout / "results/tuning").mkdir(parents=True)
+    (checkout / "results/tuning/gfx1100.json").write_text("{}")
+    run(checkout, "generate")
+    with tarfile.open(checkout / f"{OUT}.tar.gz") as archive:
+        names = set(archive.getnames())
+        log = archive.extractfile("first_numbers_gfx1100/log.txt")
+        assert log is not None
+        assert log.read().decode().endswith("Failed: generate demo\n")
+    assert {"first_numbers_gfx1100/doctor.json", "first_numbers_gfx1100/tuning/gfx1100.json"} <= names
+
+
+def test_a_step_that_hangs_is_ended(checkout: Path) -> None:
+    result, calls = run(checkout, HANGING="generate", STEP_SECONDS="1")
+    assert result.returncode == 1
+    assert begin_with(calls, STEPS)
+    assert "Failed: generate demo\n" in result.stdout
 
 
 @pytest.mark.parametrize(("version", "arguments"), [("None", " --torch none"), ("'7.2'", "")])
@@ -79,7 +106,9 @@ def test_torch_without_a_gpu_is_not_timed_on_large_models(checkout: Path, versio
     (checkout / "torch.py").write_text(f"class version:\n    hip = {version}\n")
     program(checkout / ".venv/bin/python", f'#!/bin/sh\nPYTHONPATH=. exec {sys.executable} "$@"\n')
     _, calls = run(checkout)
-    assert next(call for call in calls if "--component unet" in call).endswith(f"--component unet --steps 5{arguments}")
+    assert next(call for call in calls if "--component unet" in call).endswith(
+        f"--component unet --steps 2 --runs 3{arguments}"
+    )
     assert "--torch" not in next(call for call in calls if call.startswith("benchmark out/amd/demo"))
 
 

@@ -31,6 +31,9 @@ int simulated_hip_kernels_run(void);
 // Counts a call of `function` in the report. `function` must stay valid.
 void simulated_hip_count(const char* function);
 
+// Writes the report of what this process has done so far, which is written at its end too.
+void simulated_hip_write_report(void);
+
 #ifdef __cplusplus
 }
 #endif

@@ -12,6 +12,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +60,8 @@ class DeviceLoop:
         self.sessions.wait = value
 
     def run(self, job: SamplingJob) -> np.ndarray:
-        """Return latents (B, C, h, w) float32 after the last step or, with `decode`, images (B, H, W, 3) uint8.
+        """Return latents (B, C, h, w) float32 after the last step or, with `decode`, images (B, H, W, 3) uint8 if these
+        fit in memory.
 
         One thread samples at a time. Raises SdOrtError when ONNX Runtime fails, and for results that are not finite,
         with the component's name.
@@ -181,6 +183,8 @@ class Buffers:
 
         Returns the result as `DeviceLoop.run`, and the mean seconds of a step.
         """
+        if job.decode is not None and not job.fits():
+            job = replace(job, decode=None)
         *runs, last = self._decoder(job.decode)
         wait, stream, count = self.sessions.wait, self.sessions.models.stream, len(job.schedule.timesteps)
         with step_bar(range(count), job.progress) as bar:

@@ -87,6 +87,7 @@ using namespace simulated;
 extern "C" {
 
 void** __hipRegisterFatBinary(const void* data) {
+  count_call("__hipRegisterFatBinary");
   const auto* wrapper = static_cast<const FatBinaryWrapper*>(data);
   if (wrapper->magic != kWrapperMagic) fail("__hipRegisterFatBinary: no fat binary of HIP.");
   return reinterpret_cast<void**>(create_module(wrapper->image));

@@ -186,4 +186,6 @@ int simulated_hip_kernels_run(void) { return settings().kernels_run; }
 
 void simulated_hip_count(const char* function) { simulated::count_call(function); }
 
+void simulated_hip_write_report() { simulated::write_report(); }
+
 }  // extern "C"

@@ -224,6 +224,7 @@ SIMULATED_EXPORT hipblasStatus_t hipblasLtMatmulAlgoGetHeuristic(
     hipblasLtMatrixLayout_t b_layout, hipblasLtMatrixLayout_t c_layout, hipblasLtMatrixLayout_t d_layout,
     hipblasLtMatmulPreference_t preference, int requested, hipblasLtMatmulHeuristicResult_t results[], int* count) {
   constexpr const char* kName = "hipblasLtMatmulAlgoGetHeuristic";
+  simulated_hip_count(kName);
   (void)object_of<Handle>(handle, kName);
   const Product& product = object_of<Product>(desc, kName);
   const Layout &a = object_of<Layout>(a_layout, kName), &b = object_of<Layout>(b_layout, kName);
