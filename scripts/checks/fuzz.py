@@ -598,7 +598,8 @@ LINES = (
     "extract in out --component unet --from features --to moved {graph}", "tune in {manifest}",
     "tune --show in",
     "export {checkpoint} out",
-    "optimize {gguf} out", "generate a --model {gguf} --out out", "report results {report}", "report --compare results results {report}",
+    "optimize {gguf} out", "generate a --model {gguf} --out out",
+    "report results {report}", "report --compare results results {report}",
     "install-host diffusers in {index}", "uninstall-host diffusers in {index}",
 )  # fmt: skip
 # Options that may get odd values: numbers and names, not places to write to or how much to do.
