@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from sd_ort.pipelines.images import pil_images
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend, PromptTokens, SamplingJob, check_finite
-from sd_ort.pipelines.state import PipelineState
+from sd_ort.pipelines.step_cache import Edit, StepCacheMixin, edited
 from sd_ort.pipelines.text import Conditioning
 from sd_ort.runtime.providers import warn_once
 from sd_ort.weights.recipes import read_recipes
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from sd_ort.pipelines.device.loop import DeviceLoop
-    from sd_ort.pipelines.scheduler import Schedule
+    from sd_ort.pipelines.scheduler import PipelineScheduler, Schedule
+    from sd_ort.runtime.session import Model
 
-Edit: TypeAlias = "Callable[[ir.Model, int], bool]"  # of a graph and `size_multiple`; returns whether the graph changed
 
-
-class SamplingMixin(PipelineState):
+class SamplingMixin(StepCacheMixin):
     """Runs the sampling loop, on the device or on the host."""
+
+    _scheduler: PipelineScheduler
 
     @cached_property
     def loop(self) -> DeviceLoop:
@@ -79,7 +80,9 @@ class SamplingMixin(PipelineState):
             if perturbed:
                 arrays = {name: np.concatenate([value, value[-perturbed:]]) for name, value in arrays.items()}
             timesteps = np.asarray(schedule.timesteps)
-            unet = host_loop.Denoiser(self.models, arrays, timesteps, controls, request.unet, perturbed)
+            unet = host_loop.Denoiser(
+                self.models, arrays, timesteps, controls, request.unet, perturbed, request.shallow_steps
+            )
             result = host_loop.denoise(self, latents, schedule, noise, unet, request, channels, blend)
             check_finite(result, "unet")
             return self._finish(result, request)
@@ -112,21 +115,40 @@ class SamplingMixin(PipelineState):
         return self._finish(result, request)
 
     def _prepare_unet(self, request: Request) -> None:
-        """Choose the UNet of a call: the folder's, or an edited graph of it for perturbed attention and for sizes that
-        do not halve evenly, which runs from the host. Raises InputError if the graph cannot be edited."""
+        """Choose the UNet of a call: the folder's, or an edited graph of it for perturbed attention, for sizes that do
+        not halve evenly and for shallow steps, which runs from the host. Raises InputError if the graph cannot be
+        edited, or the call has too few steps for shallow ones."""
         edits: list[tuple[str, Edit]] = []
         if any(side % self.size_multiple for side in request.size) and self.HAS_SEPARATE_COMPONENTS:
             edits.append(("odd sizes", _crop_upsampling))
         if request.is_perturbed:
             layers = ", ".join(self.pag_applied_layers)
             edits.append((f"PAG in {layers}", partial(_perturb_attention, self.folder, self.pag_applied_layers)))
+        if self.step_cache is not None:
+            self.step_cache.check(request, self._scheduler.name)
+            request.shallow_steps = self._shallow_steps([*edits])
+            edits.append((self.step_cache.label, self.step_cache.return_features))
         if not edits:
             return
-        label = " and ".join(label for label, _ in edits)
-        request.unet = self.models.edit("unet", label, partial(_edited, edits, self.size_multiple))
+        request.unet = self._edit_unet(edits)
         if self.device_loop and request.unet != "unet":
             vars(self).pop("loop", None)  # which holds the UNet's session
             warn_once(f"latents go through the host at every step: the UNet's graph is another for {request.unet[5:]}.")
+
+    def _edit_unet(self, edits: list[tuple[str, Edit]]) -> str:
+        """Return the key of the UNet with edits of its graph. Raises InputError if the graph cannot be edited."""
+        label = " and ".join(label for label, _ in edits)
+        return self.models.edit("unet", label, partial(edited, edits, self.size_multiple))
+
+    def _unet_variant(self, edits: list[tuple[str, Edit]], label: str) -> Model:
+        """Return the UNet with edits of its graph, open beside the UNet."""
+
+        def make(path: Path) -> bytes:
+            graph = edited(edits, self.size_multiple, path)
+            assert graph is not None
+            return graph
+
+        return self.models.variant("unet", label, make)
 
     def _condition(self, request: Request) -> Conditioning | PromptTokens:
         """Return the conditioning of the prompts, or their tokens if the text encoders run on the device, too."""
@@ -146,15 +168,6 @@ class SamplingMixin(PipelineState):
             warn_once(f"latents go through the host at every step: {schedule.reason}")
             return False
         return True
-
-
-def _edited(edits: Sequence[tuple[str, Edit]], size_multiple: int, path: Path) -> bytes | None:
-    """Return the UNet at `path` with edits of its graph, serialized over its data; None if they change nothing."""
-    from sd_ort.graphs.load import load, serialize_over_data
-
-    model = load(path)
-    changed = [edit(model, size_multiple) for _, edit in edits]
-    return serialize_over_data(model, path.parent) if any(changed) else None
 
 
 def _crop_upsampling(model: ir.Model, size_multiple: int) -> bool:

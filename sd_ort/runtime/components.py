@@ -252,7 +252,7 @@ class Components(MutableMapping[str, Model]):
             self.require(name)
             folder, component = self._folder_of(name)
             graph = make(folder / component / MODEL)
-            override = replace(self.overrides.of(name), matmul_only=(), graph=graph)
+            override = _for_graph(replace(self.overrides.of(name), matmul_only=()), graph)
             self.opened[key] = Model(self._session(name, override), self.lock)
         return self.opened[key]
 
@@ -358,6 +358,18 @@ class Components(MutableMapping[str, Model]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+def _for_graph(override: ModelOverride, graph: bytes) -> ModelOverride:
+    """Return an override with another graph, and only the weights that it has: ONNX Runtime refuses others."""
+    if not override.weights and not override.updatable:
+        return replace(override, graph=graph)
+    import onnx
+
+    names = {tensor.name for tensor in onnx.ModelProto.FromString(graph).graph.initializer}
+    weights = {name: value for name, value in override.weights.items() if name in names}
+    updatable = {name: value for name, value in override.updatable.items() if name in names}
+    return replace(override, weights=weights, updatable=updatable, graph=graph)
 
 
 def _kind(name: str) -> str:
