@@ -59,10 +59,11 @@ def page(report: dict[str, Any]) -> str:
     """Return the page of a report."""
     lines = [
         "# DeepCache on the demo model", "",
-        f"{report['settings']['prompts']} unseen prompts, {demo.STEPS} steps, guidance {demo.GUIDANCE:g}, target cpu in "
-        "float32, one thread of a shared machine: seconds are the processor's. `lost`: fewer right than with full steps. "
-        "PSNR is that to the images of full steps.", "",
-        "| steps | right | lost | median PSNR | processor s an image | images/s | × |", "|---|---|---|---|---|---|---|",
+        f"{report['settings']['prompts']} unseen prompts, {demo.STEPS} steps, guidance {demo.GUIDANCE:g}, target cpu "
+        "in float32, one thread of a shared machine: seconds are the processor's. `lost`: fewer right than with full "
+        "steps. PSNR is that to the images of full steps.", "",
+        "| steps | right | lost | median PSNR | processor s an image | images/s | speedup |",
+        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     first = report["rows"][0]
     for row in report["rows"]:
