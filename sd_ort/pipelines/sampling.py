@@ -18,7 +18,7 @@ from sd_ort.pipelines.images import pil_images
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend, PromptTokens, SamplingJob, check_finite
-from sd_ort.pipelines.step_cache import Edit, StepCacheMixin, edited
+from sd_ort.pipelines.step_cache import Edit, StepCacheMixin
 from sd_ort.pipelines.text import Conditioning
 from sd_ort.runtime.providers import warn_once
 from sd_ort.weights.recipes import read_recipes
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from sd_ort.pipelines.device.loop import DeviceLoop
     from sd_ort.pipelines.scheduler import PipelineScheduler, Schedule
-    from sd_ort.runtime.session import Model
 
 
 class SamplingMixin(StepCacheMixin):
@@ -71,7 +70,7 @@ class SamplingMixin(StepCacheMixin):
         noise = [self._noise(request) for _ in range(getattr(schedule, "noise_count", 0))]
         # A ControlNet on the device reads the UNet's sample: all rows, and no channels of a mask.
         same_sample = not controls or (channels is None and not request.guess_mode)
-        if not self._runs_on_device(request, schedule) or not same_sample or request.unet != "unet":
+        if not self._runs_on_device(request, schedule) or not same_sample or not request.unet_on_device:
             if self.models.guidance_peer is not None:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
@@ -108,6 +107,8 @@ class SamplingMixin(StepCacheMixin):
                 decode=(factor, mean) if decodes and not self.models.low_memory else None,
                 progress=request.progress,
                 texts=conditioning if isinstance(conditioning, PromptTokens) else None,
+                unet=request.unet,
+                shallow_steps=request.shallow_steps,
             )
         )
         if result.dtype == np.uint8:
@@ -124,31 +125,19 @@ class SamplingMixin(StepCacheMixin):
         if request.is_perturbed:
             layers = ", ".join(self.pag_applied_layers)
             edits.append((f"PAG in {layers}", partial(_perturb_attention, self.folder, self.pag_applied_layers)))
+        # the graphs of full and shallow steps alone run on the device as the UNet does
+        request.unet_on_device = not edits and (self.step_cache is None or self.models.guidance_peer is None)
         if self.step_cache is not None:
             self.step_cache.check(request, self._scheduler.name)
             request.shallow_steps = self._shallow_steps([*edits])
             edits.append((self.step_cache.label, self.step_cache.return_features))
         if not edits:
             return
-        request.unet = self._edit_unet(edits)
-        if self.device_loop and request.unet != "unet":
+        request.unet = self._edit_unet(edits, captured=len(edits) == 1 and self.step_cache is not None)
+        request.unet_on_device |= request.unet == "unet"
+        if self.device_loop and not request.unet_on_device:
             vars(self).pop("loop", None)  # which holds the UNet's session
             warn_once(f"latents go through the host at every step: the UNet's graph is another for {request.unet[5:]}.")
-
-    def _edit_unet(self, edits: list[tuple[str, Edit]]) -> str:
-        """Return the key of the UNet with edits of its graph. Raises InputError if the graph cannot be edited."""
-        label = " and ".join(label for label, _ in edits)
-        return self.models.edit("unet", label, partial(edited, edits, self.size_multiple))
-
-    def _unet_variant(self, edits: list[tuple[str, Edit]], label: str) -> Model:
-        """Return the UNet with edits of its graph, open beside the UNet."""
-
-        def make(path: Path) -> bytes:
-            graph = edited(edits, self.size_multiple, path)
-            assert graph is not None
-            return graph
-
-        return self.models.variant("unet", label, make)
 
     def _condition(self, request: Request) -> Conditioning | PromptTokens:
         """Return the conditioning of the prompts, or their tokens if the text encoders run on the device, too."""

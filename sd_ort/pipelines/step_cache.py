@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -103,19 +104,19 @@ class StepCacheMixin(PipelineState):
             raise InputError(f"{self.folder} is an LCM model of few steps, of which none can be shallow.")
         self.disable_cache()
         cache = StepCache(int(cache_interval), int(cache_branch_id))
-        self._edit_unet([(cache.label, cache.return_features)])  # raises for a branch that is not there
+        self._edit_unet([(cache.label, cache.return_features)], captured=True)  # raises for a branch that is not there
         self.step_cache = cache
 
     def disable_cache(self) -> None:
         """Compute the whole UNet in every step again."""
         self.step_cache = None
+        vars(self).pop("loop", None)  # which holds the sessions
         self.models.drop_variants("unet")
 
-    def _edit_unet(self, edits: list[tuple[str, Edit]]) -> str:
-        raise NotImplementedError
-
-    def _unet_variant(self, edits: list[tuple[str, Edit]], label: str) -> Model:
-        raise NotImplementedError
+    def _edit_unet(self, edits: list[tuple[str, Edit]], *, captured: bool = False) -> str:
+        """Return the key of the UNet with edits of its graph. Raises InputError if the graph cannot be edited."""
+        label = " and ".join(label for label, _ in edits)
+        return self.models.edit("unet", label, partial(edited, edits, self.size_multiple), captured=captured)
 
     def _shallow_steps(self, edits: list[tuple[str, Edit]]) -> ShallowSteps | None:
         """Return the shallow steps over a UNet with further `edits` of its graph; None without a cache."""
@@ -124,7 +125,16 @@ class StepCacheMixin(PipelineState):
             return None
         both = [*edits, (f"shallow {cache.label}", cache.keep_shallow_part)]
         label = " and ".join(label for label, _ in both)
-        return ShallowSteps(cache.cache_interval, lambda: self._unet_variant(both, label))
+
+        def make(path: Path) -> bytes:
+            graph = edited(both, self.size_multiple, path)
+            assert graph is not None
+            return graph
+
+        def open_model() -> Model:
+            return self.models.variant("unet", label, make, captured=not edits)
+
+        return ShallowSteps(cache.cache_interval, open_model)
 
 
 def edited(edits: list[tuple[str, Edit]], size_multiple: int, path: Path) -> bytes | None:

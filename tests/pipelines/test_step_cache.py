@@ -234,3 +234,30 @@ def test_a_transformer_has_none(sd_ort: Cli, tmp_path: Path) -> None:
     code, _, err = sd_ort("generate", "a", "--model", "demo-dit", "--cache", 3, "--out", tmp_path / "a.png")
     assert code == 2
     assert "has a transformer" in err
+
+
+@pytest.mark.parametrize("hoist", [False, True])
+def test_the_loop_on_the_device(folder: Path, tmp_path: Path, hoist: bool, pipeline: StableDiffusionPipeline) -> None:
+    """As the loop on the host, image after image, also of another number of steps, with a LoRA and without the cache."""
+    if hoist:
+        optimize("demo", tmp_path / "hoisted", target="cpu", hoist=True)
+    looped = StableDiffusionPipeline.from_pretrained(
+        tmp_path / "hoisted" if hoist else folder, "cpu", threads=1, device_loop=True
+    )
+    for pipe in (pipeline, looped):
+        pipe.enable_cache(3, 1)
+    for changes in ({}, {"num_inference_steps": 14}, {"guidance_scale": 1.0}, {}):
+        assert psnr(draw(looped, **changes), draw(pipeline, **changes)) > 60
+    buffers = next(iter(looped.loop.buffer_cache.values()))
+    assert buffers.cached_unet is not None
+    assert buffers.cached_unet.shallow.outputs["out_sample"] is buffers.cached_unet.full.outputs["out_sample"]
+    if not hoist:
+        for pipe in (pipeline, looped):
+            pipe.load_lora_weights(GOLD, "gold")
+        assert psnr(draw(looped), draw(pipeline)) > 60
+        for pipe in (pipeline, looped):
+            pipe.unload_lora_weights()
+    for pipe in (pipeline, looped):
+        pipe.disable_cache()
+    assert psnr(draw(looped), draw(pipeline)) > 60
+    assert [name for name in looped.models.opened if name.startswith("unet ")] == []
