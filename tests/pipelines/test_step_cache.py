@@ -238,7 +238,7 @@ def test_a_transformer_has_none(sd_ort: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hoist", [False, True])
 def test_the_loop_on_the_device(folder: Path, tmp_path: Path, hoist: bool, pipeline: StableDiffusionPipeline) -> None:
-    """As the loop on the host, image after image, also of another number of steps, with a LoRA and without the cache."""
+    """As the loop on the host: image after image, of another number of steps, with a LoRA, without the cache."""
     if hoist:
         optimize("demo", tmp_path / "hoisted", target="cpu", hoist=True)
     looped = StableDiffusionPipeline.from_pretrained(
