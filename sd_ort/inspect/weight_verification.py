@@ -124,6 +124,8 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
         weights = WeightStorage(**options["weights"]) if "weights" in options else None
         if dtype not in target.dtypes:
             return {}
+        if weights is not None:
+            weights.check(target.name, dtype)
     except (KeyError, TypeError, ValueError):
         return {}
     parts, _ = rewrite(

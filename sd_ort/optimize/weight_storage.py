@@ -73,8 +73,8 @@ def store_weights(model: ir.Model, storage: WeightStorage) -> int:
     graph = model.graph
     found = {value: argument for value in graph.initializers.values() if (argument := _argument(value, storage))}
     for value, (_, axis, block, _) in found.items():
-        assert value.shape is not None
-        length = int(value.shape[axis])
+        assert value.const_value is not None
+        length = int(value.const_value.shape.numpy()[axis])
         if block and length % block:
             fitting = [str(group) for group in GROUPS if length % group == 0]
             advice = f"give --weight-group {' or '.join(fitting)}" if fitting else "use --weights float8"
