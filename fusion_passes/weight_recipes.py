@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from fusion_passes import weight_storage
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -115,6 +117,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "position_axis": position_axis,
     "scale": lambda _, a, scale: as_float32(a) * as_float32(scale).reshape(-1, *[1] * (a.ndim - 1)),
     "deviation": lambda epsilon, variance: np.sqrt(as_float32(variance) + np.float32(epsilon)),
+    **weight_storage.OPERATIONS,
 }
 # Inverses of operations on one tensor, up to rounding.
 UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
@@ -187,7 +190,7 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
 
     Raises:
         ValueError: for `conv1x1_bias`, a product of two tensors, of which the other one is not available, and for
-            `deviation`, which is not linear.
+            `deviation` and stored weights, which are not linear.
     """
     if isinstance(recipe, str):
         return deltas.get(recipe)
@@ -196,6 +199,8 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
     first = next((delta for delta in operand_deltas if delta is not None), None)
     if first is None or operation == "cast":
         return first
+    if operation in weight_storage.OPERATIONS:
+        raise ValueError("a weight that --weights stores in fewer bits is not linear in the tensor")
     if operation == "deviation":
         raise ValueError("a standard deviation is not linear in the variance")
     if operation == "conv1x1_bias":

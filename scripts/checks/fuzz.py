@@ -342,6 +342,40 @@ def single_file(rng: random.Random, inputs: Inputs, work: Path) -> None:
     open_checkpoint(str(path))
 
 
+def write_gguf(rng: random.Random, path: Path) -> None:
+    """Write a GGUF file of two tensors in float32, and damage it."""
+
+    def text(value: str) -> bytes:
+        return len(value).to_bytes(8, "little") + value.encode()
+
+    def number(value: int, size: int) -> bytes:
+        value = rng.choice([value] * 12 + [0, 1, 255, 1 << 31, 1 << 40, (1 << 64) - 1])
+        return (value % (1 << 8 * size)).to_bytes(size, "little")
+
+    name = rng.choice(["input_blocks.0.0.weight", "double_blocks.0.img_attn.qkv.weight", "x", ""])
+    metadata = text("general.architecture") + number(8, 4) + text(rng.choice(["sd1", "flux", "llama"]))
+    metadata += text(f"comfy.gguf.orig_shape.{name}") + number(9, 4) + number(4, 4) + number(2, 8)
+    metadata += number(4, 4) + number(32, 4)
+    tensors = b"".join(
+        text(n) + number(2, 4) + number(32, 8) + number(4, 8) + number(kind, 4) + number(0, 8)
+        for n, kind in ((name, rng.choice([0, 1, 2, 8, 12])), ("img_in.weight", 0))
+    )
+    data = b"GGUF" + number(3, 4) + number(2, 8) + number(2, 8) + metadata + tensors + bytes(1000)
+    path.write_bytes(change_bytes(rng, data) if rng.random() < 0.5 else data)
+
+
+def gguf_file(rng: random.Random, inputs: Inputs, work: Path) -> None:
+    from sd_ort.checkpoints import weight_file
+    from sd_ort.checkpoints.open import open_checkpoint
+
+    path = work / "model.gguf"
+    write_gguf(rng, path)
+    for entry in weight_file.read_entries(path).values():
+        if weight_file.read_tensor(path, entry).shape != tuple(entry["shape"]):
+            raise AssertionError(f"another shape than {entry}")
+    open_checkpoint(str(path))
+
+
 def write_arrays(rng: random.Random, path: Path) -> None:
     """Write recorded inputs, or statistics."""
     recorded: dict[str, np.ndarray] = {
@@ -540,6 +574,7 @@ def write_prompts(rng: random.Random, path: Path) -> None:
 FILES: dict[str, tuple[str, Callable[[random.Random, Path], None]]] = {
     "lora": ("a.safetensors", write_lora), "embedding": ("word.safetensors", write_embedding),
     "checkpoint": ("model.safetensors", write_checkpoint), "arrays": ("arrays.npz", write_arrays),
+    "gguf": ("model.gguf", write_gguf),
     "picture": ("picture.png", write_picture), "report": ("results/benchmark.json", write_json_file),
     "prompts": ("prompts.txt", write_prompts), "graph": ("in/unet/model.onnx", write_graph),
     "config": ("in/unet/config.json", write_json), "index": ("in/model_index.json", write_json),
@@ -562,7 +597,9 @@ LINES = (
     "merge in out",
     "extract in out --component unet --from features --to moved {graph}", "tune in {manifest}",
     "tune --show in",
-    "export {checkpoint} out", "report results {report}", "report --compare results results {report}",
+    "export {checkpoint} out",
+    "optimize {gguf} out", "generate a --model {gguf} --out out",
+    "report results {report}", "report --compare results results {report}",
     "install-host diffusers in {index}", "uninstall-host diffusers in {index}",
 )  # fmt: skip
 # Options that may get odd values: numbers and names, not places to write to or how much to do.
@@ -618,7 +655,7 @@ class _Files(dict[str, str]):
 TARGETS: dict[Target, int] = {
     folder_json: 150, folder_stages: 120, graph: 200, tokenizer: 150, lora: 150, embedding: 120, single_file: 80,
     arrays: 150, picture: 120, report: 150, texts: 80, tuning_file: 80, request: 120, installed: 60, arguments: 200,
-    adapters: 150, commands: 100,
+    adapters: 150, commands: 100, gguf_file: 150,
 }  # fmt: skip
 
 

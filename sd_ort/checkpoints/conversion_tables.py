@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fusion_passes import weight_recipes
 from sd_ort.checkpoints.signatures import Config
 from sd_ort.checkpoints.tensor_readers import RecipeTensorReader, TensorReader
+from sd_ort.checkpoints.weight_file import DTYPES, SUFFIXES, read_entries
 from sd_ort.core.errors import InputError
-from sd_ort.core.safetensors_file import FLOATS, read_entries
 
 BUNDLED = Path(__file__).with_name("conversion_tables.json.xz")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -78,18 +75,14 @@ def to_json(table: ConversionTable) -> dict[str, Any]:
 
 def stored_shapes(path: Path) -> Shapes:
     """Return the shapes of the tensors in a file; empty for a broken file and for one with other dtypes."""
-    if path.suffix != ".safetensors":
+    if path.suffix not in SUFFIXES:
         return {}
     try:
-        entries = read_entries(path)[0]
-        sizes_match = all(_bytes(e) == e["data_offsets"][1] - e["data_offsets"][0] for e in entries.values())
-        return {name: tuple(entry["shape"]) for name, entry in entries.items()} if sizes_match else {}
-    except (InputError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        entries = read_entries(path)
+    except (InputError, OSError):
         return {}
-
-
-def _bytes(entry: Mapping[str, Any]) -> int:
-    return math.prod(entry["shape"]) * np.dtype(FLOATS[entry["dtype"]]).itemsize
+    is_read = all(entry["dtype"] in DTYPES for entry in entries.values())
+    return {name: tuple(entry["shape"]) for name, entry in entries.items()} if is_read else {}
 
 
 def find_tables(shapes: Shapes) -> list[ConversionTable]:

@@ -82,8 +82,6 @@ def detect_family(path: Path, tensors: Tensors) -> str:
     channels = tensors[UNET_INPUT].shape[1]
     if channels not in (4, 9):
         raise InputError(f"{path} has a UNet of {channels} input channels: sd-ort runs 4, and 9 for inpainting.")
-    if any(name.endswith((".scale_weight", "scaled_fp8")) for name in tensors):
-        raise InputError(f"{path} has fp8 weights with scales beside them: get the file in fp16 or plain fp8.")
     return family
 
 

@@ -1,8 +1,8 @@
 """Checkpoints in one file, as Stable Diffusion was first published (LDM names), through diffusers' own mapping.
 
-Such a file has only weights: its family is detected from names and shapes of its tensors, and configs,
-scheduler and tokenizer come from a folder of the same family (see `base_pipeline`). Models that the file lacks (a VAE,
-text encoders) come from that folder too, if it has weights.
+A file is safetensors, GGUF or a pickle, and has only weights: its family is detected from names and shapes of its
+tensors, and configs, scheduler and tokenizer come from a folder of the same family (see `base_pipeline`). Models that
+the file lacks (a VAE, text encoders) come from that folder too, if it has weights.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sd_ort.checkpoints import conversion_tables
+import numpy as np
+
+from sd_ort.checkpoints import conversion_tables, weight_file
 from sd_ort.checkpoints.base_pipeline import find_base_pipeline
 from sd_ort.checkpoints.checkpoint import Checkpoint, CheckpointModel, build_model
 from sd_ort.checkpoints.detection import FAMILIES, UNET_INPUT, detect_family
 from sd_ort.checkpoints.tensor_readers import TensorReader
 from sd_ort.checkpoints.transformer_file import is_transformer_file, open_transformer_file
 from sd_ort.core.errors import InputError, first_line
-from sd_ort.core.files import check_regular, parsing
+from sd_ort.core.files import parsing
 from sd_ort.core.quiet import quiet
-from sd_ort.core.safetensors_file import KIND, read_entries
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +50,15 @@ def open_single_file(path: Path, config_folder: Path | None = None, unsafe_pickl
 
     Raises InputError, with what the file is and what to do, for anything but a complete checkpoint of a known family.
     """
-    if path.suffix == ".gguf":
-        raise InputError(
-            f"{path} is a GGUF file, which is not read yet: get the safetensors file in bf16, fp16 or fp8."
-        )
-    if path.suffix == ".safetensors" and is_transformer_file(read_entries(path)[0]):
-        return open_transformer_file(path, config_folder, _vae_reader)
+    if path.suffix in weight_file.SUFFIXES:
+        entries = weight_file.read_entries(path)
+        if is_transformer_file(entries):
+            return open_transformer_file(path, config_folder, _vae_reader)
+        if path.suffix == weight_file.GGUF and UNET_INPUT not in entries:
+            raise InputError(
+                f"{path} is a GGUF file of the architecture {weight_file.architecture(path) or 'unknown'!r}, without a "
+                f"U-Net or transformer that sd-ort runs: {', '.join(FAMILIES.values())}."
+            )
     tables = conversion_tables.find_tables(conversion_tables.stored_shapes(path))
     tensors = {} if tables else meta_tensors(path, unsafe_pickle)
     with parsing(path, "a checkpoint"):
@@ -130,18 +134,27 @@ def meta_tensors(path: Path, unsafe_pickle: bool = False) -> Tensors:
 
     if path.suffix in PICKLES:
         return {name: tensor.to("meta") for name, tensor in _unpickle(path, unsafe_pickle).items()}
-    return {name: torch.empty(entry["shape"], device="meta") for name, entry in read_entries(path)[0].items()}
+    entries = weight_file.read_entries(path)
+    return {name: torch.empty(entry["shape"], device="meta") for name, entry in entries.items()}
 
 
 def read_tensors(path: Path, prefixes: tuple[str, ...], unsafe_pickle: bool = False) -> Tensors:
-    """Return the tensors of a file whose names begin with one of `prefixes`, or all if there are none of these."""
+    """Return the tensors of a file whose names begin with one of `prefixes`, or all if there are none of these.
+
+    Those of safetensors and GGUF files are float32.
+    """
     if path.suffix in PICKLES:
         content = _unpickle(path, unsafe_pickle)
         return {name: content[name] for name in _with_prefix(content, prefixes)}
-    from safetensors import safe_open
+    import torch
 
-    with parsing(path, KIND), safe_open(check_regular(path), "pt") as file:
-        return {name: file.get_tensor(name) for name in _with_prefix(file.keys(), prefixes)}
+    entries = weight_file.read_entries(path)
+    names = _with_prefix(entries, prefixes)
+    with parsing(path, "a checkpoint"):
+        return {
+            name: torch.from_numpy(weight_file.read_tensor(path, entries[name]).astype(np.float32, copy=False))
+            for name in names
+        }
 
 
 def _unpickle(path: Path, allowed: bool) -> Tensors:
@@ -173,14 +186,8 @@ def select_tensors(tensors: Tensors, model: str) -> Tensors:
 
 
 def _stored_dtypes(path: Path) -> str:
-    """Return the two dtypes of a safetensors file with the most bytes, the largest first, for the user."""
-    if path.suffix in PICKLES:
-        return "pickle"
-    sizes: dict[str, int] = {}
-    for entry in read_entries(path)[0].values():
-        begin, end = entry["data_offsets"]
-        sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
-    return " and ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])[:2])
+    """Return the two dtypes of a file with the most bytes, the largest first, for the user."""
+    return "pickle" if path.suffix in PICKLES else weight_file.dtypes_of(weight_file.read_entries(path).values())
 
 
 # --- Conversion to diffusers names ----------------------------------------------------------------------------------

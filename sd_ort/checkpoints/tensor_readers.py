@@ -6,6 +6,7 @@ Files are read, not mapped, so that memory is free again after use.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from fusion_passes import weight_recipes as recipes
-from sd_ort.core.safetensors_file import FLOATS, read_entries
+from sd_ort.checkpoints.weight_file import DTYPES, SUFFIXES, read_entries, read_tensor
 
 Read = Callable[[str], np.ndarray]
 
@@ -103,25 +104,31 @@ class IPAdapterTensorReader:
 
 
 def open_tensors(reader: TensorReader, names: Iterable[str]) -> Read | None:
-    """Return a function that reads the tensors `names` in their stored dtype.
+    """Return a function that reads the tensors `names` in their stored dtype, dequantized ones in float32.
 
-    Returns None unless the files are safetensors files that have all of them in dtypes of `FLOATS`.
+    Returns None unless the files are safetensors or GGUF files that have all of them in dtypes of `DTYPES`.
     """
-    if any(path.suffix != ".safetensors" for path in reader.paths):
+    if any(path.suffix not in SUFFIXES for path in reader.paths):
         return None
-    entries = {name: (path, entry) for path in reader.paths for name, entry in read_entries(path)[0].items()}
+    entries = {name: (path, entry) for path in reader.paths for name, entry in read_entries(path).items()}
     spellings = {name: next((other for other in _spellings(name) if reader.has(other, entries)), "") for name in names}
     if "" in spellings.values():
         return None
     stored_names = [stored for name in spellings.values() for stored in reader.stored_names(name)]
-    if any(entries[name][1]["dtype"] not in FLOATS for name in stored_names):
+    if any(entries[name][1]["dtype"] not in DTYPES for name in stored_names):
         return None
+    # Query, key and value may be one stored matrix: it is not dequantized anew for each while they follow each other.
+    joined = {name for name, count in Counter(stored_names).items() if count > 1 and "rows" in entries[name][1]}
+    latest: dict[str, np.ndarray] = {}
 
     def read_stored(name: str) -> np.ndarray:
-        path, entry = entries[name]
-        begin, end = entry["data_offsets"]
-        dtype = np.dtype(FLOATS[entry["dtype"]])
-        return np.fromfile(path, dtype, (end - begin) // dtype.itemsize, offset=begin).reshape(entry["shape"])
+        if (values := latest.get(name)) is not None:
+            return values
+        values = read_tensor(*entries[name])
+        if name in joined:
+            latest.clear()
+            latest[name] = values
+        return values
 
     def read(name: str) -> np.ndarray:
         values = reader.load(spellings[name], read_stored)

@@ -1,8 +1,7 @@
-"""Diffusion transformers in one safetensors file: original names (Black Forest Labs, Stability AI) or ComfyUI's.
+"""Diffusion transformers in one file, with original names (Black Forest Labs, Stability AI) or ComfyUI's.
 
 The file holds the transformer alone, or ComfyUI's whole checkpoint with VAE and text encoders. Configs, scheduler,
-tokenizers and the models that it lacks come from a folder of the family (`base_pipeline`). Weights are float32,
-float16, bfloat16 or float8; float8 weights may have scales beside them.
+tokenizers and the models that it lacks come from a folder of the family (`base_pipeline`).
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from sd_ort.checkpoints.checkpoint import Checkpoint, CheckpointModel, build_mod
 from sd_ort.checkpoints.detection import FAMILIES
 from sd_ort.checkpoints.tensor_readers import RecipeTensorReader, TensorReader, open_tensors
 from sd_ort.checkpoints.transformer_layouts import original_prefix, original_recipes
+from sd_ort.checkpoints.weight_file import DTYPES, dtypes_of, read_entries
 from sd_ort.core.errors import InputError
-from sd_ort.core.safetensors_file import FLOATS, Entry, read_entries
+from sd_ort.core.safetensors_file import Entry
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Recipes = dict[str, weight_recipes.WeightRecipe]
 # Text encoder in ComfyUI's checkpoints -> class of the model.
 TEXT_ENCODERS = {"clip_l": "CLIP", "clip_g": "CLIP", "t5xxl": "T5"}
-SCALES = (".scale_weight", ".weight_scale")  # beside a float8 weight; ComfyUI's older and newer name
 # Beginnings of names in diffusers' layout.
 DIFFUSERS_NAMES = re.compile(r"(single_)?transformer_blocks\.0\.(attn\.(to_q|to_qkv_mlp_proj)|norm1?\.linear)\.weight")
 # A name in transformers that are not supported -> the family.
@@ -84,7 +83,7 @@ def open_transformer_file(
     config_folder: a folder of its family. vae_reader: returns the reader of a VAE in the file, in original names.
     Raises InputError for a family that is not supported, for quantized weights, and if models are missing.
     """
-    entries = read_entries(path)[0]
+    entries = read_entries(path)
     prefix = original_prefix(entries)
     if prefix is None:
         raise InputError(f"{path} is a transformer alone, with diffusers' names: give the whole diffusers folder.")
@@ -100,10 +99,7 @@ def open_transformer_file(
     for name, cls in ((n, base.index[n][1]) for n in base.models if n.startswith("text_encoder")):
         if found := _text_encoder_recipes(entries, name, cls, base.configs[name]):
             recipes[name] = found
-    readers: dict[str, TensorReader] = {
-        name: RecipeTensorReader((path,), {key: scaled(recipe, entries) for key, recipe in table.items()})
-        for name, table in recipes.items()
-    }
+    readers: dict[str, TensorReader] = {name: RecipeTensorReader((path,), table) for name, table in recipes.items()}
     if any(name.startswith(("vae.", "first_stage_model.")) for name in entries):
         readers["vae"] = vae_reader(path, base)
     models = dict(base.models)
@@ -117,27 +113,19 @@ def open_transformer_file(
                 "its weights, as --config."
             )
     others = [name for name in base.models if name not in readers]
-    note = f"{path.name}: {FAMILIES[family]}, {_dtypes(entries, prefix)}; {', '.join(others)} from {base.config_folder}"
+    dtypes = dtypes_of(entry for name, entry in entries.items() if name.startswith(prefix))
+    note = f"{path.name}: {FAMILIES[family]}, {dtypes}; {', '.join(others)} from {base.config_folder}"
     paths = (path, *base.paths)
     return replace(base, name=str(path), models=models, paths=paths, detection_note=note)
 
 
-def scaled(recipe: weight_recipes.WeightRecipe, entries: Mapping[str, Entry]) -> weight_recipes.WeightRecipe:
-    """Return a recipe in which each float8 tensor that has a scale is multiplied by it."""
-    if not isinstance(recipe, str):
-        return [*recipe[:2], *(scaled(operand, entries) for operand in recipe[2:])]
-    stem = recipe.removesuffix(".weight")
-    scale = next((stem + end for end in SCALES if stem + end in entries), None)
-    return recipe if scale is None or stem == recipe else ["scale", None, recipe, scale]
-
-
 def _check_dtypes(path: Path, entries: Mapping[str, Entry], prefix: str) -> None:
-    """Raise InputError for weights of the transformer that are quantized to other types than float8."""
+    """Raise InputError for weights of the transformer in other types than DTYPES."""
     for name, entry in entries.items():
-        if name.startswith(prefix) and name.endswith(".weight") and entry["dtype"] not in FLOATS:
+        if name.startswith(prefix) and name.endswith(".weight") and entry["dtype"] not in DTYPES:
             raise InputError(
-                f"{path} has {entry['dtype']} weights, such as {name}: quantized weights are not read yet. Get the "
-                "file in bfloat16, float16 or float8."
+                f"{path} has {entry['dtype']} weights, such as {name}: such quantized weights are not "
+                "read. Get the file in bfloat16, float16, float8 or GGUF."
             )
 
 
@@ -161,21 +149,10 @@ def _text_encoder_recipes(entries: Mapping[str, Entry], name: str, cls: str, con
     if not is_t5 and name == "text_encoder_2":
         part = "clip_g"
     prefix = f"text_encoders.{part}.transformer."
-    recipes: Recipes = {n.removeprefix(prefix): n for n in entries if n.startswith(prefix) and not n.endswith(SCALES)}
+    recipes: Recipes = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
     if is_t5 and "shared.weight" in recipes:
         recipes.setdefault("encoder.embed_tokens.weight", recipes["shared.weight"])
     return recipes
-
-
-def _dtypes(entries: Mapping[str, Entry], prefix: str) -> str:
-    """Return the dtype of most bytes of the transformer, and whether it has scales."""
-    sizes: dict[str, int] = {}
-    for name, entry in entries.items():
-        if name.startswith(prefix):
-            begin, end = entry["data_offsets"]
-            sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
-    has_scales = any(name.startswith(prefix) and name.endswith(SCALES) for name in entries)
-    return max(sizes, key=lambda dtype: sizes[dtype]) + (" with scales" if has_scales else "")
 
 
 def _load(path: Path, cls: str, config: Config, reader: TensorReader) -> torch.nn.Module:
@@ -188,7 +165,7 @@ def _load(path: Path, cls: str, config: Config, reader: TensorReader) -> torch.n
     names = list(model.state_dict())
     read = open_tensors(reader, names)
     if read is None:
-        stored = read_entries(path)[0]
+        stored = read_entries(path)
         missing = [name for name in names if not reader.has(name, stored)]
         raise InputError(f"{path} lacks {len(missing)} weights of its {cls}, such as {missing[:1]}: get it again.")
     values = {name: torch.from_numpy(read(name).astype(np.float32)) for name in names}

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sd_ort.cli.model_options import check_files, load_adapters, resolve_pipeline_folder, say
+from sd_ort.cli.model_options import check_files, enable_cache, load_adapters, resolve_pipeline_folder, say
 from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.runtime.provider_table import PROVIDERS
 
@@ -84,6 +84,12 @@ class Devices(click.ParamType):
 @click.option("--clip-skip", type=click.IntRange(0), help="Skip this many last layers of the text encoder.")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
 @click.option(
+    "--cache",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Compute the whole UNet in every Nth step only, and its last layers in the others (DeepCache).",
+)
+@click.option(
     "--provider",
     default="auto",
     show_default=True,
@@ -150,6 +156,7 @@ def command(
     embedding_files: tuple[str, ...],
     prompt_weighting: bool,
     clip_skip: int | None,
+    cache: int | None,
     out: Path,
     overwrite: bool,
     config: str | None,
@@ -216,12 +223,13 @@ def command(
     load_adapters(loras, embedding_files, pipeline)
     if ip_adapter_scale is not None:
         pipeline.set_ip_adapter_scale(ip_adapter_scale)
+    enable_cache(cache, pipeline)
     syntax = "weights" if prompt_weighting else None
     shared = {"strength": strength, "clip_skip": clip_skip, "prompt_syntax": syntax}
     settings = png_text(
         prompt=prompt, negative_prompt=negative or "", steps=steps, guidance=guidance, model=model, **image_files,
         scheduler=pipeline.scheduler_name, loras=", ".join(loras) or None,
-        embeddings=", ".join(embedding_files) or None, ip_adapter_scale=ip_adapter_scale, **shared,
+        embeddings=", ".join(embedding_files) or None, ip_adapter_scale=ip_adapter_scale, cache=cache, **shared,
     )  # fmt: skip
     arguments = {
         "prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance,

@@ -106,3 +106,23 @@ def load_adapters(
         from sd_ort.pipelines.textual_inversion import file_word
 
         pipeline.load_textual_inversion(path, token=file_word(path))
+
+
+def enable_cache(interval: int | None, pipeline: Any) -> None:
+    """Enable DeepCache in a pipeline, with one full step in `interval`; None leaves it off. Raises InputError for a
+    pipeline without a UNet."""
+    if interval is None:
+        return
+    if not hasattr(type(pipeline), "enable_cache"):
+        from sd_ort.core.errors import InputError
+
+        raise InputError(
+            f"--cache keeps the features of a UNet, and {pipeline.folder} has a transformer: leave it out."
+        )
+    pipeline.enable_cache(interval)
+
+
+def set_up_pipeline(loras: tuple[str, ...], embedding_files: tuple[str, ...], cache: int | None, pipeline: Any) -> None:
+    """Load LoRAs and embeddings as `load_adapters`, and enable the cache as `enable_cache`."""
+    load_adapters(loras, embedding_files, pipeline)
+    enable_cache(cache, pipeline)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sd_ort.core.pipeline_folder import standalone_model
+
+if TYPE_CHECKING:
+    from sd_ort.optimize.weight_storage import WeightStorage
 
 
 @click.command()
@@ -28,6 +31,17 @@ from sd_ort.core.pipeline_folder import standalone_model
     flag_value="bfloat16",
     help="Weights and tensors in bfloat16; for target cpu, weights and products.",
 )
+@click.option(
+    "--weights",
+    type=click.Choice(["int8", "int4", "float8"]),
+    help="Store weights of linears and convolutions in fewer bits (all but the VAE's), for target cpu or portable.",
+)
+@click.option(
+    "--weight-group",
+    type=click.Choice(["32", "64", "128"]),
+    help="With --weights int8 or int4: elements of a linear's row that share a scale [default: 64].",
+)
+@click.option("--asymmetric", is_flag=True, help="With --weights int8 or int4: with zero points.")
 @click.option(
     "--calibrate/--no-calibrate",
     default=None,
@@ -60,6 +74,9 @@ def command(
     target: str | None,
     dtype: str | None,
     float16_io: bool,
+    weights: str | None,
+    weight_group: str | None,
+    asymmetric: bool,
     calibrate: bool | None,
     inputs: Path | None,
     hoist: bool | None,
@@ -99,10 +116,25 @@ def command(
         inputs=inputs,
         hoist=hoist,
         float16_io=float16_io,
+        weights=_weight_storage(weights, weight_group, asymmetric),
         overwrite=overwrite,
     )
     show(manifest["components"], source if standalone_model(source) is not None else output)
     click.echo(f"Wrote {output}")
+
+
+def _weight_storage(dtype: str | None, group: str | None, asymmetric: bool) -> WeightStorage | None:
+    """Return the storage that the options ask for. Raises InputError for options that do not go together."""
+    from sd_ort.core.errors import InputError
+    from sd_ort.optimize.weight_storage import WeightStorage
+
+    if dtype in (None, "float8") and group is not None:
+        raise InputError("--weight-group goes with --weights int8 or int4: leave it out.")
+    if dtype is None:
+        if asymmetric:
+            raise InputError("--asymmetric goes with --weights int8 or int4: leave it out.")
+        return None
+    return WeightStorage(dtype, int(group or 64), not asymmetric)
 
 
 def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sd_ort.cli.model_options import check_files, load_adapters, resolve_pipeline_folder, say
+from sd_ort.cli.model_options import check_files, resolve_pipeline_folder, say, set_up_pipeline
 
 LOAD_OPTIONS = ("scheduler", "allow_fallback", "graph", "low_memory", "vae_tiling", "vae_slicing")
 ONE_PROMPT = ("image", "mask", "strength", "control_image", "ip_adapter_image", "ip_adapter_scale",
@@ -78,11 +78,11 @@ def plan_outputs(folder: Path, provider: str, options: Mapping[str, Any]) -> tup
     shared = {"clip_skip": options["clip_skip"], "prompt_syntax": syntax}
     loras, embedding_files = options["loras"], options["embedding_files"]
     text = {"model": str(options["model"]), "scheduler": options["scheduler"], "loras": ", ".join(loras) or None,
-            "embeddings": ", ".join(embedding_files) or None, **shared}  # fmt: skip
+            "embeddings": ", ".join(embedding_files) or None, "cache": options["cache"], **shared}  # fmt: skip
     config = ReplicaConfig(
         folder,
         load_options={"provider": provider, **{name: options[name] for name in LOAD_OPTIONS}},
-        setup=functools.partial(load_adapters, loras, embedding_files),
+        setup=functools.partial(set_up_pipeline, loras, embedding_files, options["cache"]),
         call_options={name: value for name, value in shared.items() if value is not None},
         png_text={name: str(value) for name, value in text.items() if value is not None},
     )

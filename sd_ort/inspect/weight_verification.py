@@ -31,6 +31,7 @@ from sd_ort.optimize.calibration import recorded_calibration
 from sd_ort.optimize.optimizer import OPTIONS_KEY, rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent, file_component
+from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime.session import report_invalid_model
 from sd_ort.stages import template_component
 from sd_ort.weights.recipes import Read, derived_weight, read_recipes
@@ -120,8 +121,11 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
         options = json.loads(props.get(OPTIONS_KEY, "null"))
         target, dtype, sites = TARGETS[options["target"]], options["dtype"], options["float32_sites"]
         float32_io = bool(options["float32_io"])
+        weights = WeightStorage(**options["weights"]) if "weights" in options else None
         if dtype not in target.dtypes:
             return {}
+        if weights is not None:
+            weights.check(target.name, dtype)
     except (KeyError, TypeError, ValueError):
         return {}
     parts, _ = rewrite(
@@ -132,6 +136,7 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
         lambda model: recorded_calibration(model, sites),
         hoisted=len(graphs) > 1,
         float32_io=float32_io,
+        weights=weights,
     )
     for part in parts.values():
         fix_names(part)

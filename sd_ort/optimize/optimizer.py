@@ -33,7 +33,7 @@ from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.progress import ProgressCallback
 from sd_ort.graphs import hoist
 from sd_ort.graphs.save import save
-from sd_ort.optimize import calibration, precision, unoptimized
+from sd_ort.optimize import calibration, precision, unoptimized, weight_storage
 from sd_ort.optimize.options import OptimizeOptions
 from sd_ort.optimize.targets import TARGETS, Target
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
@@ -82,6 +82,7 @@ def optimize_components(
                 calibrate=options.calibrate,
                 inputs=options.inputs,
                 hoisted=bool(options.hoist) and name in pipeline_folder.HOISTED,
+                weights=options.weights if name in weight_storage.COMPONENTS else None,
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,
             )
@@ -110,6 +111,7 @@ def optimize_component(
     embed: bool = False,
     float32_io: bool = False,
     data_hashes: dict[str, str] | None = None,
+    weights: weight_storage.WeightStorage | None = None,
 ) -> dict[str, Any]:
     """Optimize one ONNX model into the file `output`; return its manifest entry.
 
@@ -119,6 +121,7 @@ def optimize_component(
         cancel_event: Set by another thread to cancel; `output` is then incomplete.
         embed: Write the weights into `output` itself.
         float32_io: Keep the graph's inputs and outputs in float32 with dtype float16.
+        weights: Storage of weights in fewer bits.
         data_hashes: Receives the SHA-256 of each external data file that is written, by component name.
 
     Raises:
@@ -131,7 +134,9 @@ def optimize_component(
         return calibration.calibrate(model, source, output.parent, enabled=calibrate, recorded=inputs)
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    parts, entry = rewrite(source, output.parent.name, target, dtype, find_float32, hoisted, cancel_event, float32_io)
+    parts, entry = rewrite(
+        source, output.parent.name, target, dtype, find_float32, hoisted, cancel_event, float32_io, weights=weights
+    )
     for name, part in parts.items():
         path = output.parent.with_name(name) / output.name
         digest = save(part, path, lambda: _raise_if_cancelled(cancel_event), embed=embed)
@@ -155,11 +160,13 @@ def rewrite(
     hoisted: bool = False,
     cancel_event: threading.Event | None = None,
     float32_io: bool = False,
+    *,
+    weights: weight_storage.WeightStorage | None = None,
 ) -> tuple[dict[str, ir.Model], dict[str, Any]]:
     """Return the optimized graphs of a component by folder, with lazy weights, and the manifest entry without counts.
 
     name: folder of the graph unless it is hoisted. find_float32: returns the nodes that a float16 graph computes in
-    float32. float32_io: as in `optimize_component`.
+    float32. float32_io, weights: as in `optimize_component`.
     """
     model = source.model()
     before, version = Counter(node.op_type for node in model.graph), opset(model.graph)
@@ -171,7 +178,8 @@ def rewrite(
         low_coverage = low_coverage_message(before, Counter(node.op_type for node in model.graph))
         if low_coverage is not None and (reasons := main_reasons(canonical, fused)):
             low_coverage += f" ({'; '.join(reasons)})"
-        lowered = run_all(model, target.passes_for(dtype))
+        passes = target.passes_for(dtype)
+        lowered = run_all(model, passes if weights is None else weights.passes(passes))
     _raise_if_cancelled(cancel_event)
     computes_half = dtype != "float32" and not target.half_storage_only
     result = find_float32(model) if computes_half and dtype == "float16" else None
@@ -192,10 +200,14 @@ def rewrite(
     for part in parts.values():
         if dtype != "float32" and target.half_storage_only:
             precision.store_weights(part, dtype)
+        if weights is not None:
+            weight_storage.store_weights(part, weights)
         if source.read is not None:
             fill(part, source.read)
         options = {"target": target.name, "dtype": dtype, "float32_io": float32_io}
         options["float32_sites"] = [site["value"] for site in sites]
+        if weights is not None:
+            options["weights"] = weights.entry()
         part.metadata_props[OPTIONS_KEY] = json.dumps(options)
     return parts, {
         "nodes_before": before.total(),

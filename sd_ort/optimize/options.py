@@ -11,6 +11,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import HOISTED
 from sd_ort.optimize.targets import TARGETS, default_target
+from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime.provider_table import PROVIDERS
 
 # Targets of providers that gain from hoisting; MIGraphX does not pass results of one graph to another on the device.
@@ -33,6 +34,7 @@ class OptimizeOptions:
             step (see `graphs.hoist`); None hoists for `HOIST_TARGETS` in float16, transformers also in bfloat16.
         float16_io: Whether float16 conversion of one ONNX file also converts the graph's inputs and outputs. Those of a
             pipeline folder are always converted.
+        weights: Storage of weights in fewer bits; None stores these in `dtype`.
     """
 
     target: str | None = None
@@ -42,6 +44,7 @@ class OptimizeOptions:
     inputs: Path | None = None
     hoist: bool | None = None
     float16_io: bool = False
+    weights: WeightStorage | None = None
 
     def with_target(self) -> tuple[OptimizeOptions, str]:
         """Return the options with a target, and a line on the default target for the user, else "".
@@ -63,6 +66,8 @@ class OptimizeOptions:
             )
         if self.float16_io and (self.dtype != "float16" or TARGETS[target].half_storage_only):
             raise InputError(f"--float16-io goes with --float16 for a target that computes in it, not {target}.")
+        if self.weights is not None:
+            self.weights.check(target, self.dtype)
         if self.calibrate or self.inputs:
             if TARGETS[target].half_storage_only:
                 raise InputError(
@@ -96,4 +101,6 @@ class OptimizeOptions:
         """Return the options for the manifest, with a hash of the recorded inputs."""
         options = {**vars(self), "inputs": sha256(self.inputs) if self.inputs else None}
         del options["float16_io"]  # of one ONNX file, which has no manifest
+        if options.pop("weights") is not None:
+            options["weights"] = self.weights.entry() if self.weights else None
         return options

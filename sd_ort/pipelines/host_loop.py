@@ -22,9 +22,12 @@ from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.runtime.session import Model
 
+DEEP_FEATURES = "deep_features"  # as in `graphs.step_cache`, which imports onnx
+
 if TYPE_CHECKING:
     from sd_ort.checkpoints.schedule import NonlinearSchedule
     from sd_ort.pipelines.scheduler import Schedule
+    from sd_ort.pipelines.step_cache import ShallowSteps
 
 
 class Denoiser:
@@ -32,7 +35,8 @@ class Denoiser:
 
     `conditioning`: the UNet's inputs by name beside sample and timestep, each (rows, ...), float32; with guidance the
     rows are negative, then positive. `timesteps` (T,): those of the schedule, in order. `unet`: key of the UNet.
-    `perturbed`: the number of rows, the last ones, with perturbed attention.
+    `perturbed`: the number of rows, the last ones, with perturbed attention. `shallow_steps`: those that read the deep
+    features of the last full step; the first step is a full one.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Denoiser:
         controls: Sequence[ControlNetInput] = (),
         unet: str = "unet",
         perturbed: int = 0,
+        shallow_steps: ShallowSteps | None = None,
     ) -> None:
         """Run the hoisted parts. Raises InputError if the UNet needs a ControlNet and there is no image for it."""
         self.models = models
@@ -51,6 +56,8 @@ class Denoiser:
         self.controls = controls
         self.unet = unet
         self.perturbed = perturbed
+        self.shallow_steps = shallow_steps
+        self.deep_features: np.ndarray | None = None
         self.by_step: dict[str, np.ndarray] = {}
         self.fixed: dict[str, np.ndarray] = {}
         if not controls and "controlnet" in models:
@@ -69,14 +76,21 @@ class Denoiser:
 
     def __call__(self, index: int, sample: np.ndarray) -> np.ndarray:
         """Predicted noise (rows, C, h, w), float32, for the scaled latents `sample` (rows, C, h, w) of step `index`."""
-        unet = self.models[self.unet]
+        unet, shallow = self.models[self.unet], self.shallow_steps
+        is_full = shallow is None or self.deep_features is None or shallow.is_full(index)
         feed = {"sample": sample, **self.fixed, **{name: v[index] for name, v in self.by_step.items()}}
         if "timestep" in unet.inputs:
             feed["timestep"] = unet.one("timestep", self.timesteps[index])
         for control, inputs in zip(self.controls, self.control_inputs, strict=True):
             for name, residual in self._residuals(control, inputs, index, sample).items():
                 feed[name] = feed[name] + residual if name in feed else residual
-        return unet(**feed)["out_sample"].astype(np.float32)
+        if shallow is not None and not is_full:
+            unet = shallow.open_model()
+            feed[DEEP_FEATURES] = self.deep_features
+            feed = {name: value for name, value in feed.items() if name in unet.inputs}
+        outputs = unet(**feed)
+        self.deep_features = outputs.get(DEEP_FEATURES, self.deep_features)
+        return outputs["out_sample"].astype(np.float32)
 
     def _hoist(self) -> None:
         """Run the prompt's graph, then the time graph for all steps at once; `by_step` becomes (steps, rows, ...)."""
@@ -318,8 +332,9 @@ class StepState:
             replace(control, image=each[-rows:]) for control, each in zip(denoiser.controls, images, strict=True)
         ]
         self.denoiser = Denoiser(
-            denoiser.models, arrays, denoiser.timesteps, controls, denoiser.unet, denoiser.perturbed
-        )
+            denoiser.models, arrays, denoiser.timesteps, controls, denoiser.unet, denoiser.perturbed,
+            denoiser.shallow_steps,
+        )  # fmt: skip
         if not controlnet_reads_changes:
             self.denoiser.control_inputs = [
                 {name: value[-rows:] for name, value in inputs.items()} for inputs in denoiser.control_inputs

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from sd_ort.pipelines.images import pil_images
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend, PromptTokens, SamplingJob, check_finite
-from sd_ort.pipelines.state import PipelineState
+from sd_ort.pipelines.step_cache import Edit, StepCacheMixin
 from sd_ort.pipelines.text import Conditioning
 from sd_ort.runtime.providers import warn_once
 from sd_ort.weights.recipes import read_recipes
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from sd_ort.pipelines.device.loop import DeviceLoop
-    from sd_ort.pipelines.scheduler import Schedule
-
-Edit: TypeAlias = "Callable[[ir.Model, int], bool]"  # of a graph and `size_multiple`; returns whether the graph changed
+    from sd_ort.pipelines.scheduler import PipelineScheduler, Schedule
 
 
-class SamplingMixin(PipelineState):
+class SamplingMixin(StepCacheMixin):
     """Runs the sampling loop, on the device or on the host."""
+
+    _scheduler: PipelineScheduler
 
     @cached_property
     def loop(self) -> DeviceLoop:
@@ -70,7 +70,7 @@ class SamplingMixin(PipelineState):
         noise = [self._noise(request) for _ in range(getattr(schedule, "noise_count", 0))]
         # A ControlNet on the device reads the UNet's sample: all rows, and no channels of a mask.
         same_sample = not controls or (channels is None and not request.guess_mode)
-        if not self._runs_on_device(request, schedule) or not same_sample or request.unet != "unet":
+        if not self._runs_on_device(request, schedule) or not same_sample or not request.unet_on_device:
             if self.models.guidance_peer is not None:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
@@ -79,7 +79,9 @@ class SamplingMixin(PipelineState):
             if perturbed:
                 arrays = {name: np.concatenate([value, value[-perturbed:]]) for name, value in arrays.items()}
             timesteps = np.asarray(schedule.timesteps)
-            unet = host_loop.Denoiser(self.models, arrays, timesteps, controls, request.unet, perturbed)
+            unet = host_loop.Denoiser(
+                self.models, arrays, timesteps, controls, request.unet, perturbed, request.shallow_steps
+            )
             result = host_loop.denoise(self, latents, schedule, noise, unet, request, channels, blend)
             check_finite(result, "unet")
             return self._finish(result, request)
@@ -106,6 +108,8 @@ class SamplingMixin(PipelineState):
                 fits=lambda: self.vae.fits(latents.shape),
                 progress=request.progress,
                 texts=conditioning if isinstance(conditioning, PromptTokens) else None,
+                unet=request.unet,
+                shallow_steps=request.shallow_steps,
             )
         )
         if result.dtype == np.uint8:
@@ -113,19 +117,26 @@ class SamplingMixin(PipelineState):
         return self._finish(result, request)
 
     def _prepare_unet(self, request: Request) -> None:
-        """Choose the UNet of a call: the folder's, or an edited graph of it for perturbed attention and for sizes that
-        do not halve evenly, which runs from the host. Raises InputError if the graph cannot be edited."""
+        """Choose the UNet of a call: the folder's, or an edited graph of it for perturbed attention, for sizes that do
+        not halve evenly and for shallow steps, which runs from the host. Raises InputError if the graph cannot be
+        edited, or the call has too few steps for shallow ones."""
         edits: list[tuple[str, Edit]] = []
         if any(side % self.size_multiple for side in request.size) and self.HAS_SEPARATE_COMPONENTS:
             edits.append(("odd sizes", _crop_upsampling))
         if request.is_perturbed:
             layers = ", ".join(self.pag_applied_layers)
             edits.append((f"PAG in {layers}", partial(_perturb_attention, self.folder, self.pag_applied_layers)))
+        # the graphs of full and shallow steps alone run on the device as the UNet does
+        request.unet_on_device = not edits and (self.step_cache is None or self.models.guidance_peer is None)
+        if self.step_cache is not None:
+            self.step_cache.check(request, self._scheduler.name)
+            request.shallow_steps = self._shallow_steps([*edits])
+            edits.append((self.step_cache.label, self.step_cache.return_features))
         if not edits:
             return
-        label = " and ".join(label for label, _ in edits)
-        request.unet = self.models.edit("unet", label, partial(_edited, edits, self.size_multiple))
-        if self.device_loop and request.unet != "unet":
+        request.unet = self._edit_unet(edits, captured=len(edits) == 1 and self.step_cache is not None)
+        request.unet_on_device |= request.unet == "unet"
+        if self.device_loop and not request.unet_on_device:
             vars(self).pop("loop", None)  # which holds the UNet's session
             warn_once(f"latents go through the host at every step: the UNet's graph is another for {request.unet[5:]}.")
 
@@ -147,15 +158,6 @@ class SamplingMixin(PipelineState):
             warn_once(f"latents go through the host at every step: {schedule.reason}")
             return False
         return True
-
-
-def _edited(edits: Sequence[tuple[str, Edit]], size_multiple: int, path: Path) -> bytes | None:
-    """Return the UNet at `path` with edits of its graph, serialized over its data; None if they change nothing."""
-    from sd_ort.graphs.load import load, serialize_over_data
-
-    model = load(path)
-    changed = [edit(model, size_multiple) for _, edit in edits]
-    return serialize_over_data(model, path.parent) if any(changed) else None
 
 
 def _crop_upsampling(model: ir.Model, size_multiple: int) -> bool:

@@ -13,6 +13,7 @@ from sd_ort.core.errors import SdOrtError
 if TYPE_CHECKING:
     from sd_ort.checkpoints.linear_schedule import LinearSchedule
     from sd_ort.pipelines.controlnet_inputs import ControlNetInput
+    from sd_ort.pipelines.step_cache import ShallowSteps
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -71,7 +72,8 @@ class SamplingJob:
     image; None for latents. `fits`: whether the decode has memory, asked when the UNet has its own; if not,
     the result is latents. `rescale`: guidance rescale, see `host_loop.guided`. `controls`: ControlNets that read all
     rows. `side`: "negative" or "positive" if guidance is split between two devices and these are the B rows of one of
-    them; None for all rows on one device.
+    them; None for all rows on one device. `unet`: key of the UNet in `Components`. `shallow_steps`: those of its steps
+    that read the deep features of the last full one.
     """
 
     latents: np.ndarray
@@ -88,6 +90,8 @@ class SamplingJob:
     progress: bool = False
     side: str | None = None
     texts: PromptTokens | None = None
+    unet: str = "unet"
+    shallow_steps: ShallowSteps | None = None
 
     @property
     def rows(self) -> int:

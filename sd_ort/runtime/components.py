@@ -88,6 +88,7 @@ class Components(MutableMapping[str, Model]):
         self.graph = graph
         self.opened: dict[str, Model] = {}
         self.edited_graphs: dict[str, bytes] = {}  # by the key that `edit` returns
+        self.captured_edits: set[str] = set()  # those of them whose runs are captured
         self.closed: set[str] = set()  # closed when their weights were replaced: opened again together
         self.checked: set[str] = set()
         self.overrides = ComponentOverrides()
@@ -237,20 +238,27 @@ class Components(MutableMapping[str, Model]):
     def _open(self, name: str, partition: Partition | None = None) -> Model:
         if name in self.edited_graphs:
             component = name.partition(" ")[0]
-            override = replace(self.overrides.of(component), matmul_only=(), graph=self.edited_graphs[name])
+            override = replace(self.overrides.of(component), graph=self.edited_graphs[name])
+            if name in self.captured_edits:
+                return self._open_captured(component, override)
+            override = replace(override, matmul_only=())
             # on a GPU the graph may compute weights from updatable ones, which must not be folded
             return Model(self._session(component, override, unfolded=self.device != "cpu"), self.lock)
         if partition is None and name in self.partitioned:
             return self._open_partitions(name)
+        return self._open_captured(name, self.overrides.of(name, partition))
+
+    def _open_captured(self, name: str, override: ModelOverride) -> Model:
+        """Open a component; on a GPU as one whose runs are captured, if it is of every step and this can be."""
         if self.device != "cpu" and self.graph is not False and _kind(name) in STEP_COMPONENTS:
             try:
-                session = self._session(name, self.overrides.of(name, partition), capture=True)
+                session = self._session(name, override, capture=True)
                 return GpuGraphModel(session, self.device, self.lock, self.capture_stream)
             except InputError as error:
                 if self.graph:
                     raise
                 report_failed_capture(error)
-        return Model(self._session(name, self.overrides.of(name, partition)), self.lock)
+        return Model(self._session(name, override), self.lock)
 
     def _open_partitions(self, name: str) -> Model:
         devices, cut = self.partitioned[name]
@@ -261,21 +269,22 @@ class Components(MutableMapping[str, Model]):
             placed.append(PlacedPartition(device._open(name, partition), device.device, device.stream))
         return PartitionedModel(placed)
 
-    def variant(self, name: str, label: str, make: Callable[[Path], bytes]) -> Model:
+    def variant(self, name: str, label: str, make: Callable[[Path], bytes], *, captured: bool = False) -> Model:
         """A component with another graph over its own weights: `make` is given the path of its model and returns the
-        graph. Cached under `label` until `drop_variants`."""
+        graph. Cached under `label` until `drop_variants`. `captured`: its runs are captured as the component's are."""
         key = f"{name} {label}"
         if key not in self.opened:
             self.require(name)
             folder, component = self._folder_of(name)
             graph = make(folder / component / MODEL)
-            override = replace(self.overrides.of(name), matmul_only=(), graph=graph)
-            self.opened[key] = Model(self._session(name, override), self.lock)
+            override = _for_graph(replace(self.overrides.of(name), matmul_only=()), graph)
+            model = self._open_captured(name, override) if captured else Model(self._session(name, override), self.lock)
+            self.opened[key] = model
         return self.opened[key]
 
-    def edit(self, name: str, label: str, make: Callable[[Path], bytes | None]) -> str:
+    def edit(self, name: str, label: str, make: Callable[[Path], bytes | None], *, captured: bool = False) -> str:
         """Return the key of a component with another graph over its own weights, as `variant`; `name` if `make` returns
-        None.
+        None. A graph that is `captured` computes no weights from updatable ones.
 
         For components that are too large to be open twice: opening one of the two closes the other.
         Raises InputError for a component that several devices share, and what `make` raises.
@@ -290,6 +299,8 @@ class Components(MutableMapping[str, Model]):
             if graph is None:
                 return name
             self.edited_graphs[key] = graph
+            if captured:
+                self.captured_edits.add(key)
         return key
 
     def _replaces(self, name: str, other: str) -> bool:
@@ -375,6 +386,18 @@ class Components(MutableMapping[str, Model]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+def _for_graph(override: ModelOverride, graph: bytes) -> ModelOverride:
+    """Return an override with another graph, and only the weights that it has: ONNX Runtime refuses others."""
+    if not override.weights and not override.updatable:
+        return replace(override, graph=graph)
+    import onnx
+
+    names = {tensor.name for tensor in onnx.ModelProto.FromString(graph).graph.initializer}
+    weights = {name: value for name, value in override.weights.items() if name in names}
+    updatable = {name: value for name, value in override.updatable.items() if name in names}
+    return replace(override, weights=weights, updatable=updatable, graph=graph)
 
 
 def _kind(name: str) -> str:

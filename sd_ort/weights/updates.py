@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from fusion_passes import CONTRIB, DOMAIN
+from fusion_passes import CONTRIB, DOMAIN, weight_storage
 from fusion_passes import weight_recipes as recipes
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, folders_of, read_manifest
@@ -119,6 +119,11 @@ class WeightUpdater:
             for part in self.parts[component]:
                 for name in self._affected_initializers(component, part, blank):
                     recipe = self.recipes[component][name]
+                    if recipes.operations(recipe) & weight_storage.OPERATIONS.keys():
+                        raise InputError(
+                            f"{self.folder} stores {recipes.sources(recipe)[0]} in fewer bits, to which no LoRA can be "
+                            "added: optimize without --weights, or a checkpoint with the LoRA fused."
+                        )
                     shapes = {blank[each].shape for each in recipes.sources(recipe) if each in blank}
                     if shapes != {recipes.source_shape(recipe, self._initializers(part)[name].shape)}:
                         self._dense_delta(component, part, name, blank)

@@ -107,7 +107,9 @@ def test_equals_from_single_file(checkpoints: Callable, preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=lambda d: str(d).split(".")[1]
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
+    ids=lambda d: str(d).split(".")[1],
 )
 def test_storage_types_ema_and_foreign_keys(checkpoints: Callable, tmp_path: Path, dtype: torch.dtype) -> None:
     file, base = checkpoints("sd15")
@@ -120,9 +122,53 @@ def test_storage_types_ema_and_foreign_keys(checkpoints: Callable, tmp_path: Pat
     assert all(torch.equal(loaded[name], wanted[name].to(dtype).float()) for name in wanted)
     for name in ("unet", "vae"):
         streamed(source, name, source.load(name))
-    assert {torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}[
-        dtype
-    ] in source.detection_note
+    stored = {
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+    }
+    assert stored[dtype] in source.detection_note
+
+
+@pytest.mark.parametrize(("scale_name", "rows"), [("scale_weight", False), ("weight_scale", True)])
+def test_float8_with_scales(checkpoints: Callable, tmp_path: Path, scale_name: str, rows: bool) -> None:
+    """Each weight is multiplied by its scale, one or one a row; scales of activations and marks are none of its."""
+    file, base = checkpoints("sd15")
+    tensors = load_file(file)
+    stored, wanted = {"model.diffusion_model.scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}, {}
+    for name, tensor in tensors.items():
+        if name.startswith("model.") and name.endswith(".weight") and tensor.ndim > 1:
+            scale = tensor.flatten(1).abs().amax(1) / 448 if rows else tensor.abs().amax().reshape(()) / 448
+            shaped = scale.reshape(-1, *[1] * (tensor.ndim - 1))
+            stored[name] = (tensor / shaped).to(torch.float8_e4m3fn)
+            stored[f"{name.removesuffix('weight')}{scale_name}"] = scale.reshape(-1, 1) if rows else scale
+            stored[f"{name.removesuffix('weight')}scale_input"] = torch.ones(1)
+            wanted[name] = stored[name].float() * shaped
+        else:
+            stored[name] = wanted[name] = tensor
+    save_file(stored, tmp_path / "scaled.safetensors")
+    save_file(wanted, tmp_path / "plain.safetensors")
+    source, plain = (open_single_file(tmp_path / f"{name}.safetensors", base) for name in ("scaled", "plain"))
+    assert "with scales" in source.detection_note
+    for name in ("unet", "vae"):
+        equal(source.load(name), plain.load(name))
+        streamed(source, name, plain.load(name))
+
+
+def test_a_unet_without_the_prefix_of_a_whole_checkpoint(checkpoints: Callable, tmp_path: Path) -> None:
+    file, _ = checkpoints("sd15")
+    own = {n.removeprefix("model.diffusion_model."): t for n, t in load_file(file).items() if n.startswith("model.")}
+    save_file(own, tmp_path / "unet.safetensors")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    source = open_preset("sd15-one", 4)
+    source.write_configs(whole)
+    for name in source.configs:
+        source.load(name).save_pretrained(whole / name)
+    mixed = open_single_file(tmp_path / "unet.safetensors", whole)
+    assert models_in(tmp_path / "unet.safetensors", mixed) == {"unet"}
+    equal(mixed.load("unet"), open_preset("sd15-one", 3).load("unet"))
 
 
 def test_vae_and_encoders_from_elsewhere(checkpoints: Callable, tmp_path: Path) -> None:
@@ -213,8 +259,8 @@ def test_broken_files(checkpoints: Callable, sd_ort: Cli, tmp_path: Path) -> Non
     assert "decoder.conv_in.bias is [5], not" in message
     save_file(tensors | {decoder: tensors[decoder] * torch.nan}, bad)
     assert "NaN" in refused(sd_ort, tmp_path, bad, out, "--config", base, "--component", "vae_decoder")
-    save_file(tensors | {f"{UNET_INPUT[:-6]}scale_weight": torch.ones(1)}, bad)
-    assert "scales beside" in refused(sd_ort, tmp_path, bad, out, "--config", base)
+    save_file(tensors | {f"{UNET_INPUT[:-6]}weight_scale": torch.ones(3)}, bad)
+    assert "weight_scale (F32 of the shape [3]) scales blocks" in refused(sd_ort, tmp_path, bad, out, "--config", base)
     bad.write_bytes(file.read_bytes()[:-1000])
     assert "truncated" in refused(sd_ort, tmp_path, bad, out, "--config", base)
     bad.write_bytes(b"")

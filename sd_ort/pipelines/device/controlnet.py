@@ -49,7 +49,7 @@ class ControlNets:
             net = sessions.models[control.name]
             own_timestep = net.one("timestep")
             assert timestep is not None
-            unet_dtypes = sessions.models["unet"].dtype("sample"), timestep.dtype
+            unet_dtypes = sessions.models[job.unet].dtype("sample"), timestep.dtype
             if (net.dtype("sample"), own_timestep.dtype) != unet_dtypes:
                 raise InputError(f"{control.name} computes in another type than the UNet: optimize both in one.")
             if own_timestep.ndim != timestep.ndim:

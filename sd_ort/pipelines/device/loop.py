@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.progress import step_bar
 from sd_ort.graphs import sampling_graphs
+from sd_ort.graphs.step_cache import DEEP_FEATURES
 from sd_ort.pipelines.device.conditioning import DeviceConditioning
 from sd_ort.pipelines.device.controlnet import ControlNets
 from sd_ort.pipelines.device.schedule import DeviceSchedule
@@ -29,6 +30,7 @@ from sd_ort.runtime.ort_values import read_value
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
+    from sd_ort.pipelines.step_cache import ShallowSteps
     from sd_ort.runtime.bound_run import BoundRun
     from sd_ort.runtime.components import Components
     from sd_ort.runtime.stream import Stream
@@ -82,7 +84,9 @@ class DeviceLoop:
         channels = None if job.channels is None else job.channels.shape
         controls = tuple((control.name, control.image.shape) for control in job.controls)
         texts = None if job.texts is None else job.texts.shape
-        models = [id(self.models[name]) for name in ("unet", *(job.texts.ids if job.texts else ()))]
+        models = [id(self.models[name]) for name in (job.unet, *(job.texts.ids if job.texts else ()))]
+        if job.shallow_steps is not None:
+            models.append(id(job.shallow_steps.open_model()))
         key = (*models, job.latents.shape, job.rows, job.side, conditioning, texts, channels, controls)
         buffers = self.buffer_cache.pop(key, None)
         if buffers is None:
@@ -114,12 +118,34 @@ class DeviceLoop:
         return self.buffer_bytes
 
 
+class CachedUnet:
+    """The U-Net of a step: the full graph, or the shallow one over the deep features that the last full step wrote."""
+
+    def __init__(
+        self, sessions: DeviceSessions, full: BoundRun, steps: ShallowSteps, values: Mapping[str, Any]
+    ) -> None:
+        """Bind the shallow graph; it writes the prediction to the full one's buffer."""
+        features = {DEEP_FEATURES: full.outputs[DEEP_FEATURES]}
+        prediction = {"out_sample": full.outputs["out_sample"]}
+        self.full, self.shallow = full, sessions.bind(steps.open_model(), {**values, **features}, prediction)
+        self.begin(steps)
+
+    def begin(self, steps: ShallowSteps) -> None:
+        """Begin an image: its first step is a full one."""
+        self.steps, self.index = steps, 0
+
+    def run(self, wait: bool = True) -> None:
+        """Run the next step's graph; without `wait`, only enqueue it."""
+        is_full, self.index = self.steps.is_full(self.index), self.index + 1
+        (self.full if is_full else self.shallow).run(wait)
+
+
 class Buffers:
     """The components over buffers of one set of shapes, for any schedule."""
 
     def __init__(self, sessions: DeviceSessions, job: SamplingJob) -> None:
         self.sessions = sessions
-        models, unet = sessions.models, sessions.models["unet"]
+        models, unet = sessions.models, sessions.models[job.unet]
         self.conditioning = DeviceConditioning(sessions, job)
         self.values: dict[str, Any] = {}  # inputs of the U-Net by name, and the latents
         self.prompt: BoundRun | None = None
@@ -141,6 +167,7 @@ class Buffers:
         self.values["latents"] = sessions.value(np.zeros_like(job.latents))
         self.controls = ControlNets(sessions, job, self.conditioning, self.values, self.timestep)
         self.unet: BoundRun | None = None
+        self.cached_unet: CachedUnet | None = None
         self.schedule: DeviceSchedule | None = None
         self.schedule_key: Any = None
         self.stages: list[StepStage] = []  # what runs in a step
@@ -155,8 +182,10 @@ class Buffers:
     def release(self) -> None:
         """Free the GPU graphs."""
         self._release_schedule()
-        for run in (*self.controls.nets, *([] if self.unet is None else [self.unet])):
-            run.release()
+        shallow = None if self.cached_unet is None else self.cached_unet.shallow
+        for run in (*self.controls.nets, self.unet, shallow):
+            if run is not None:
+                run.release()
         if self.conditioning.texts is not None:
             self.conditioning.texts.release()
 
@@ -173,6 +202,8 @@ class Buffers:
         self.conditioning.write(job)
         self.controls.write(job)
         schedule = self._schedule_for(job)
+        if self.cached_unet is not None and job.shallow_steps is not None:
+            self.cached_unet.begin(job.shallow_steps)
         texts = self.conditioning.texts
         for run in (*(texts.runs if texts else ()), *schedule.write(job), *schedule.per_image):
             run.run(self.sessions.wait)
@@ -233,10 +264,12 @@ class Buffers:
             scales = tuple(self.controls.scale_dtypes)
             new = DeviceSchedule(self.sessions, job, self.values, self.timestep, self.prompt, scales)
             if self.unet is None:
-                self.unet = self.sessions.bind(self.sessions.models["unet"], self.values)
+                self.unet = self.sessions.bind(self.sessions.models[job.unet], self.values)
+                if job.shallow_steps is not None:
+                    self.cached_unet = CachedUnet(self.sessions, self.unet, job.shallow_steps, self.values)
             new.bind_step(self.unet, job.side)
             self.schedule, self.schedule_key = new, key
-            self.stages = [*self.controls.runs, self.unet, new.step]
+            self.stages = [*self.controls.runs, self.cached_unet or self.unet, new.step]
         return self.schedule
 
     def _decoder(self, decode: tuple[np.ndarray, np.ndarray] | None) -> list[BoundRun]:

@@ -45,7 +45,7 @@ class DeviceSchedule:
         self.per_image = [] if prompt is None else [prompt]
         self.per_schedule: list[BoundRun] = []
         self.is_outdated = False
-        self.rows, self.sessions = job.rows, sessions
+        self.rows, self.sessions, self.unet_name = job.rows, sessions, job.unet
         self.time_input: Any = None
         self.arrays = self._arrays(job)
         self.values = values | {name: sessions.value(array) for name, array in self.arrays.items()}
@@ -54,7 +54,7 @@ class DeviceSchedule:
         count, window = job.schedule.coefficients.shape[:2]
         step_inputs = {} if prompt is None else self._bind_time_graph(values, prompt, count + 1)
         self.spec = SchedulerStepSpec(
-            np.dtype(sessions.models["unet"].dtype("sample")),
+            np.dtype(sessions.models[job.unet].dtype("sample")),
             None if timestep is None else timestep.dtype,
             timestep is not None and not timestep.ndim,
             tuple(step_inputs.items()),
@@ -82,7 +82,9 @@ class DeviceSchedule:
             self.received = self.sessions.value(np.zeros(self.noise.shape(), dtype))  # the other device's prediction
             for half in GUIDANCE_HALVES:
                 self.values[f"{half}_noise"] = self.noise if half == side else self.received
-        self.step = self.sessions.step_graph(sampling_graphs.scheduler_step_graph, self.spec, self.values)
+        self.step = self.sessions.step_graph(
+            sampling_graphs.scheduler_step_graph, self.spec, self.values, self.unet_name
+        )
 
     def _arrays(self, job: SamplingJob) -> dict[str, np.ndarray]:
         """Return the graphs' inputs, with an entry for one step more: the sample after the last step is not used."""

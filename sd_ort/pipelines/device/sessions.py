@@ -68,6 +68,6 @@ class DeviceSessions:
         graph_id = next(self._graph_ids) if capture and stream is None else NO_GRAPH_ID
         return BoundRun(session, inputs, self.models.device, stream=stream, graph_id=graph_id, outputs=outputs)
 
-    def step_graph(self, build: Callable[[Any], bytes], key: Any, values: Mapping[str, Any]) -> BoundRun:
-        """As `graph`, captured if the U-Net is."""
-        return self.graph(build, key, values, capture=is_captured(self.models["unet"]))
+    def step_graph(self, build: Callable[[Any], bytes], key: Any, values: Mapping[str, Any], unet: str) -> BoundRun:
+        """As `graph`, captured if the U-Net is. `unet`: its key."""
+        return self.graph(build, key, values, capture=is_captured(self.models[unet]))

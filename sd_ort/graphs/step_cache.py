@@ -1,0 +1,117 @@
+"""The two graphs of a UNet whose deep features are kept for several steps (DeepCache, Ma et al., 2023).
+
+A UNet's last layers concatenate features from below (deep) with a skip connection from its first layers. The deep
+features change little from step to step. A full step computes everything and returns these, too. A shallow step reads
+these as an input and computes only the first layers up to the skip connection and the last ones from there.
+
+Branch 0 cuts at the last Concat, branch 1 at the one before, and so on. Both graphs are cut from the optimized one, and
+their initializers are the same data of the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from fusion_passes import value_queries
+from sd_ort.core.errors import InputError
+from sd_ort.graphs.hoist import all_inputs, input_like
+
+DEEP_FEATURES = "deep_features"  # output of the graph of full steps, input of that of shallow ones
+
+
+def return_deep_features(model: ir.Model, branch: int) -> None:
+    """Add the deep features of a branch to the outputs of a UNet. Raises InputError if there is no such branch."""
+    graph = model.graph
+    value = _deep_value(graph, branch)
+    copy = ir.node("Cast" if value.dtype == ir.DataType.BFLOAT16 else "Identity", [value])
+    if copy.op_type == "Cast":  # Python has no bfloat16
+        copy.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+    output = copy.outputs[0]
+    output.name, output.shape = DEEP_FEATURES, value.shape
+    output.type = ir.TensorType(ir.DataType.FLOAT) if copy.op_type == "Cast" else value.type
+    graph.append(copy)
+    graph.outputs.append(output)
+
+
+def keep_shallow_part(model: ir.Model, branch: int) -> None:
+    """Reduce a UNet to what a shallow step computes. Raises InputError if there is no such branch."""
+    graph = model.graph
+    deep = _deep_value(graph, branch)
+    features = input_like(deep)
+    features.name = DEEP_FEATURES
+    graph.inputs.append(features)
+    source = features
+    if deep.dtype == ir.DataType.BFLOAT16:
+        features.type = ir.TensorType(ir.DataType.FLOAT)
+        cast = ir.node("Cast", [features], {"to": ir.DataType.BFLOAT16})
+        source = cast.outputs[0]
+        source.name, source.type, source.shape = f"{DEEP_FEATURES}.bfloat16", deep.type, deep.shape
+        graph.insert_before(graph[0], cast)
+    ir.convenience.replace_all_uses_with(deep, source)
+    _move_shapes(graph, source)
+    graph.sort()
+    common.RemoveUnusedNodesPass()(model)
+    common.RemoveUnusedFunctionsPass()(model)
+    for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
+        graph.inputs.remove(value)
+
+
+def _deep_value(graph: ir.Graph, branch: int) -> ir.Value:
+    """Return the deep operand of the Concat of a branch."""
+    concats = [
+        node
+        for node in graph
+        if node.op_type == "Concat" and len(node.inputs) == 2 and value_queries.rank(node.outputs[0]) == 4
+    ]
+    if branch >= len(concats):
+        raise InputError(f"cache_branch_id {branch}: this UNet's graph has {len(concats)} skip connections to cut at.")
+    concat = concats[-1 - branch]
+    deep, skip = concat.inputs
+    assert deep is not None
+    assert skip is not None
+    if len(_ancestors([deep])) < len(_ancestors([skip])):
+        deep, skip = skip, deep
+    if deep.producer() is None or deep.is_graph_input():
+        raise InputError(f"cache_branch_id {branch}: this UNet's graph has no deep features there.")
+    return deep
+
+
+def _ancestors(values: Iterable[ir.Value], through_shapes: bool = True) -> dict[ir.Value, None]:
+    """Return `values` and all values that these are computed from. Without `through_shapes`, a Shape has no source."""
+    found = dict.fromkeys(values)
+    queue = list(found)
+    for value in queue:  # the list grows
+        producer = value.producer()
+        if producer is None or (producer.op_type == "Shape" and not through_shapes):
+            continue
+        for operand in all_inputs(producer):
+            if operand not in found:
+                found[operand] = None
+                queue.append(operand)
+    return found
+
+
+def _move_shapes(graph: ir.Graph, features: ir.Value) -> None:
+    """Let Shapes of deep values read values of the same shape that a shallow step computes anyway.
+
+    A Shape without such a value stays, with the nodes that compute its source.
+    """
+    live = _ancestors(graph.outputs, through_shapes=False)
+    shapes = [node for node in graph if node.op_type == "Shape" and node.outputs[0] in live]
+    for node in shapes:
+        source = node.inputs[0]
+        if source is None or source in live:
+            continue
+        equal = (value for value in (features, *live) if _same_shape(value, source))
+        other = next((value for value in equal if node.outputs[0] not in _ancestors([value])), None)
+        if other is not None:
+            node.replace_input_with(0, other)
+
+
+def _same_shape(one: ir.Value, other: ir.Value) -> bool:
+    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
+        return False
+    return all(a == b and a != ir.SymbolicDim(None) for a, b in zip(one.shape, other.shape, strict=True))
