@@ -278,6 +278,10 @@ def _optimize_file(
     Weights are in `output` if they are in `source`, else in OUTPUT.data. Recorded inputs are named as the graph's
     inputs, for several runs input/0, input/1.
     """
+    if options.eight_bits:
+        raise InputError(
+            f"--{options.eight_bits} goes with a pipeline folder or a checkpoint: {source} is one ONNX file."
+        )
     if options.components or options.hoist:
         raise InputError(f"--component and --hoist go with a pipeline folder: {source} is one ONNX file.")
     if output.suffix != ".onnx" or output.is_dir():
