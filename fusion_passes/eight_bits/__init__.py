@@ -1,1 +1,1 @@
-"""Quantization to 8 bits: the formats, the layers that are quantized, and QuantizeLinear/DequantizeLinear around them."""
+"""Quantization to 8 bits: formats, layers, and QuantizeLinear and DequantizeLinear around them."""

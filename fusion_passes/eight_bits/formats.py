@@ -58,20 +58,21 @@ FORMATS: Mapping[str, EightBitFormat] = {
 }
 
 
-def channel_scale(argument: tuple[str, int, float], weight: np.ndarray) -> np.ndarray:
-    """Return the scale of each output channel of a weight, times a factor; float32 (channels,).
+def channel_scale(argument: tuple[str, int | None, float], weight: np.ndarray) -> np.ndarray:
+    """Return the scale of each output channel of a weight, or of all of it, times a factor; float32 (channels,) or ().
 
-    argument: [name of the format, axis of the output channels, factor].
+    argument: [name of the format, axis of the output channels or null, factor].
     """
     name, axis, factor = argument
-    others = tuple(each for each in range(weight.ndim) if each != axis)
+    others = None if axis is None else tuple(each for each in range(weight.ndim) if each != axis)
     largest = np.abs(weight.astype(np.float32, copy=False)).max(axis=others, initial=0.0)
-    return FORMATS[name].scale(largest) * np.float32(factor)
+    return np.asarray(FORMATS[name].scale(largest) * np.float32(factor))
 
 
-def quantize_weight(argument: tuple[str, int], weight: np.ndarray) -> np.ndarray:
-    """Return a weight in 8 bits by the scales of `channel_scale`. argument: [name of the format, axis]."""
+def quantize_weight(argument: tuple[str, int | None], weight: np.ndarray) -> np.ndarray:
+    """Return a weight in 8 bits by the scales of `channel_scale`. argument: [name of the format, axis or null]."""
     name, axis = argument
-    shape = [-1 if each == axis else 1 for each in range(weight.ndim)]
-    scale = channel_scale((name, axis, 1.0), weight).reshape(shape)
+    scale = channel_scale((name, axis, 1.0), weight)
+    if axis is not None:
+        scale = scale.reshape([-1 if each == axis else 1 for each in range(weight.ndim)])
     return FORMATS[name].quantize(weight.astype(np.float32, copy=False), scale)

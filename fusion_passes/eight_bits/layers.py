@@ -75,7 +75,7 @@ def find_layers(graph: ir.Graph, operators: Collection[str], float32_nodes: Coll
         if reason is None and node is last:
             reason = "it is the last convolution before the output's"
         if reason is None:
-            found.accepted.append(Layer(node, _channel_axis(node)))
+            found.accepted.append(Layer(node, channel_axis(node)))
         else:
             found.rejections.append(Rejection(node, reason))
     return found
@@ -119,7 +119,8 @@ def _is_plain_gemm(node: ir.Node) -> bool:
     return factors == (1.0, 1.0) and attributes.get_int("transA", 0) == 0
 
 
-def _channel_axis(node: ir.Node) -> int:
+def channel_axis(node: ir.Node) -> int:
+    """Return the axis of the output channels in the weight of a linear layer or convolution."""
     if node.op_type in CONVOLUTIONS:
         return 0
     return 0 if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1 else 1
@@ -130,7 +131,7 @@ def _channels(node: ir.Node, shape: list[int | str]) -> tuple[int, int]:
     if node.op_type in CONVOLUTIONS:
         outputs, inputs = shape[0], shape[3] if node.op_type == "NhwcConv" else shape[1]
     else:
-        outputs, inputs = shape[_channel_axis(node)], shape[1 - _channel_axis(node)]
+        outputs, inputs = shape[channel_axis(node)], shape[1 - channel_axis(node)]
     return int(outputs), int(inputs)
 
 

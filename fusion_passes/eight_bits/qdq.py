@@ -21,10 +21,21 @@ from fusion_passes.graph_edits import new_derived_initializer, new_initializer
 FLOAT = ir.DataType.FLOAT
 
 
-def insert_qdq(graph: ir.Graph, layers: Sequence[Layer], format_: EightBitFormat, largest: Mapping[str, float]) -> None:
-    """Quantize the inputs of `layers` in place. `largest`: magnitude of each activation, by the name of the value.
+def insert_qdq(
+    graph: ir.Graph,
+    layers: Sequence[Layer],
+    format_: EightBitFormat,
+    largest: Mapping[str, float],
+    per_channel: bool = True,
+) -> None:
+    """Quantize the inputs of `layers` in place.
 
-    Raises ValueError for a magnitude whose scale float16 does not represent.
+    Args:
+        largest: Magnitude of each activation, by the name of the value.
+        per_channel: Whether each output channel of a weight has its scale; else there is one for the weight.
+
+    Raises:
+        ValueError: float16 does not represent the scale of a magnitude.
     """
     activations: dict[ir.Value, ir.Value] = {}
     weights: dict[tuple[ir.Value, int], ir.Value] = {}
@@ -33,7 +44,7 @@ def insert_qdq(graph: ir.Graph, layers: Sequence[Layer], format_: EightBitFormat
         if x not in activations:
             activations[x] = _quantized_activation(graph, layer.node, x, format_, largest[str(x.name)])
         if key not in weights:
-            weights[key] = _quantized_weight(graph, layer, format_)
+            weights[key] = _quantized_weight(graph, layer, format_, layer.axis if per_channel else None)
         layer.node.replace_input_with(0, activations[x])
         layer.node.replace_input_with(1, weights[key])
         if not weight.uses() and not weight.is_graph_output():
@@ -55,19 +66,18 @@ def _quantized_activation(
     return dequantize.outputs[0]
 
 
-def _quantized_weight(graph: ir.Graph, layer: Layer, format_: EightBitFormat) -> ir.Value:
-    weight, axis = layer.weight, layer.axis
+def _quantized_weight(graph: ir.Graph, layer: Layer, format_: EightBitFormat, axis: int | None) -> ir.Value:
+    weight = layer.weight
     assert weight.const_value is not None
     shape = [int(size) for size in weight.const_value.shape.numpy()]
-    name = f"{weight.name}.axis{axis}"
-    scale = new_derived_initializer(
-        graph, f"{name}.scale", [weight], [shape[axis]], "channel_scale", [format_.name, axis, 1.0]
-    )
+    name = str(weight.name) if axis is None else f"{weight.name}.axis{axis}"
+    count = [] if axis is None else [shape[axis]]
+    scale = new_derived_initializer(graph, f"{name}.scale", [weight], count, "channel_scale", [format_.name, axis, 1.0])
     elements = new_derived_initializer(
         graph, f"{name}.{format_.name}", [weight], shape, "quantize", [format_.name, axis],
         ir.DataType[format_.onnx_dtype],
     )  # fmt: skip
-    node = ir.node("DequantizeLinear", [elements, scale], {"axis": axis})
+    node = ir.node("DequantizeLinear", [elements, scale], {} if axis is None else {"axis": axis})
     value = node.outputs[0]
     value.name, value.type, value.shape = f"{name}.dequantized", ir.TensorType(FLOAT), weight.shape
     graph.insert_before(layer.node, node)

@@ -39,9 +39,9 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
     "--float8",
     "eight_bits",
     flag_value="float8",
-    help="Linears and convolutions of the UNet or transformer in float8 (e4m3), for target portable or migraphx.",
+    help="Linears of the UNet or transformer in float8 (e4m3); for portable and migraphx convolutions too.",
 )
-@click.option("--int8", "eight_bits", flag_value="int8", help="The same in int8.")
+@click.option("--int8", "eight_bits", flag_value="int8", help="The same in int8, for portable, migraphx and cpu.")
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False),

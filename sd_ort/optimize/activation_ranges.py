@@ -37,7 +37,7 @@ def measure_ranges(
     Args:
         model: A graph in float32, of which a copy is written below `scratch` and removed. Its names must be unique
             (`NameFixPass`).
-        names: Values that nodes of the graph compute.
+        names: Inputs of the graph or values that its nodes compute.
 
     Raises:
         CannotRun: ONNX Runtime cannot run the graph.
@@ -77,7 +77,8 @@ def _percentile(samples: Sequence[np.ndarray], percentile: float) -> float:
 def _replace_outputs(model: ir.Model, names: Sequence[str]) -> None:
     """Replace the graph's outputs by the largest magnitude and a sample of the magnitudes of each value."""
     graph = model.graph
-    values = {str(value.name): value for node in graph for value in node.outputs}
+    values = {str(value.name): value for value in graph.inputs}
+    values |= {str(value.name): value for node in graph for value in node.outputs}
     constants = {
         name: new_initializer(graph, f"calibration.{name}", [number])
         for name, number in {"flat": -1, "zero": 0, "end": np.iinfo(np.int64).max, "size": SAMPLE, "thirty": 30,

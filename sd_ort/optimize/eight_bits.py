@@ -12,8 +12,9 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes.eight_bits.formats import FORMATS
-from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, Layers, find_layers
+from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
+from fusion_passes.lower import quantized_linear
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
 from sd_ort.core.errors import InputError
 from sd_ort.optimize.activation_ranges import PERCENTILES, measure_ranges
@@ -21,11 +22,17 @@ from sd_ort.optimize.calibration import CannotRun
 
 # Components in 8 bits; the others keep their precision.
 COMPONENTS = frozenset({"unet", "transformer"})
-# Layers that a target runs in 8 bits. None: it cannot run any.
+# Operators that a target runs in 8 bits, and the formats. Targets of QDQ leave the kernels to the provider; the others
+# have QuantizedLinear for linears, which on GPUs has fast kernels for float8 alone, and no convolution in 8 bits.
 TARGET_LAYERS: Mapping[str, Collection[str]] = {
-    "portable": CONVOLUTIONS | LINEARS,
-    "migraphx": CONVOLUTIONS | LINEARS,
+    **dict.fromkeys(("portable", "migraphx"), CONVOLUTIONS | LINEARS),
+    **dict.fromkeys(("cpu", "cuda", "hip", "gpu"), frozenset(quantized_linear.LINEARS)),
 }
+TARGET_FORMATS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("portable", "migraphx", "cpu"), ("float8", "int8")),
+    **dict.fromkeys(("cuda", "hip", "gpu"), ("float8",)),
+}
+QDQ_TARGETS = frozenset({"portable", "migraphx"})
 
 # find_ranges(model, names) returns the largest magnitude of each value of a lowered graph.
 FindRanges = Callable[[ir.Model, Sequence[str]], Mapping[str, float]]
@@ -81,19 +88,20 @@ def quantize(
     if not found.accepted:
         reasons = "; ".join(f"{count} times {reason}" for reason, count in result.not_quantized.most_common(3))
         raise InputError(f"no layer of this graph can be computed in 8 bits ({reasons or 'it has none'}).")
-    names = _activation_names(found)
+    names = list(dict.fromkeys(str(layer.x.name) for layer in found.accepted))
     result.ranges = {name: float(value) for name, value in eight_bits.find_ranges(model, names).items()}
+    # BLAS libraries take one scale of a float8 matrix; its exponents hold small channels beside large ones.
+    per_channel = target in QDQ_TARGETS or eight_bits.format == "int8"
     try:
-        insert_qdq(model.graph, found.accepted, FORMATS[eight_bits.format], result.ranges)
+        insert_qdq(model.graph, found.accepted, FORMATS[eight_bits.format], result.ranges, per_channel)
     except ValueError as error:
         raise InputError(
-            f"{error}: leave the prompt out that gives it, or quantize without --int8 and --float8."
+            f"{error}: leave out the calibration prompt that gives it, or --{eight_bits.format}."
         ) from error
+    if target not in QDQ_TARGETS:
+        lowered = quantized_linear.quantized_linear(model)
+        assert lowered.counts["quantized_linear"] == len(found.accepted), lowered.reason_counts()
     return result
-
-
-def _activation_names(found: Layers) -> list[str]:
-    return list(dict.fromkeys(str(layer.x.name) for layer in found.accepted))
 
 
 def calibrated_ranges(component: str, format_: str, recorded: Path, scratch: Path) -> FindRanges:

@@ -10,7 +10,7 @@ from typing import Any
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import HOISTED
-from sd_ort.optimize.eight_bits import COMPONENTS, TARGET_LAYERS
+from sd_ort.optimize.eight_bits import COMPONENTS, TARGET_FORMATS
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.runtime.provider_table import PROVIDERS
 
@@ -83,10 +83,9 @@ class OptimizeOptions:
     def _check_eight_bits(self, target: str) -> None:
         """Raise InputError for a target or dtype that 8 bits do not go with, and without recorded runs."""
         option = f"--{self.eight_bits}"
-        if target not in TARGET_LAYERS:
-            raise InputError(
-                f"target {target} has no kernels for {option}: use a target of {', '.join(TARGET_LAYERS)}."
-            )
+        if self.eight_bits not in TARGET_FORMATS.get(target, ()):
+            others = ", ".join(name for name, formats in TARGET_FORMATS.items() if self.eight_bits in formats)
+            raise InputError(f"target {target} has no kernels for {option}: use a target of {others}.")
         if self.dtype == "bfloat16":
             raise InputError(f"{option} goes with float32 or --float16, whose numbers its scales are, not --bfloat16.")
         if self.inputs is None:

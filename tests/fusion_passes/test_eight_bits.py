@@ -9,10 +9,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from fusion_passes import weight_recipes
+from fusion_passes import DOMAIN, weight_recipes
 from fusion_passes.eight_bits.formats import FORMATS, channel_scale, quantize_weight
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
+from fusion_passes.lower import quantized_linear
+from fusion_passes.operators import function_bodies
 from fusion_passes.shapes.infer import annotate
 
 ALL = CONVOLUTIONS | LINEARS
@@ -53,10 +55,12 @@ def test_each_channel_of_a_weight_has_its_scale(name: str, limit: float, axis: i
     assert (channel_scale((name, axis, 2.0), weight) == 2 * scale).all()
 
 
-def model_of(body: str, weights: str, inputs: str = "float[N,64,H,W] sample, float[N,S,64] text") -> ir.Model:
+def model_of(
+    body: str, weights: str, inputs: str = "float[N,64,H,W] sample, float[N,S,64] text", opsets: str = '["" : 21]'
+) -> ir.Model:
     """A graph with random weights for the declared values."""
     proto = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => (float[] y) <{weights}> {{ {body} }}'
+        f"<ir_version: 10, opset_import: {opsets}> g ({inputs}) => (float[] y) <{weights}> {{ {body} }}"
     )
     random = np.random.default_rng(0)
     for info in list(proto.graph.value_info):
@@ -146,3 +150,94 @@ def test_recipes_of_8_bits_have_no_delta() -> None:
     stored = weight_recipes.dump({"x": ["channel_scale", ["float8", 1, 0.5], "w"]})
     assert weight_recipes.load(stored) == {"x": ["channel_scale", ["float8", 1, 0.5], "w"]}
     assert FORMATS["float8"].dtype == ml_dtypes.float8_e4m3fn
+
+
+LINEAR_GRAPHS = {
+    "MatMul": ("y = MatMul (x, w)", "float[64,32] w", {"gelu": 0, "gated": 0}),
+    "LinearAdd": ("y = sd_ort.LinearAdd (x, w, b, skip)", "float[64,32] w, float[32] b", {"gelu": 0, "gated": 0}),
+    "gelu": ("y = sd_ort.LinearAdd <gelu = 1> (x, w, b)", "float[64,32] w, float[32] b", {"gelu": 1, "gated": 0}),
+    "LinearSplitGelu": (
+        "y = sd_ort.LinearSplitGelu (x, w, b)", "float[64,64] w, float[64] b", {"gelu": 0, "gated": 1}
+    ),
+    "BiasSplitGelu": (
+        "p = MatMul (x, w)  y = sd_ort.BiasSplitGelu (p, b)", "float[64,64] w, float[64] b", {"gelu": 0, "gated": 1}
+    ),
+}  # fmt: skip
+LINEAR_INPUTS = "float[N,S,64] x, float[N,S,32] skip"
+OPSETS = '["" : 21, "sd_ort" : 1]'
+
+
+def linear_model(name: str) -> ir.Model:
+    body, weights, _ = LINEAR_GRAPHS[name]
+    model = model_of(body, weights, LINEAR_INPUTS, OPSETS)
+    weight_recipes.init_recipes(model)
+    return model
+
+
+def run_with_bodies(model: ir.Model, feed: dict[str, np.ndarray]) -> np.ndarray:
+    copy = model.clone()
+    function_bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    proto = ir.to_proto(copy)
+    onnx.checker.check_model(proto)
+    return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, feed)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("name", LINEAR_GRAPHS)
+def test_linears_between_qdq_are_lowered(name: str, format_: str, per_channel: bool) -> None:
+    """The lowered operator computes what the graph with QDQ does, and its weights follow from the checkpoint's."""
+    model = linear_model(name)
+    originals = {n: v.const_value.numpy() for n, v in model.graph.initializers.items() if v.const_value is not None}
+    random = np.random.default_rng(3)
+    feed = {"x": random.standard_normal((2, 5, 64)), "skip": random.standard_normal((2, 5, 32))}
+    feed = {key: value.astype(np.float32) for key, value in feed.items()}
+    found = find_layers(model.graph, quantized_linear.LINEARS)
+    assert len(found.accepted) == 1
+    insert_qdq(model.graph, found.accepted, FORMATS[format_], {"x": 3.0}, per_channel)
+    expected = run_with_bodies(model, feed)
+    outcome = quantized_linear.quantized_linear(model)
+    assert outcome.counts == {"quantized_linear": 1}
+    assert [node.op_type for node in model.graph] == ["QuantizeLinear", "QuantizedLinear"]
+    node = next(node for node in model.graph if node.op_type == "QuantizedLinear")
+    assert {key: value.as_int() for key, value in node.attributes.items()} == LINEAR_GRAPHS[name][2]
+    assert node.inputs[2] is not None
+    assert node.inputs[2].shape == ((node.inputs[1].shape[0],) if per_channel else ())  # type: ignore[union-attr,index]
+    assert (node.outputs[0].name, node.outputs[0].dtype) == ("y", ir.DataType.FLOAT)
+    for each, value in model.graph.initializers.items():
+        if (recipe := weight_recipes.recipe_of(value)) is not None:
+            assert value.const_value is not None
+            computed = weight_recipes.evaluate(recipe, originals.__getitem__)
+            assert computed.tobytes() == value.const_value.numpy().tobytes(), each
+    np.testing.assert_allclose(run_with_bodies(model, feed), expected, rtol=1e-4, atol=1e-4)
+
+
+UNLOWERED = [
+    ("not dequantized", "w = DequantizeLinear (e, t)  y = MatMul (x, w)"),
+    ("not dequantized", "d = DequantizeLinear (q, s)  y = MatMul (d, other)"),
+    ("zero point", "d = DequantizeLinear (q, s, z)  w = DequantizeLinear (e, t)  y = MatMul (d, w)"),
+    ("not a constant matrix", "d = DequantizeLinear (q, s)  p = DequantizeLinear (f, s)  y = MatMul (d, p)"),
+    ("more than one scale", "d = DequantizeLinear <axis = 2> (q, r)  w = DequantizeLinear (e, t)  y = MatMul (d, w)"),
+    ("those of the columns", "d = DequantizeLinear (q, s)  w = DequantizeLinear <axis = 0> (e, r)  y = MatMul (d, w)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "body"), UNLOWERED)
+def test_other_linears_are_not_lowered(reason: str, body: str) -> None:
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            f"""<ir_version: 10, opset_import: ["" : 21]>
+            g (int8[N,S,4] q, float[N,S,4] x, int8[4,2] f, float[4,2] other) => (float[N,S,2] y)
+            <int8[4,2] e = {{1, 2, 3, 4, 5, 6, 7, 8}}, float s = {{0.5}}, float t = {{0.25}}, int8 z = {{1}},
+             float[4] r = {{1, 2, 3, 4}}> {{ {body} }}"""
+        )
+    )
+    annotate(model.graph)
+    before = [node.op_type for node in model.graph]
+    outcome = quantized_linear.quantized_linear(model)
+    assert reason in "; ".join(rejection.reason for rejection in outcome.rejections)
+    assert [node.op_type for node in model.graph] == before

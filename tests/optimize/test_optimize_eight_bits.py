@@ -20,6 +20,7 @@ from sd_ort.graphs.load import load
 from sd_ort.inspect.weight_verification import check_weights, verify_weights
 from sd_ort.optimize.activation_ranges import measure_ranges
 from sd_ort.pipelines.calibration_runs import STEPS_PER_PROMPT, record_runs
+from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
 
 
@@ -86,11 +87,10 @@ def test_verify_quantizes_again(float8: Path) -> None:
     assert result["passed"]
 
 
-@pytest.mark.parametrize("dtype", ["float16"])
-def test_int8_beside_float16(recorded: Path, tmp_path: Path, dtype: str) -> None:
+def test_int8_beside_float16(recorded: Path, tmp_path: Path) -> None:
     """Scales are float16 numbers, so the float16 graph has those of float32."""
     optimize(
-        "demo", tmp_path / "out", target="portable", components=["unet"], dtype=dtype, calibrate=False,
+        "demo", tmp_path / "out", target="portable", components=["unet"], dtype="float16", calibrate=False,
         eight_bits="int8", inputs=recorded,
     )  # fmt: skip
     graph = load(tmp_path / "out" / "unet" / pipeline_folder.MODEL).graph
@@ -101,6 +101,38 @@ def test_int8_beside_float16(recorded: Path, tmp_path: Path, dtype: str) -> None
     assert len(ranges) == len(quantized)
     result = verify_weights("demo", tmp_path / "out", components=["unet"])
     assert result["passed"], result
+
+
+def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
+    """Linears become QuantizedLinear, gated ones with their gate; convolutions stay in float16."""
+    optimize(
+        "demo", tmp_path / "out", target="gpu", components=["unet"], dtype="float16", calibrate=False,
+        eight_bits="float8", inputs=recorded,
+    )  # fmt: skip
+    entry = pipeline_folder.read_manifest(tmp_path / "out")["components"]["unet"]
+    assert entry["eight_bits"]["layers"] == {"LinearAdd": 128, "LinearSplitGelu": 16}
+    graph = load(tmp_path / "out" / "unet" / pipeline_folder.MODEL).graph
+    nodes = [node for node in graph if node.op_type == "QuantizedLinear"]
+    assert len(nodes) == 144
+    assert sum(node.attributes.get_int("gated", 0) for node in nodes) == 16
+    assert {node.inputs[2].dtype for node in nodes if node.inputs[2]} == {ir.DataType.FLOAT}
+    assert {node.inputs[3].dtype for node in nodes if node.inputs[3]} == {ir.DataType.FLOAT16}
+    assert not any(node.op_type == "DequantizeLinear" for node in graph)
+    result = verify_weights("demo", tmp_path / "out", components=["unet"])
+    assert result["passed"], result
+
+
+@pytest.mark.parametrize("format_", ["float8", "int8"])
+def test_operators_of_the_cpu(recorded: Path, reference: Path, tmp_path: Path, format_: str) -> None:
+    """The noise prediction is near that of float32."""
+    optimize("demo", tmp_path / "out", target="cpu", components=["unet"], eight_bits=format_, inputs=recorded)
+    inputs = list(load(reference / "unet" / pipeline_folder.MODEL).graph.inputs)
+    feed = load_recorded_inputs(recorded, "unet", inputs, required=True)[0]
+    results = [
+        open_component(folder, "unet")(**feed)["out_sample"].astype(np.float64)
+        for folder in (tmp_path / "out", reference)
+    ]
+    assert 1e-4 < np.linalg.norm(results[0] - results[1]) / np.linalg.norm(results[1]) < 0.1
 
 
 def test_loras_are_refused(float8: Path) -> None:
@@ -128,6 +160,7 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
     out, runs = tmp_path / "out", {"inputs": recorded}
     cases = [
         ({"target": "rocm", "eight_bits": "float8", **runs}, "target rocm has no kernels for --float8"),
+        ({"target": "gpu", "eight_bits": "int8", **runs}, "target gpu has no kernels for --int8"),
         ({"target": "portable", "eight_bits": "int8"}, "give --prompts, or --inputs"),
         ({"target": "portable", "eight_bits": "int8", "dtype": "bfloat16", **runs}, "not --bfloat16"),
         (
