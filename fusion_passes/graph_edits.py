@@ -34,7 +34,13 @@ def new_initializer(graph: ir.Graph, name: str, values: np.ndarray | Sequence[in
 
 
 def new_derived_initializer(
-    graph: ir.Graph, name: str, sources: Sequence[ir.Value], shape: Sequence[int], operation: str, argument: Any = None
+    graph: ir.Graph,
+    name: str,
+    sources: Sequence[ir.Value],
+    shape: Sequence[int],
+    operation: str,
+    argument: Any = None,
+    dtype: ir.DataType | None = None,
 ) -> ir.Value:
     """Add an initializer computed from `sources` to `graph`, record its weight recipe, and return it.
 
@@ -44,11 +50,12 @@ def new_derived_initializer(
     Args:
         operation, argument: an entry of `weight_recipes.OPERATIONS` and its first argument.
         shape: the shape of the result.
+        dtype: the dtype of the result, if the operation returns another one than that of `sources`.
     """
     constants = [ir.convenience.get_const_tensor(source) for source in sources]
     tensors = [tensor for tensor in constants if tensor is not None]
     assert len(tensors) == len(constants), "new_derived_initializer() needs constants"
-    dtype = tensors[0].dtype
+    dtype = tensors[0].dtype if dtype is None else dtype
     rounds = operation in FLOAT32_OPERATIONS and dtype != ir.DataType.FLOAT
 
     def evaluate() -> ir.Tensor:

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from fusion_passes import weight_storage
+from fusion_passes.eight_bits.formats import channel_scale, quantize_weight
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -118,6 +119,9 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "scale": lambda _, a, scale: as_float32(a) * as_float32(scale).reshape(-1, *[1] * (a.ndim - 1)),
     "deviation": lambda epsilon, variance: np.sqrt(as_float32(variance) + np.float32(epsilon)),
     **weight_storage.OPERATIONS,
+    "channel_scale": channel_scale,
+    "quantize": quantize_weight,
+    "times": lambda factor, a: as_float32(a) * np.float32(factor),
 }
 # Inverses of operations on one tensor, up to rounding.
 UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
@@ -127,7 +131,10 @@ UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
     "subpixel_phases": lambda _, a: subpixel_filters(a),
 }
 # Operations that compute in float32 whatever the float dtype of their operands; the others move elements.
-FLOAT32_OPERATIONS = frozenset({"add", "conv1x1_bias", "subpixel_phases", "deviation", "scale"})
+FLOAT32_OPERATIONS = frozenset(
+    {"add", "conv1x1_bias", "subpixel_phases", "deviation", "scale", "channel_scale", "times"}
+)
+EIGHT_BIT_OPERATIONS = frozenset({"channel_scale", "quantize"})  # not linear: rounding, and the largest magnitude
 ALIASES = {"through": "conv1x1_bias", "phases": "subpixel_phases"}  # operations in folders of earlier versions
 
 
@@ -191,6 +198,7 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
     Raises:
         ValueError: for `conv1x1_bias`, a product of two tensors, of which the other one is not available, and for
             `deviation` and stored weights, which are not linear.
+            `deviation` and `EIGHT_BIT_OPERATIONS`, which are not linear.
     """
     if isinstance(recipe, str):
         return deltas.get(recipe)
@@ -203,6 +211,8 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
         raise ValueError("a weight that --weights stores in fewer bits is not linear in the tensor")
     if operation == "deviation":
         raise ValueError("a standard deviation is not linear in the variance")
+    if operation in EIGHT_BIT_OPERATIONS:
+        raise ValueError("a weight in 8 bits is not linear in the tensor")
     if operation == "conv1x1_bias":
         raise ValueError("a bias multiplied by 1x1 filters changes by the product with its filters")
     return OPERATIONS[operation](
@@ -223,7 +233,7 @@ def source_shape(recipe: WeightRecipe, shape: tuple[int, ...]) -> tuple[int, ...
         shape = (argument, 1, 1, shape[0])
     elif operation == "subpixel_phases":
         shape = (shape[0] // 4, 3, 3, shape[3])
-    elif operation not in ("cast", "add"):
+    elif operation not in ("cast", "add", "quantize"):
         return None
     return source_shape(operands[0], shape)
 

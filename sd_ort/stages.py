@@ -280,6 +280,10 @@ def _optimize_file(
     """
     if options.weights is not None:
         raise InputError(f"--weights goes with a pipeline folder or a checkpoint: {source} is one ONNX file.")
+    if options.eight_bits:
+        raise InputError(
+            f"--{options.eight_bits} goes with a pipeline folder or a checkpoint: {source} is one ONNX file."
+        )
     if options.components or options.hoist:
         raise InputError(f"--component and --hoist go with a pipeline folder: {source} is one ONNX file.")
     if output.suffix != ".onnx" or output.is_dir():

@@ -28,7 +28,9 @@ class BlasLt {
   // Y = scale X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip like Y or
   // null. `transposed`: W is (columns, inner). Strides are in elements between rows, 0 if contiguous; Y and skip share
   // theirs. `float32_y`: Y is float32 for any dtype. `batch`: number of contiguous matrices, without bias and skip.
-  // `gelu`: Y is GELU of the sum, by tanh.
+  // `gelu`: Y is GELU of the sum, by tanh. `float8`: X and W are e4m3 as the device's units read it, `dtype` is that of
+  // bias, skip and Y, W is transposed, and the product is multiplied by the number at device address `weight_scale`.
+  enum class Float8 : int32_t { kNone, kOcp, kFnuz };
   struct Gemm {
     DType dtype;
     const void* x;
@@ -47,6 +49,8 @@ class BlasLt {
     float scale = 1.f;
     int32_t batch = 1;
     bool gelu = false;
+    Float8 float8 = Float8::kNone;
+    const float* weight_scale = nullptr;
   };
 
   // Returns the instance of the current device. A handle belongs to the device that is current at its creation.
@@ -79,9 +83,14 @@ class BlasLt {
     if (gemm.bias != nullptr) {
       set_attribute_(p.description, kBiasPointer, &gemm.bias, sizeof(gemm.bias));
     }
+    float scale = gemm.scale;
+    if (gemm.float8 != Float8::kNone) {
+      set_attribute_(p.description, kWeightScale, &gemm.weight_scale, sizeof(gemm.weight_scale));
+      if (gemm.float8 == Float8::kFnuz) scale *= 4.f;  // the same bits are half of the value in X and in W
+    }
     const float beta = gemm.skip == nullptr ? 0.f : 1.f;
     // The library is column-major: Y^T = W^T X^T.
-    const int status = matmul_(handle, p.description, &gemm.scale, gemm.weight, p.weight, gemm.x, p.x, &beta,
+    const int status = matmul_(handle, p.description, &scale, gemm.weight, p.weight, gemm.x, p.x, &beta,
                                gemm.skip == nullptr ? gemm.y : gemm.skip, p.y, gemm.y, p.y, &p.algorithms[index],
                                workspace, p.algorithms[index].workspace_bytes, stream);
     return status == 0 ? nullptr : "the BLAS library rejects the GEMM";
@@ -93,7 +102,7 @@ class BlasLt {
   static constexpr auto& kLibraries = platform::kHipblasLt;
   static constexpr int kCompute = 2;       // HIPBLAS_COMPUTE_32F
   static constexpr int kTransposed = 112;  // HIPBLAS_OP_T
-  static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3;
+  static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3, kWeightScale = 5;
   static constexpr int kBatchCount = 0, kBatchStride = 1;
   static constexpr size_t kAlgorithmBytes = 24;  // hipblasLtMatmulAlgo_t: uint8_t[16], size_t
   static constexpr bool kSetsAlignment = false;
@@ -106,7 +115,7 @@ class BlasLt {
   static constexpr auto& kLibraries = platform::kCublasLt;
   static constexpr int kCompute = 68;    // CUBLAS_COMPUTE_32F
   static constexpr int kTransposed = 1;  // CUBLAS_OP_T
-  static constexpr int kTransposeWeight = 3, kEpilogue = 7, kBiasPointer = 8;
+  static constexpr int kTransposeWeight = 3, kEpilogue = 7, kBiasPointer = 8, kWeightScale = 17, kFastSums = 25;
   static constexpr int kBatchCount = 5, kBatchStride = 6;
   static constexpr size_t kAlgorithmBytes = 64;
   static constexpr bool kSetsAlignment = true;
@@ -116,6 +125,7 @@ class BlasLt {
   static constexpr int kEpilogueBias = 4, kEpilogueGelu = 32, kMaxWorkspace = 1, kFirstAlignment = 5,
                        kLastAlignment = 8;
   static constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14;  // cudaDataType_t and hipDataType
+  static constexpr int kFloat8 = 28, kFloat8Fnuz = 1000;            // e4m3; the latter in hipDataType alone
   static constexpr uint64_t kWorkspaceLimit = 32 << 20;
   static constexpr uint32_t kAlignment = 16;
 
@@ -215,7 +225,8 @@ class BlasLt {
                                       p.y_stride,
                                       p.weight_stride,
                                       p.batch,
-                                      p.gelu};
+                                      p.gelu,
+                                      static_cast<int64_t>(p.float8)};
     std::unique_ptr<Problem>& entry = problems_[key];
     if (entry == nullptr) {
       entry = std::make_unique<Problem>();
@@ -238,9 +249,18 @@ class BlasLt {
     if (status == 0 && p.transposed) {
       status = set_attribute_(problem.description, kTransposeWeight, &kTransposed, sizeof(kTransposed));
     }
+    const bool float8 = p.float8 != Float8::kNone;
+    if (status == 0 && float8) {
+      status = set_attribute_(problem.description, kWeightScale, &p.weight_scale, sizeof(p.weight_scale));
+    }
+#if !SD_ORT_HIP
+    constexpr signed char kFast = 1;  // sums of a few products with fewer bits, as in training's forward pass
+    if (status == 0 && float8) status = set_attribute_(problem.description, kFastSums, &kFast, sizeof(kFast));
+#endif
+    const int operands = !float8 ? type : p.float8 == Float8::kFnuz ? kFloat8Fnuz : kFloat8;
     const int64_t inner = p.transposed ? p.columns : p.inner, columns = p.transposed ? p.inner : p.columns;
-    if (status == 0) status = create_layout_(&problem.weight, type, columns, inner, stride(p.weight_stride, columns));
-    if (status == 0) status = create_layout_(&problem.x, type, p.inner, p.rows, stride(p.x_stride, p.inner));
+    if (status == 0) status = create_layout_(&problem.weight, operands, columns, inner, stride(p.weight_stride, columns));
+    if (status == 0) status = create_layout_(&problem.x, operands, p.inner, p.rows, stride(p.x_stride, p.inner));
     const int y_type = p.float32_y ? kFloat32 : type;
     if (status == 0) status = create_layout_(&problem.y, y_type, p.columns, p.rows, stride(p.y_stride, p.columns));
     if (status == 0 && p.batch > 1) status = set_batch(problem.weight, p.batch, p.inner * p.columns);

@@ -11,12 +11,16 @@
 namespace sd_ort {
 
 // Element type codes; custom_ops/operator_spec.py mirrors them.
-enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+// kFloat8 (e4m3fn) and kInt8 are the elements of quantized operands, never the DType of a call.
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8 = 3, kInt8 = 4 };
 
-inline size_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+inline size_t size_of(DType type) {
+  return type == DType::kFloat32 ? 4 : type == DType::kFloat8 || type == DType::kInt8 ? 1 : 2;
+}
 
 inline const char* name_of(DType type) {
-  return type == DType::kFloat32 ? "float32" : type == DType::kFloat16 ? "float16" : "bfloat16";
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float8", "int8"};
+  return kNames[static_cast<int32_t>(type)];
 }
 
 // An output buffer that the tuner compares between candidates; data is null if the output is not requested.

@@ -159,6 +159,32 @@ class Cast : public Kernel {
   ONNXTensorElementDataType to_;
 };
 
+// QuantizeLinear to float8 or int8 by one scale, without zero point.
+class Quantize : public Kernel {
+ public:
+  explicit Quantize(const OrtKernelInfo* info)
+      : type_(static_cast<ONNXTensorElementDataType>(Attributes(info).required_integer("output_dtype"))) {}
+  void compute(KernelContext& context) const override {
+    const Tensor x = context.input(0), scale = context.input(1);
+    void* y = context.output(0, x.shape);
+    require(scale.size() == 1, "QuantizeLinear: the scale must be one number");
+    const DType eight_bits = type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? DType::kInt8 : DType::kFloat8;
+    check_launch(quantize(x.dtype(), x.data, scale.data, eight_bits, y, x.size(), context.stream()));
+  }
+
+ private:
+  ONNXTensorElementDataType type_;
+};
+
+const char* unsupported_quantize(const Node& node) {
+  if (node.inputs.size() > 2 && node.input(2).exists) return "it has a zero point";
+  const auto type = node.outputs.at(0).type;
+  if (type != ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 && type != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN) {
+    return "its output is neither float8e4m3fn nor int8";
+  }
+  return node.has("output_dtype") ? unsupported_dtypes(node) : "it has no output_dtype";
+}
+
 const char* unsupported_binary(const Node& node) {
   return node.inputs.size() != 2 ? "it does not have two inputs" : unsupported_dtypes(node);
 }
@@ -214,6 +240,7 @@ void add_elementwise_kernels(KernelSpecs& specs) {
   specs.push_back({"", "Clip", make_kernel<Clip>, unsupported_clip});
   specs.push_back({"", "Equal", make_kernel<Equal>, unsupported_equal});
   specs.push_back({"", "Cast", make_kernel<Cast>, unsupported_cast});
+  specs.push_back({"", "QuantizeLinear", make_kernel<Quantize>, unsupported_quantize});
 }
 
 }  // namespace sd_ort

@@ -14,9 +14,15 @@ namespace sd_ort {
 
 namespace {
 
-DType dtype_of(const OrtKernelInfo* info) {
+// Index of the input that has type T: `kTypedBy` of the binding, else 0.
+template <class Binding, class = void>
+constexpr size_t kTypedBy = 0;
+template <class Binding>
+constexpr size_t kTypedBy<Binding, std::void_t<decltype(Binding::kTypedBy)>> = Binding::kTypedBy;
+
+DType dtype_of(const OrtKernelInfo* info, size_t input) {
   OrtHandle<OrtTypeInfo> type(ort_api->ReleaseTypeInfo);
-  check(ort_api->KernelInfo_GetInputTypeInfo(info, 0, type.out()));
+  check(ort_api->KernelInfo_GetInputTypeInfo(info, input, type.out()));
   const OrtTensorTypeAndShapeInfo* tensor = nullptr;
   check(ort_api->CastTypeInfoToTensorInfo(type.get(), &tensor));
   Tensor named;
@@ -40,7 +46,7 @@ class BoundKernel : public Kernel {
  public:
   explicit BoundKernel(const OrtKernelInfo* info)
       : attributes_(Binding::attributes(Attributes(info))), unused_outputs_(unused_outputs(info)) {
-    attributes_.dtype = dtype_of(info);
+    attributes_.dtype = dtype_of(info, kTypedBy<Binding>);
   }
 
   void compute(KernelContext& context) const override {
@@ -89,8 +95,9 @@ constexpr bool kMutableAlias<Binding, std::void_t<decltype(Binding::kMutableAlia
 // Inputs of type T must all have the same floating-point type.
 template <class Binding>
 const char* unsupported_types(const Node& node) {
-  const auto type = node.input(0).type;
-  if (const char* reason = unsupported_float(node)) return reason;
+  if (node.inputs.size() <= kTypedBy<Binding>) return "an input is missing";
+  const auto type = node.input(kTypedBy<Binding>).type;
+  if (!is_float(type)) return "X is neither float32, float16 nor bfloat16";
   size_t index = 0;
   for (const Port& port : Binding::kInputs) {
     const NodeValue& input = node.input(index++);

@@ -16,6 +16,7 @@ from fusion_passes.operators import (
     linear_split_gelu,
     multi_head_attention,
     nhwc_conv,
+    quantized_linear,
     quick_gelu,
     rotary_embedding,
     rotary_qkv,
@@ -50,6 +51,7 @@ OPERATORS: tuple[FusedOperator, ...] = (
     bfloat16_conv.OPERATOR,
     bfloat16_matmul.OPERATOR,
     linear_add.OPERATOR,
+    quantized_linear.OPERATOR,
     scaled_dot_product_attention.OPERATOR,
 )
 BY_NAME: Mapping[str, FusedOperator] = {operator.name: operator for operator in OPERATORS}

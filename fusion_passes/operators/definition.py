@@ -37,6 +37,7 @@ class FusedOperator:
         in_summary: the operator has a row in the summary of fused nodes.
         internal_node: internal_node(node) returns a standard node whose output a kernel may round to the node's dtype
             before computing its own output.
+        dtype_input: index of the input whose dtype the outputs have.
     """
 
     name: str
@@ -50,3 +51,4 @@ class FusedOperator:
     copies_elements: bool = False
     in_summary: bool = True
     internal_node: Callable[[ir.Node], ir.Node] | None = None
+    dtype_input: int = 0

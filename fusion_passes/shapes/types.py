@@ -77,5 +77,8 @@ def _output_dtype(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataTyp
         return tensor.dtype if tensor is not None else ir.DataType.FLOAT
     if node.op_type == "Where" and len(inputs) > 1:
         return inputs[1]
-    same = node.op_type in SAME_AS_FIRST_INPUT | BROADCAST | FIRST_INPUT_DTYPE | RULES.keys() | BY_NAME.keys()
+    if (operator := BY_NAME.get(node.op_type)) is not None:
+        typed = node.inputs[operator.dtype_input] if operator.dtype_input < len(node.inputs) else None
+        return None if typed is None else typed.dtype
+    same = node.op_type in SAME_AS_FIRST_INPUT | BROADCAST | FIRST_INPUT_DTYPE | RULES.keys()
     return inputs[0] if inputs and same else None

@@ -1,8 +1,9 @@
 """Does the demo model still draw what the prompt says after export, fusion and float16?
 
-Draws the same unseen prompts from the same seeds with torch fp32, the raw export, fused fp32, fp16 and bf16, reads the
-pictures back (`sd_ort.demo.fidelity`) and compares each with torch's. Writes the shares and PSNRs to a JSON file as
-each engine ends, and a sheet with the first pictures, one row per engine. Exits with 1 when a bound below is broken.
+Draws the same unseen prompts from the same seeds with torch fp32, the raw export, fused fp32, fp16 and bf16, and with
+a U-Net in 8 bits, calibrated on prompts of the training's combinations. Reads the pictures back
+(`sd_ort.demo.fidelity`) and compares each with torch's. Writes the shares and PSNRs to a JSON file as each engine ends,
+and a sheet with the first pictures, one row per engine. Exits with 1 when a bound below is broken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
+from sd_ort.demo.scenes import training_prompts
 from sd_ort.export.exporter import export
+from sd_ort.pipelines.calibration_runs import record_runs
 from sd_ort.runtime import machine
 from sd_ort.stages import optimize
 
@@ -37,7 +40,10 @@ BOUNDS = {
     "fused fp32": (0.5, 40.0),
     "fused fp16": (1.0, 30.0),
     "fused bf16": (1.0, 30.0),
+    "fused float8": (1.0, 30.0),
+    "fused int8": (1.0, 30.0),
 }
+CALIBRATION_PROMPTS = 64
 
 
 def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
@@ -49,6 +55,15 @@ def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
         optimize(work / "raw", work / name, target=target, dtype=dtype, on_progress=print)
         return StableDiffusionPipeline.from_pretrained(work / name)
 
+    def eight_bits(name: str) -> Any:
+        runs = work / "calibration.npz"
+        if not runs.is_file():
+            optimize("demo", work / "calibrated", target="portable", on_progress=print)
+            record_runs(work / "calibrated", training_prompts(CALIBRATION_PROMPTS), runs)
+        out = work / f"{target}-{name}"
+        optimize("demo", out, target=target, eight_bits=name, inputs=runs, on_progress=print)
+        return StableDiffusionPipeline.from_pretrained(out)
+
     def raw() -> Any:
         export("demo", work / "raw", on_progress=print)
         return StableDiffusionPipeline.from_pretrained(work / "raw")
@@ -59,6 +74,8 @@ def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
         "fused fp32": lambda: optimized(f"{target}-fp32", "float32"),
         "fused fp16": lambda: optimized(f"{target}-fp16", "float16"),
         "fused bf16": lambda: optimized(f"{target}-bf16", "bfloat16"),
+        "fused float8": lambda: eight_bits("float8"),
+        "fused int8": lambda: eight_bits("int8"),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,10 @@ import click
 from sd_ort.core.pipeline_folder import standalone_model
 
 if TYPE_CHECKING:
+    from sd_ort.checkpoints.open import CheckpointOptions
     from sd_ort.optimize.weight_storage import WeightStorage
+
+DEMO_PROMPTS = 64  # for the calibration of the demo
 
 
 @click.command()
@@ -42,6 +47,18 @@ if TYPE_CHECKING:
     help="With --weights int8 or int4: elements of a linear's row that share a scale [default: 64].",
 )
 @click.option("--asymmetric", is_flag=True, help="With --weights int8 or int4: with zero points.")
+@click.option(
+    "--float8",
+    "eight_bits",
+    flag_value="float8",
+    help="Linears of the UNet or transformer in float8 (e4m3); for portable and migraphx convolutions too.",
+)
+@click.option("--int8", "eight_bits", flag_value="int8", help="The same in int8, for portable, migraphx and cpu.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --float8 or --int8: prompts to calibrate on, one a line; 64 are plenty [default: those of the demo].",
+)
 @click.option(
     "--calibrate/--no-calibrate",
     default=None,
@@ -77,6 +94,8 @@ def command(
     weights: str | None,
     weight_group: str | None,
     asymmetric: bool,
+    eight_bits: str | None,
+    prompts: Path | None,
     calibrate: bool | None,
     inputs: Path | None,
     hoist: bool | None,
@@ -104,21 +123,24 @@ def command(
     from sd_ort.checkpoints.open import CheckpointOptions
     from sd_ort.stages import optimize
 
-    manifest = optimize(
-        source,
-        output,
-        checkpoint=CheckpointOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder, controlnet),
-        on_progress=click.echo,
-        target=target,
-        dtype=dtype or "float32",
-        components=list(components) or None,
-        calibrate=calibrate,
-        inputs=inputs,
-        hoist=hoist,
-        float16_io=float16_io,
-        weights=_weight_storage(weights, weight_group, asymmetric),
-        overwrite=overwrite,
-    )
+    checkpoint = CheckpointOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder, controlnet)
+    with _recorded_inputs(source, output, checkpoint, eight_bits, prompts, inputs) as recorded:
+        manifest = optimize(
+            source,
+            output,
+            checkpoint=checkpoint,
+            on_progress=click.echo,
+            target=target,
+            dtype=dtype or "float32",
+            components=list(components) or None,
+            calibrate=calibrate,
+            inputs=recorded,
+            hoist=hoist,
+            float16_io=float16_io,
+            weights=_weight_storage(weights, weight_group, asymmetric),
+            eight_bits=eight_bits,
+            overwrite=overwrite,
+        )
     show(manifest["components"], source if standalone_model(source) is not None else output)
     click.echo(f"Wrote {output}")
 
@@ -135,6 +157,43 @@ def _weight_storage(dtype: str | None, group: str | None, asymmetric: bool) -> W
             raise InputError("--asymmetric goes with --weights int8 or int4: leave it out.")
         return None
     return WeightStorage(dtype, int(group or 64), not asymmetric)
+
+
+@contextlib.contextmanager
+def _recorded_inputs(
+    source: Path,
+    output: Path,
+    checkpoint: CheckpointOptions,
+    eight_bits: str | None,
+    prompts: Path | None,
+    inputs: Path | None,
+) -> Iterator[Path | None]:
+    """Yield the .npz of recorded runs: `inputs`, or for 8 bits one recorded on `prompts`, removed at the end.
+
+    The pipeline that is run is `source`, optimized for the CPU in float32 next to `output`.
+
+    Raises InputError for prompts without 8 bits, or beside `inputs`.
+    """
+    from sd_ort.core.errors import InputError
+
+    if prompts is not None and (eight_bits is None or inputs is not None):
+        raise InputError("--prompts goes with --float8 or --int8, and without --inputs.")
+    if prompts is None and not (eight_bits and inputs is None and str(source) == "demo"):
+        yield inputs
+        return
+    from sd_ort.core.staging import scratch_folder
+    from sd_ort.demo.scenes import training_prompts
+    from sd_ort.pipelines.calibration_runs import record_runs
+    from sd_ort.serving.prompt_lists import read_prompts
+    from sd_ort.stages import optimize
+
+    texts = training_prompts(DEMO_PROMPTS) if prompts is None else read_prompts(prompts)
+    with scratch_folder(output.absolute().parent, f"{output.name}.calibration") as work:
+        click.echo(f"calibration: {len(texts)} prompts on the CPU in float32.")
+        optimize(source, work / "float32", checkpoint=checkpoint, target="cpu", dtype="float32")
+        recorded = work / "runs.npz"
+        record_runs(work / "float32", texts, recorded)
+        yield recorded
 
 
 def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:
@@ -156,9 +215,19 @@ def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:
             click.echo(f"{name}: only {entry['low_coverage']} fused; `sd-ort explain {explained}` says why.", err=True)
         for reason in entry["kernel_fallbacks"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
+        if "eight_bits" in entry:
+            show_eight_bits(name, entry["eight_bits"])
         if "hoisted" in entry:
             click.echo("; ".join(f"{part}: {nodes} nodes" for part, nodes in entry["hoisted"].items()))
         if "calibration" in entry:
             click.echo(f"{name}: {entry['calibration']}{'; they stay in float32:' if entry['float32_sites'] else ''}")
         for site in entry.get("float32_sites", ()):
             click.echo(f"    {site['max_abs']:>12.0f}  {site['op']:24}{site['value']}")
+
+
+def show_eight_bits(name: str, entry: dict[str, Any]) -> None:
+    """Print what of a component is in 8 bits, and why the rest is not."""
+    layers = ", ".join(f"{count} {op}" for op, count in entry["layers"].items())
+    click.echo(f"{name}: {entry['format']}: {layers}; others:")
+    for reason, count in entry["not_quantized"].items():
+        click.echo(f"    {count:>12}  {reason}")

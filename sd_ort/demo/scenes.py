@@ -286,3 +286,12 @@ def unseen_prompts(count: int, seed: int = 0) -> list[str]:
     while len(prompts) < count:
         prompts[caption(sample(rng, 1 + len(prompts) % 2, unseen=True))] = None
     return list(prompts)
+
+
+def training_prompts(count: int, seed: int = 0) -> list[str]:
+    """Return `count` different random captions of combinations that training has, half of them with two objects."""
+    rng = random.Random(f"training {seed}")
+    prompts: dict[str, None] = {}
+    while len(prompts) < count:
+        prompts[caption(sample(rng, 1 + len(prompts) % 2, unseen=False))] = None
+    return list(prompts)

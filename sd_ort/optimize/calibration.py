@@ -142,16 +142,16 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
         path = Path(work) / "component" / pipeline_folder.MODEL
         path.parent.mkdir()
-        weights = _shared_weights(copy, path.with_name(pipeline_folder.DATA)) if _bytes(copy) <= SIZE_LIMIT else {}
+        weights = shared_weights(copy, path.with_name(pipeline_folder.DATA)) if weight_bytes(copy) <= SIZE_LIMIT else {}
         ir.save(copy, path, external_data=None if weights else pipeline_folder.DATA)
-        for outputs in _run(path, feeds, weights):
+        for outputs in run_graph(path, feeds, weights):
             for name in names:
                 highest = float(outputs[f"{name}.range"])
                 ranges[name] = max(ranges[name], math.inf if np.isnan(highest) else highest)
     return ranges
 
 
-def _shared_weights(model: ir.Model, data: Path) -> Arrays:
+def shared_weights(model: ir.Model, data: Path) -> Arrays:
     """Return large float32 weights by name. In `model` they become external data in `data`, a sparse file."""
     weights: Arrays = {}
     size = 0
@@ -172,7 +172,11 @@ def _shared_weights(model: ir.Model, data: Path) -> Arrays:
     return weights
 
 
-def _run(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
+def run_graph(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
+    """Yield the outputs of the graph at `path` for each of `feeds`, on the CPU. Raises CannotRun.
+
+    weights: initializers that the session reads from memory (`shared_weights`).
+    """
     from sd_ort.runtime.ort_values import host_value
     from sd_ort.runtime.session import Model, ModelOverride, SessionOptions, create_session
 
@@ -218,13 +222,13 @@ def _skip_reason(model: ir.Model, enabled: bool | None, recorded: bool) -> str |
         return "switched off"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed"
-    size = _bytes(model)
+    size = weight_bytes(model)
     if enabled is None and not recorded and size > SIZE_LIMIT:
         return f"its {size / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
     return None
 
 
-def _bytes(model: ir.Model) -> int:
+def weight_bytes(model: ir.Model) -> int:
     """Return the size of a model's weights."""
     tensors = [value.const_value for value in model.graph.initializers.values()]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

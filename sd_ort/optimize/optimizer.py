@@ -33,7 +33,7 @@ from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.progress import ProgressCallback
 from sd_ort.graphs import hoist
 from sd_ort.graphs.save import save
-from sd_ort.optimize import calibration, precision, unoptimized, weight_storage
+from sd_ort.optimize import calibration, eight_bits, precision, unoptimized, weight_storage
 from sd_ort.optimize.options import OptimizeOptions
 from sd_ort.optimize.targets import TARGETS, Target
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
@@ -83,6 +83,7 @@ def optimize_components(
                 inputs=options.inputs,
                 hoisted=bool(options.hoist) and name in pipeline_folder.HOISTED,
                 weights=options.weights if name in weight_storage.COMPONENTS else None,
+                eight_bits_format=options.eight_bits if name in eight_bits.COMPONENTS else None,
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,
             )
@@ -112,6 +113,7 @@ def optimize_component(
     float32_io: bool = False,
     data_hashes: dict[str, str] | None = None,
     weights: weight_storage.WeightStorage | None = None,
+    eight_bits_format: str | None = None,
 ) -> dict[str, Any]:
     """Optimize one ONNX model into the file `output`; return its manifest entry.
 
@@ -123,6 +125,7 @@ def optimize_component(
         float32_io: Keep the graph's inputs and outputs in float32 with dtype float16.
         weights: Storage of weights in fewer bits.
         data_hashes: Receives the SHA-256 of each external data file that is written, by component name.
+        eight_bits_format: A name of `fusion_passes.eight_bits.formats` for the layers; `inputs` then has recorded runs.
 
     Raises:
         CancelledError: Soon after `cancel_event` is set.
@@ -133,9 +136,24 @@ def optimize_component(
     def find_float32(model: ir.Model) -> calibration.Calibration:
         return calibration.calibrate(model, source, output.parent, enabled=calibrate, recorded=inputs)
 
+    quantization = None
+    if eight_bits_format is not None:
+        if inputs is None:
+            raise InputError(f"{source.name} in 8 bits needs recorded runs of it: give --inputs.")
+        ranges = eight_bits.calibrated_ranges(source.name, eight_bits_format, inputs, output.parent)
+        quantization = eight_bits.EightBits(eight_bits_format, ranges)
     output.parent.mkdir(parents=True, exist_ok=True)
     parts, entry = rewrite(
-        source, output.parent.name, target, dtype, find_float32, hoisted, cancel_event, float32_io, weights=weights
+        source,
+        output.parent.name,
+        target,
+        dtype,
+        find_float32,
+        hoisted,
+        cancel_event,
+        float32_io,
+        weights=weights,
+        quantization=quantization,
     )
     for name, part in parts.items():
         path = output.parent.with_name(name) / output.name
@@ -162,11 +180,12 @@ def rewrite(
     float32_io: bool = False,
     *,
     weights: weight_storage.WeightStorage | None = None,
+    quantization: eight_bits.EightBits | None = None,
 ) -> tuple[dict[str, ir.Model], dict[str, Any]]:
     """Return the optimized graphs of a component by folder, with lazy weights, and the manifest entry without counts.
 
     name: folder of the graph unless it is hoisted. find_float32: returns the nodes that a float16 graph computes in
-    float32. float32_io, weights: as in `optimize_component`.
+    float32. float32_io, weights: as in `optimize_component`. quantization: of the layers to 8 bits.
     """
     model = source.model()
     before, version = Counter(node.op_type for node in model.graph), opset(model.graph)
@@ -184,6 +203,10 @@ def rewrite(
     computes_half = dtype != "float32" and not target.half_storage_only
     result = find_float32(model) if computes_half and dtype == "float16" else None
     sites = result.sites if result else []
+    quantized = None
+    if quantization is not None:
+        quantized = eight_bits.quantize(model, target.name, quantization, result.nodes if result else ())
+    _raise_if_cancelled(cancel_event)
     if computes_half:
         float32_nodes = result.nodes if result else ()
         precision.convert(
@@ -208,6 +231,8 @@ def rewrite(
         options["float32_sites"] = [site["value"] for site in sites]
         if weights is not None:
             options["weights"] = weights.entry()
+        if quantized is not None:
+            options["eight_bits"] = quantized.options()
         part.metadata_props[OPTIONS_KEY] = json.dumps(options)
     return parts, {
         "nodes_before": before.total(),
@@ -216,6 +241,7 @@ def rewrite(
         **({"not_fused": not_fused} if not_fused else {}),
         **({"low_coverage": low_coverage} if low_coverage else {}),
         **({"calibration": result.note, "float32_sites": sites} if result else {}),
+        **({"eight_bits": quantized.manifest_entry()} if quantized else {}),
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import HOISTED
+from sd_ort.optimize.eight_bits import COMPONENTS, TARGET_FORMATS
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime.provider_table import PROVIDERS
@@ -35,6 +36,8 @@ class OptimizeOptions:
         float16_io: Whether float16 conversion of one ONNX file also converts the graph's inputs and outputs. Those of a
             pipeline folder are always converted.
         weights: Storage of weights in fewer bits; None stores these in `dtype`.
+        eight_bits: "float8" or "int8" for the linears and convolutions of the UNet or transformer (see
+            `optimize.eight_bits`), calibrated on its recorded runs in `inputs`; None keeps them in `dtype`.
     """
 
     target: str | None = None
@@ -45,6 +48,7 @@ class OptimizeOptions:
     hoist: bool | None = None
     float16_io: bool = False
     weights: WeightStorage | None = None
+    eight_bits: str | None = None
 
     def with_target(self) -> tuple[OptimizeOptions, str]:
         """Return the options with a target, and a line on the default target for the user, else "".
@@ -67,8 +71,12 @@ class OptimizeOptions:
         if self.float16_io and (self.dtype != "float16" or TARGETS[target].half_storage_only):
             raise InputError(f"--float16-io goes with --float16 for a target that computes in it, not {target}.")
         if self.weights is not None:
+            if self.eight_bits is not None:
+                raise InputError(f"--weights and --{self.eight_bits} exclude each other: leave one out.")
             self.weights.check(target, self.dtype)
-        if self.calibrate or self.inputs:
+        if self.eight_bits is not None:
+            self._check_eight_bits(target)
+        elif self.calibrate or self.inputs:
             if TARGETS[target].half_storage_only:
                 raise InputError(
                     f"target {target} computes in float32, where nothing overflows: leave calibration out."
@@ -79,12 +87,25 @@ class OptimizeOptions:
                 )
         return replace(self, target=target), note
 
+    def _check_eight_bits(self, target: str) -> None:
+        """Raise InputError for a target or dtype that 8 bits do not go with, and without recorded runs."""
+        option = f"--{self.eight_bits}"
+        if self.eight_bits not in TARGET_FORMATS.get(target, ()):
+            others = ", ".join(name for name, formats in TARGET_FORMATS.items() if self.eight_bits in formats)
+            raise InputError(f"target {target} has no kernels for {option}: use a target of {others}.")
+        if self.dtype == "bfloat16":
+            raise InputError(f"{option} goes with float32 or --float16, whose numbers its scales are, not --bfloat16.")
+        if self.inputs is None:
+            raise InputError(f"{option} needs the ranges of activations: give --prompts, or --inputs of recorded runs.")
+
     def with_components(self, names: Sequence[str]) -> OptimizeOptions:
         """Return options that have a target with these components and `hoist` as a bool.
 
         Raises InputError if neither a UNet nor a transformer is to be hoisted, or a UNet in bfloat16.
         """
         assert self.target is not None
+        if self.eight_bits and COMPONENTS.isdisjoint(names):
+            raise InputError(f"--{self.eight_bits} is for the UNet or transformer: take it into --component.")
         denoisers, hoisted = [name for name in HOISTED if name in names], self.hoist
         dtypes = ("float16", "bfloat16") if denoisers == ["transformer"] else ("float16",)
         if hoisted is None:
@@ -103,4 +124,6 @@ class OptimizeOptions:
         del options["float16_io"]  # of one ONNX file, which has no manifest
         if options.pop("weights") is not None:
             options["weights"] = self.weights.entry() if self.weights else None
+        if self.eight_bits is None:
+            del options["eight_bits"]
         return options

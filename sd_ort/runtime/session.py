@@ -163,6 +163,9 @@ def _open(
     """Open a session; the weights of `override` are all in the data file."""
     entry = provider_named(provider)
     ort_options = _ort_options(provider, options)
+    if read_manifest(model_path.parent.parent).get("options", {}).get("eight_bits") == "float8":
+        # onnxruntime 1.31 fuses DequantizeLinear and MatMul to an operator of integers, whatever the 8 bits are.
+        ort_options.add_session_config_entry("session.disable_quant_qdq", "1")
     if override.graph is not None:
         ort_options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
     if prefetched is not None:

@@ -113,7 +113,8 @@ class WeightUpdater:
         raise InputError(f"the LoRA needs {tensor}, which {self.folder} has only within sums: use it in diffusers.")
 
     def check(self, deltas: Mapping[str, Deltas]) -> None:
-        """Raise InputError if the shapes of `deltas` (by component) are not those of the folder's weights."""
+        """Raise InputError if the shapes of `deltas` (by component) are not those of the folder's weights, or if they
+        are of weights in 8 bits."""
         for component in deltas.keys() & self.recipes.keys():
             blank = {name: np.broadcast_to(np.int8(0), delta.shape) for name, delta in deltas[component].items()}
             for part in self.parts[component]:
@@ -123,6 +124,12 @@ class WeightUpdater:
                         raise InputError(
                             f"{self.folder} stores {recipes.sources(recipe)[0]} in fewer bits, to which no LoRA can be "
                             "added: optimize without --weights, or a checkpoint with the LoRA fused."
+                        )
+                    if recipes.operations(recipe) & recipes.EIGHT_BIT_OPERATIONS:
+                        raise InputError(
+                            f"{self.folder} has {recipes.sources(recipe)[0]} in 8 bits, to which no LoRA can be added: "
+                            "fuse the LoRA into the checkpoint (diffusers: fuse_lora, save_pretrained) and optimize "
+                            "that, or optimize without --float8 and --int8."
                         )
                     shapes = {blank[each].shape for each in recipes.sources(recipe) if each in blank}
                     if shapes != {recipes.source_shape(recipe, self._initializers(part)[name].shape)}:

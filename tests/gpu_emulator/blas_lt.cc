@@ -7,19 +7,22 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/float8.h"
 #include "common/gpu.h"  // half_t, bf16_t
 
 #if defined(SD_ORT_HIPBLASLT)
 #define NAME(name) hipblasLt##name
 constexpr int kOpN = 111, kOpT = 112, kCompute32F = 2;
-enum { kTransA = 0, kTransB = 1, kEpilogue = 2, kBias = 3 };
+enum { kTransA = 0, kTransB = 1, kEpilogue = 2, kBias = 3, kScaleA = 5, kFastSums = -1 };
+constexpr int kFloat8 = 1000;  // HIP_R_8F_E4M3_FNUZ
 enum { kBatchCount = 0, kBatchStride = 1 };
 constexpr int kMostWanted = 8;
 constexpr bool kHandlePerStream = true;
 #else
 #define NAME(name) cublasLt##name
 constexpr int kOpN = 0, kOpT = 1, kCompute32F = 68;
-enum { kTransA = 3, kTransB = 4, kEpilogue = 7, kBias = 8 };
+enum { kTransA = 3, kTransB = 4, kEpilogue = 7, kBias = 8, kScaleA = 17, kFastSums = 25 };
+constexpr int kFloat8 = 28;  // CUDA_R_8F_E4M3
 enum { kBatchCount = 5, kBatchStride = 6 };
 constexpr int kMostWanted = 16;
 constexpr bool kHandlePerStream = false;
@@ -33,6 +36,7 @@ struct Description {
   int transpose_a = kOpN;
   int epilogue = 1;
   const void* bias = nullptr;
+  const float* scale_a = nullptr;
 };
 
 struct Layout {
@@ -87,6 +91,10 @@ struct Handle {
 float load(const void* data, int type, int64_t at) {
   if (type == kFloat32) return static_cast<const float*>(data)[at];
   if (type == kFloat16) return sd_ort::to_float(static_cast<const sd_ort::half_t*>(data)[at]);
+  if (type == kFloat8) {  // FNUZ: half of the value, and no negative zero
+    const uint8_t bits = static_cast<const uint8_t*>(data)[at];
+    return kFloat8 == 28 ? sd_ort::float8_to_float(bits) : bits == 0x80 ? NAN : sd_ort::float8_to_float(bits) / 2;
+  }
   return sd_ort::to_float(static_cast<const sd_ort::bf16_t*>(data)[at]);
 }
 
@@ -106,7 +114,7 @@ bool fits(const Description& d, const Layout& a, const Layout& b, const Layout& 
   const bool one_batch = a.batch == b.batch && b.batch == c.batch && c.batch == to.batch && a.batch > 0;
   return one_batch && a.type == b.type && depth == b.rows && rows == to.rows && b.columns == to.columns &&
          c.rows == to.rows && c.columns == to.columns && c.type == to.type &&
-         (to.type == a.type || to.type == kFloat32);
+         (to.type == a.type || to.type == kFloat32 || (a.type == kFloat8 && transposed));
 }
 
 }  // namespace
@@ -137,12 +145,17 @@ EXPORT int NAME(MatmulDescSetAttribute)(void* description, int attribute, const 
     std::memcpy(&d.bias, value, bytes);
     return 0;
   }
+  if (attribute == kScaleA && bytes == sizeof(d.scale_a)) {
+    std::memcpy(&d.scale_a, value, bytes);
+    return 0;
+  }
+  if (attribute == kFastSums && bytes == 1) return 0;
   return kInvalid;
 }
 
 EXPORT int NAME(MatrixLayoutCreate)(void** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) {
   *layout = new Layout{type, rows, columns, stride};
-  return type == kFloat32 || type == kFloat16 || type == kBFloat16 ? 0 : kInvalid;
+  return type == kFloat32 || type == kFloat16 || type == kBFloat16 || type == kFloat8 ? 0 : kInvalid;
 }
 
 EXPORT int NAME(MatrixLayoutSetAttribute)(void* layout, int attribute, const void* value, size_t bytes) {
@@ -196,6 +209,7 @@ EXPORT int NAME(Matmul)(void* handle, void* description, const void* alpha, cons
   std::memset(workspace, 0xff, workspace_bytes);  // it is the algorithm's
   float scale, rest;
   std::memcpy(&scale, alpha, sizeof(scale));
+  if (d.scale_a != nullptr) scale *= *d.scale_a;
   std::memcpy(&rest, beta, sizeof(rest));
   for (int32_t i = 0; i < ld.batch; ++i) {
     for (uint64_t column = 0; column < ld.columns; ++column) {

@@ -4,6 +4,7 @@
 // multiplication is done at once.
 #pragma once
 
+#include "common/float8.h"
 #include "emulator.h"
 #include "mma_instructions.h"
 
@@ -75,6 +76,29 @@ void multiply_n_major(mma::Accumulator (&d)[8], uint64_t a_descriptor, uint64_t 
   }
 }
 inline void settle(mma::Accumulator (&)[8]) {}
+
+// float8: elements of one byte, 32 in the depth.
+inline void multiply_float8(mma::Accumulator (&d)[8], uint64_t a_descriptor, uint64_t b_descriptor, bool add) {
+  const Matrix a(a_descriptor), b(b_descriptor);
+  const auto element = [](const Matrix& matrix, int row, int depth) {
+    const uint32_t address = matrix.start + row / 8 * matrix.stride + row % 8 * 128 + depth;
+    return float8_to_float(
+        static_cast<uint8_t>(emulator::dynamic_lds()[address ^ (address >> 7 & 7) << 4]));
+  };
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+  float rows[2][32];
+  for (int k = 0; k < 32; ++k) {
+    for (int i = 0; i < 2; ++i) rows[i][k] = element(a, thread / 32 * 16 + lane / 4 + 8 * i, k);
+  }
+  for (int tile = 0; tile < 8; ++tile) {
+    for (int i = 0; i < 8; ++i) {
+      const int column = tile * 16 + 8 * (i / 4) + lane % 4 * 2 + i % 2;
+      double sum = add ? d[tile].x[i] : 0.f;
+      for (int k = 0; k < 32; ++k) sum += double(rows[i / 2 % 2][k]) * element(b, column, k);
+      d[tile].x[i] = static_cast<float>(sum);
+    }
+  }
+}
 
 template <int kRegisters>
 void give_registers_but() {}

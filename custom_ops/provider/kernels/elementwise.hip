@@ -1,4 +1,5 @@
 // Elementwise kernels, computed in float32, and casts between element types.
+#include "common/float8.h"
 #include "provider/kernels/for_each.h"
 #include "provider/kernels/kernels.h"
 
@@ -128,6 +129,47 @@ struct ClipFunction {
     if (low != nullptr && value < to_float(*low)) value = to_float(*low);
     if (high != nullptr && value > to_float(*high)) value = to_float(*high);
     y[i] = from_float<T>(value);
+  }
+};
+
+template <int N>
+struct ElementsAtOnce {
+  static constexpr int kCount = N;
+};
+
+template <class T, int N>
+struct QuantizeFunction {
+  const T* x;
+  const T* scale;
+  uint8_t* y;
+  bool is_int8;
+
+  SD_ORT_DEVICE static int8_t to_int8(float value) {
+    const float rounded = rintf(value);
+    return static_cast<int8_t>(rounded < -128.f ? -128.f : rounded > 127.f ? 127.f : rounded);
+  }
+  SD_ORT_DEVICE void operator()(uint32_t i) const {
+    struct alignas(sizeof(T) * N) Values {
+      T x[N];
+    };
+    struct alignas(N) Elements {
+      uint8_t y[N];
+    };
+    const Values values = reinterpret_cast<const Values*>(x)[i];
+    Elements elements;
+    const float divisor = to_float(*scale);
+    if (is_int8) {
+      for (int k = 0; k < N; ++k) elements.y[k] = static_cast<uint8_t>(to_int8(to_float(values.x[k]) / divisor));
+    } else if (N == 1) {
+      elements.y[0] = float_to_float8(to_float(values.x[0]) / divisor);
+    } else {
+      for (int k = 0; k + 1 < N; k += 2) {
+        const uint16_t pair =
+            float_to_float8_pair(to_float(values.x[k]) / divisor, to_float(values.x[k + 1]) / divisor);
+        memcpy(elements.y + k, &pair, 2);
+      }
+    }
+    reinterpret_cast<Elements*>(y)[i] = elements;
   }
 };
 
@@ -265,6 +307,22 @@ const char* clip(DType dtype, const void* x, const void* low, const void* high, 
                                    static_cast<T*>(y)};
     return for_each(count, function, stream);
   });
+}
+
+const char* quantize(DType dtype, const void* x, const void* scale, DType eight_bits, void* y, int64_t count,
+                     void* stream) {
+  const auto launch = [&](auto sample) {
+    using T = decltype(sample);
+    const auto run = [&](auto vector) {
+      constexpr int kCount = decltype(vector)::kCount;
+      const QuantizeFunction<T, kCount> function{static_cast<const T*>(x), static_cast<const T*>(scale),
+                                                 static_cast<uint8_t*>(y), eight_bits == DType::kInt8};
+      return for_each(count / kCount, function, stream);
+    };
+    const bool wide = count % 8 == 0 && are_aligned<16>(x) && are_aligned<8>(y);
+    return wide ? run(ElementsAtOnce<8>()) : run(ElementsAtOnce<1>());
+  };
+  return dtype == DType::kFloat32 ? launch(float{}) : dtype == DType::kFloat16 ? launch(half_t{}) : launch(bf16_t{});
 }
 
 const char* where(const Broadcast& shape, const void* condition, const void* a, const void* b, void* y,

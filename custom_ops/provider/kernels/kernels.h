@@ -132,6 +132,10 @@ const char* where(const Broadcast& shape, const void* condition, const void* a, 
 
 const char* cast(ElementType from_type, const void* from, ElementType to_type, void* to, int64_t count, void* stream);
 
+// y = x / *scale in float8 or int8 (`eight_bits`), rounded to nearest even and saturated; *scale is of dtype.
+const char* quantize(DType dtype, const void* x, const void* scale, DType eight_bits, void* y, int64_t count,
+                     void* stream);
+
 enum class Reduction { kMax, kMean, kMin, kSum };
 // y (outer, inner) reduces the middle axis of x (outer, size, inner) in float32.
 const char* reduce(Reduction op, DType dtype, const void* x, void* y, int64_t outer, int64_t size, int64_t inner,

@@ -1,0 +1,106 @@
+"""Lowers linear layers between QDQ to QuantizedLinear, which reads 8-bit elements and scales its sums.
+
+    x = DequantizeLinear(q, s), w = DequantizeLinear(e, t)     s a number, t a number or one a column
+    MatMul(x, w)                                  =>  QuantizedLinear(q, e^T, s t, 0)
+    LinearAdd(x, w, b?, skip?; gelu)              =>  QuantizedLinear(q, e^T, s t, b or 0, skip; gelu)
+    LinearSplitGelu(x, w, b)                      =>  QuantizedLinear(q, e^T, s t, b; gated)
+    BiasSplitGelu(MatMul or LinearAdd (x, w), b)  =>  QuantizedLinear(q, e^T, s t, b; gated)
+
+Rejected: operands that are not dequantized, or not to float32; weights that are not constant matrices; zero points;
+scales along another axis. Runs after QDQ was inserted (`eight_bits.qdq`), before the conversion to half precision.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes import DOMAIN
+from fusion_passes import value_queries as values
+from fusion_passes.cleanup import remove_unused
+from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_value, unique_name
+from fusion_passes.graph_pass import PassOutcome, Rejection
+
+LINEARS = ("MatMul", "LinearAdd", "LinearSplitGelu")
+
+
+def quantized_linear(model: ir.Model) -> PassOutcome:
+    """Rewrite the linear layers of `model` in place; count them. Layers without a dequantized input are no matches."""
+    outcome, graph = PassOutcome(), model.graph
+    for node in list(graph):
+        if node.op_type not in LINEARS or node.domain not in ("", DOMAIN) or not any(map(_dequantize, node.inputs[:2])):
+            continue
+        if reason := _reject_reason(node):
+            outcome.rejections.append(Rejection(node, reason))
+            continue
+        _rewrite(graph, node)
+        outcome.counts["quantized_linear"] += 1
+    remove_unused(graph)
+    return outcome
+
+
+def _dequantize(value: ir.Value | None) -> ir.Node | None:
+    """Return the DequantizeLinear that computes a value, or None."""
+    producer = None if value is None else value.producer()
+    return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
+
+
+def _reject_reason(node: ir.Node) -> str | None:
+    x, weight = (_dequantize(value) for value in node.inputs[:2])
+    if x is None or weight is None:
+        return "one of its operands is not dequantized"
+    if any(len(each.inputs) > 2 and each.inputs[2] is not None for each in (x, weight)):
+        return "it has a zero point"
+    if not values.is_constant(weight.inputs[0]) or values.rank(weight.inputs[0]) != 2:
+        return "its weight is not a constant matrix"
+    if not values.is_constant(x.inputs[1]) or not values.is_constant(weight.inputs[1]):
+        return "a scale is not constant"
+    if values.scalar(x.inputs[1]) is None:
+        return "its activations have more than one scale"
+    if values.rank(weight.inputs[1]) == 1 and weight.attributes.get_int("axis", 1) not in (1, -1):
+        return "the scales of its weight are not those of the columns"
+    if any(each.inputs[1] is None or each.inputs[1].dtype != ir.DataType.FLOAT for each in (x, weight)):
+        return "it is not in float32"
+    return None
+
+
+def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
+    x, weight = (_dequantize(value) for value in node.inputs[:2])
+    assert x is not None
+    assert weight is not None
+    elements, scales = weight.inputs[:2]
+    assert elements is not None
+    assert scales is not None
+    inner, columns = values.size(elements, 0), values.size(elements, 1)
+    assert inner is not None
+    assert columns is not None
+    last, bias = node, node.inputs[2] if len(node.inputs) > 2 else None
+    skip = node.inputs[3] if len(node.inputs) > 3 else None
+    gelu, gated = node.attributes.get_int("gelu", 0), node.op_type == "LinearSplitGelu"
+    if (gate := _gate(node)) is not None and bias is None and skip is None and not gelu:
+        last, bias, gated = gate, gate.inputs[1], True
+    output = last.outputs[0]
+    if bias is None:
+        bias = new_initializer(graph, unique_name(output, "bias"), np.zeros(columns, np.float32))
+    rows = new_derived_initializer(
+        graph, unique_name(output, "rows"), [elements], [columns, inner], "transpose", [1, 0]
+    )
+    count = [] if values.rank(scales) == 0 else [columns]
+    factor = values.scalar(x.inputs[1])
+    scale = new_derived_initializer(graph, unique_name(output, "scale"), [scales], count, "times", factor)
+    inputs = [x.inputs[0], rows, scale, bias, *([] if skip is None else [skip])]
+    new = ir.node("QuantizedLinear", inputs, {"gelu": int(bool(gelu)), "gated": int(gated)}, domain=DOMAIN)
+    new.metadata_props.update(node.metadata_props)
+    replace_value(graph, last, new, output)
+    graph.remove(last, safe=True)
+    if last is not node:
+        graph.remove(node, safe=True)
+
+
+def _gate(node: ir.Node) -> ir.Node | None:
+    """Return the BiasSplitGelu that alone consumes a node's output, or None."""
+    output = node.outputs[0]
+    consumers = values.consumers(output)
+    if len(consumers) != 1 or output.is_graph_output():
+        return None
+    return consumers[0] if consumers[0].op_type == "BiasSplitGelu" and consumers[0].inputs[0] is output else None

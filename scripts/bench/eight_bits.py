@@ -1,0 +1,244 @@
+"""The demo's U-Net in 8 bits: images of unseen prompts, and each layer's error. Writes results/eight_bits.md.
+
+    python scripts/bench/eight_bits.py                     # 200 prompts in float8 and int8, then the layers
+    python scripts/bench/eight_bits.py --prompts 20 --layers 0
+
+Generates the same unseen prompts from the same seeds with the fused float32 pipeline and with the U-Net in 8 bits,
+calibrated on 64 prompts of the training's combinations, on the CPU. Images are read back (`sd_ort.demo.fidelity`) and
+compared with float32's. `portable` folders run QuantizeLinear and DequantizeLinear around layers that compute in
+float32; `cpu` folders run QuantizedLinear, the operator of GPU targets, by its reference kernel.
+
+The table of layers quantizes one layer (or group of layers) of the float32 graph. Its error is that of its output on
+recorded runs, the U-Net's error that of the noise prediction, both relative (L2), and the PSNR is that of an image with
+few steps. Results of a work folder are kept: an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from fusion_passes.eight_bits.formats import FORMATS
+from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, Layer, channel_axis, find_layers
+from fusion_passes.eight_bits.qdq import insert_qdq
+from sd_ort import StableDiffusionPipeline, demo
+from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
+from sd_ort.core import files, metrics, pipeline_folder
+from sd_ort.demo.fidelity import score, unseen_prompts
+from sd_ort.demo.scenes import training_prompts
+from sd_ort.graphs.load import load
+from sd_ort.optimize.activation_ranges import PERCENTILES, measure_ranges
+from sd_ort.pipelines.calibration_runs import record_runs
+from sd_ort.runtime import machine, session
+from sd_ort.stages import optimize
+
+CALIBRATION_PROMPTS = 64
+BATCH = 10
+LAYER_RUNS = 3  # recorded runs for the errors of a layer
+LAYER_STEPS = 8  # denoising steps of the image for a layer
+ENGINES = {"float8": ("portable", "float8"), "int8": ("portable", "int8"), "float8 operators": ("cpu", "float8")}
+NO_SHAPES = "its channels"  # rejections by the shape alone are no choice
+
+
+def images(folder: Path, prompts: Sequence[str], cache: Path) -> np.ndarray:
+    """Return the images (B, H, W, 3) of prompts, image i from seed i; those of earlier runs from `cache`."""
+    if cache.is_file():
+        return np.load(cache)
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")
+    made: list[np.ndarray] = []
+    for start in range(0, len(prompts), BATCH):
+        part = list(prompts[start : start + BATCH])
+        result = pipeline(
+            part, height=demo.HEIGHT, width=demo.WIDTH, num_inference_steps=demo.STEPS, guidance_scale=demo.GUIDANCE,
+            generator=[start + i for i in range(len(part))], progress=False,
+        )  # fmt: skip
+        made += [np.asarray(image) for image in result.images]
+        print(f"{folder.name}: {len(made)} of {len(prompts)}", flush=True)
+    np.save(cache, np.stack(made))
+    return np.stack(made)
+
+
+def fidelity_row(label: str, prompts: Sequence[str], made: np.ndarray, reference: np.ndarray | None) -> dict[str, Any]:
+    """Return the entry of an engine: images read back as their prompt, and PSNR beside the reference."""
+    row: dict[str, Any] = {"label": label, "right": score(prompts, made).correct, "total": len(prompts)}
+    if reference is not None:
+        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(made, reference, strict=True)]
+        row |= {"median_db": median(values), "min_db": min(values), "tenth_db": float(np.percentile(values, 10))}
+    return row
+
+
+def layer_table(work: Path, runs: Path, format_: str, limit: int | None) -> list[dict[str, Any]]:
+    """Return a row for each layer and group of layers: name, op, error, unet_error, psnr_db."""
+    source = work / "float32" / "unet" / pipeline_folder.MODEL
+    model = load(source)
+    common.NameFixPass()(model)
+    found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
+    groups: dict[str, list[Layer]] = {"all that are quantized": list(found.accepted)}
+    for rejection in found.rejections:
+        weight = rejection.node.inputs[1]
+        if weight is not None and weight.is_initializer() and not rejection.reason.startswith(NO_SHAPES):
+            groups.setdefault(f"not quantized: {rejection.reason}", []).append(
+                Layer(rejection.node, channel_axis(rejection.node))
+            )
+    singles = found.accepted if limit is None else found.accepted[:limit]
+    groups |= {f"{layer.node.outputs[0].name}": [layer] for layer in singles}
+    feeds = load_recorded_inputs(runs, "unet", list(model.graph.inputs), required=True)
+    ranges_file = work / f"ranges-{format_}.json"
+    if not ranges_file.is_file():
+        names = list(dict.fromkeys(str(layer.x.name) for layers in groups.values() for layer in layers))
+        ranges_file.write_text(json.dumps(measure_ranges(model, names, feeds, work, PERCENTILES[format_])))
+    ranges = json.loads(ranges_file.read_text())
+    feeds = feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
+    folder = work / "layer"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(work / "float32", folder)
+    (folder / pipeline_folder.MANIFEST).write_text(
+        json.dumps({"stage": "optimize", "options": {"eight_bits": format_}})
+    )
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")
+    rows_file = work / f"layers-{format_}.json"
+    rows: list[dict[str, Any]] = json.loads(rows_file.read_text()) if rows_file.is_file() else []
+    done = {row["name"] for row in rows}
+    expected = _run(pipeline, folder, model, [layer for layers in groups.values() for layer in layers], feeds)
+    for name, layers in groups.items():
+        if name in done:
+            continue
+        copy = model.clone()
+        nodes = {node.outputs[0].name: node for node in copy.graph}
+        copies = [Layer(nodes[layer.node.outputs[0].name], layer.axis) for layer in layers]
+        insert_qdq(copy.graph, copies, FORMATS[format_], ranges)
+        got = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds)
+        output = str(layers[0].node.outputs[0].name)
+        rows.append(
+            {
+                "name": name,
+                "op": layers[0].node.op_type if len(layers) == 1 else f"{len(layers)} layers",
+                "error": _error(got, expected, output) if len(layers) == 1 else None,
+                "unet_error": _error(got, expected, "out_sample"),
+                "psnr_db": metrics.psnr(got["image"], expected["image"]),
+            }
+        )
+        rows_file.write_text(json.dumps(rows))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _run(pipeline: Any, folder: Path, model: ir.Model, layers: Sequence[Layer], feeds: Sequence[Any]) -> dict[str, Any]:
+    """Return the outputs of the U-Net and of `layers` over the runs, joined, and the image of a prompt."""
+    copy = model.clone()
+    nodes = {node.outputs[0].name: node for node in copy.graph}
+    outputs = [nodes[layer.node.outputs[0].name].outputs[0] for layer in layers]
+    copy.graph.outputs.extend(value for value in outputs if not value.is_graph_output())
+    path = folder / "unet" / pipeline_folder.MODEL
+    for file in path.parent.glob("model.onnx*"):
+        file.unlink()
+    ir.save(copy, path, external_data=pipeline_folder.DATA)
+    run = session.Model(session.create_session(path, "cpu"))
+    results = [run(**feed) for feed in feeds]
+    joined: dict[str, Any] = {name: np.concatenate([result[name].ravel() for result in results]) for name in results[0]}
+    pipeline.models["unet"] = run
+    joined["image"] = np.asarray(
+        pipeline(
+            "a large red circle left of a small blue square on a white background", num_inference_steps=LAYER_STEPS,
+            guidance_scale=demo.GUIDANCE, generator=0, progress=False,
+        ).images[0]
+    )  # fmt: skip
+    return joined
+
+
+def _error(got: dict[str, Any], expected: dict[str, Any], name: str) -> float:
+    return float(np.linalg.norm(got[name] - expected[name]) / np.linalg.norm(expected[name]))
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the Markdown page."""
+    lines = [
+        "# The demo's U-Net in 8 bits",
+        "",
+        f"Written by `{result['command']}` at {result['commit']} on {result['machine']}.",
+        f"Calibrated on {CALIBRATION_PROMPTS} prompts; percentiles of magnitudes: "
+        + ", ".join(f"{name} {percentile:g}" for name, percentile in PERCENTILES.items())
+        + ". `float8` and `int8`: linears and convolutions with QDQ, a scale a channel; `operators`: linears by the",
+        "reference kernel of QuantizedLinear, as GPU targets run them, with one scale a weight.",
+        "",
+        "| U-Net | right | median PSNR, dB | tenth percentile | worst |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        numbers = [f"{row[key]:.1f}" if key in row else "" for key in ("median_db", "tenth_db", "min_db")]
+        lines.append(f"| {row['label']} | {row['right']} of {row['total']} | {' | '.join(numbers)} |")
+    for format_, rows in result["layers"].items():
+        groups = [row for row in rows if row["error"] is None or row["name"].startswith("not quantized")]
+        layers = sorted((row for row in rows if row not in groups), key=lambda row: -row["unet_error"])
+        lines += [
+            "",
+            f"## {format_}: what a layer or a group alone does",
+            "",
+            f"Relative error of the layer's output and of the U-Net's over {LAYER_RUNS} recorded runs, and PSNR of an "
+            f"image of {LAYER_STEPS} steps, beside float32. The {min(len(layers), 40)} of {len(layers)} layers with "
+            "the largest effect on the U-Net's output.",
+            "",
+            "| layer | operator | error | U-Net's error | PSNR, dB |",
+            "|---|---|---|---|---|",
+        ]
+        for row in [*groups, *layers[:40]]:
+            error = "" if row["error"] is None else f"{row['error']:.2e}"
+            lines.append(
+                f"| {row['name']} | {row['op']} | {error} | {row['unet_error']:.2e} | {min(row['psnr_db'], 99.9):.1f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=200, help="unseen prompts (200)")
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES), help="U-Nets in 8 bits")
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="formats of the layers")
+    parser.add_argument("--layers", type=int, help="number of single layers (all); 0: groups alone")
+    parser.add_argument("--work", type=Path, default=Path("out/eight_bits"), help="folder of the pipelines")
+    parser.add_argument("--out", type=Path, default=Path("results/eight_bits.md"), help="the result")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    reference, runs = options.work / "float32", options.work / "runs.npz"
+    optimize("demo", reference, target="portable", on_progress=print)
+    if not runs.is_file():
+        record_runs(reference, training_prompts(CALIBRATION_PROMPTS), runs)
+    prompts = unseen_prompts(options.prompts, 0)
+    result: dict[str, Any] = {
+        "command": " ".join(["scripts/bench/eight_bits.py", *sys.argv[1:]]),
+        "commit": machine.commit(), "machine": machine.machine().get("cpu", "this CPU"), "rows": [], "layers": {},
+    }  # fmt: skip
+
+    def write() -> None:
+        files.write_bytes(options.out, page(result).encode())
+
+    started = time.perf_counter()
+    expected = images(reference, prompts, options.work / f"float32-{len(prompts)}.npy")
+    result["rows"].append(fidelity_row("float32", prompts, expected, None))
+    for label in options.engines:
+        target, format_ = ENGINES[label]
+        folder = options.work / label.replace(" ", "-")
+        optimize("demo", folder, target=target, eight_bits=format_, inputs=runs, on_progress=print)
+        made = images(folder, prompts, options.work / f"{folder.name}-{len(prompts)}.npy")
+        result["rows"].append(fidelity_row(label, prompts, made, expected))
+        print(result["rows"][-1], f"{time.perf_counter() - started:.0f} s", flush=True)
+        write()
+    for format_ in options.formats:
+        result["layers"][format_] = layer_table(options.work, runs, format_, options.layers)
+        write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""One U-Net call on a GPU in float16 beside float8: our provider, and ONNX Runtime's CUDA provider with our operators.
+
+    python scripts/bench/gpu_step_eight_bits.py --preset sdxl --batch 2 --size 128
+    python scripts/bench/gpu_step_eight_bits.py --preset sd15 --batch 2 --size 64 --profile 25
+
+writes <out>/<preset>_b<batch>_<size>.json. Weights are random. The float8 graph is calibrated on one small random input
+on the CPU, so that its error says nothing about a trained model; times do not depend on the values. All engines are
+hoisted, tuned, captured and timed in turn in one process (see bench_gpu_step.py); ratios are to the first engine.
+Build first: sd-ort build-ops --cuda sm_90.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scripts.bench.bench_gpu_step import VENDOR, Contender, profile, session_engine, synchronize, time_rounds
+from scripts.bench.gpu_models import export_raw, fill, limits, random_inputs, random_module
+from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.core import pipeline_folder
+from sd_ort.core.errors import SdOrtError
+from sd_ort.core.metrics import relative_l2_error
+from sd_ort.graphs import hoist
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime import machine
+from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
+
+CALIBRATION_SIZE = 16  # edge of the latent
+
+
+def calibration_run(preset: str, path: Path) -> Path:
+    """Write one recorded run of random inputs and return the file."""
+    inputs = random_inputs(preset, "unet", 2, CALIBRATION_SIZE)
+    arrays: dict[str, Any] = {f"unet/{name}": value.float().cpu().numpy() for name, value in inputs.items()}
+    np.savez(path, **arrays)
+    return path
+
+
+def engine(
+    label: str, provider: str, target: str, eight_bits: str | None, raw: Path, runs: Path, inputs: Any, shape: Any
+) -> Contender:
+    """Return a hoisted, captured session on the U-Net."""
+    path = raw.parents[2] / f"{target}-{eight_bits}" / raw.parent.name / pipeline_folder.MODEL
+    report = optimize_component(
+        raw, path, TARGETS[target], "float16", calibrate=False, hoisted=path.parent.name == hoist.PARTS["step"],
+        inputs=runs if eight_bits else None, eight_bits_format=eight_bits,
+    )  # fmt: skip
+    print(f"  {label}: {report['op_counts']} {report.get('eight_bits', {}).get('layers', '')}", flush=True)
+    options = {"tuning": True} if provider.startswith("plugin:") else {}
+    return session_engine(label, provider, path, True, inputs, shape, time.perf_counter(), **options)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="sdxl", choices=sorted(PRESETS))
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--size", type=int, default=128, help="edge of the latent")
+    parser.add_argument("--graph", type=Path, help="raw export without weights (export_without_weights.py)")
+    parser.add_argument("--engines", nargs="*", choices=("provider", "cuda"), default=["provider"])
+    parser.add_argument("--calls", type=int, default=20, help="calls a round")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
+    parser.add_argument("--out", type=Path, default=Path("results/gpu_step_eight_bits"))
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
+    options = parser.parse_args()
+    library = library_path(PROVIDER_LIBRARIES[VENDOR])
+    if library is None:
+        raise SystemExit("build our provider first: sd-ort build-ops --cuda sm_90")
+    providers = {"provider": (f"plugin:{library}", "gpu"), "cuda": ("cuda", "cuda")}
+    if "cuda" in options.engines:
+        operators = library_path()
+        if operators is None or not (operators.parent / CUDA_LIBRARY).is_file():
+            raise SdOrtError("build the op library first: sd-ort build-ops --cuda sm_90")
+        ctypes.CDLL(str(operators.parent / CUDA_LIBRARY)).sd_ort_enable_tuning(1)
+    with torch.inference_mode():
+        module = random_module(options.preset, "unet")
+        inputs = random_inputs(options.preset, "unet", options.batch, options.size)
+        sdxl = "addition_embed_type" in PRESETS[options.preset].models["unet"]
+        net = wrap("unet", module, sdxl, False)
+        reference = net(*inputs.values()).clone()
+        raw = options.work / options.preset / "raw" / "unet" / pipeline_folder.MODEL
+        if not raw.is_file():
+            if options.graph:
+                fill(options.graph, module.state_dict(), raw.parent)
+            else:
+                export_raw(options.preset, "unet", net, raw)
+        runs = calibration_run(options.preset, options.work / f"{options.preset}-runs.npz")
+        engines = [
+            engine(f"{name} {dtype or 'float16'}", *providers[name], dtype, raw, runs, inputs, reference.shape)
+            for name in options.engines
+            for dtype in (None, "float8")
+        ]
+        times = time_rounds(engines, options.calls)
+        rows = []
+        for each in engines:
+            each.run()
+            synchronize()
+            row: dict[str, Any] = {"engine": each.name, "ready_s": round(each.ready_s, 1)}
+            for kind, values in times[each.name].items():
+                row[f"{kind}_ms"] = statistics.median(values)
+                base = times[engines[0].name][kind]
+                row[f"{kind}_ratio"] = statistics.median(a / b for a, b in zip(values, base, strict=True))
+            row["error"] = relative_l2_error(*(t.double().cpu().numpy() for t in (each.output(), reference)))
+            rows.append(row)
+            print("ROW " + json.dumps(row), flush=True)
+            if options.profile:
+                row["profile"] = profile(each, show=options.profile)
+    result = {
+        "preset": options.preset, "batch": options.batch, "size": options.size, "commit": machine.commit(),
+        "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "rows": rows,
+    }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{options.preset}_b{options.batch}_{options.size}.json").write_text(
+        json.dumps(result, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Quantization of a lowered graph to 8 bits: ranges from recorded runs, then QDQ, then the target's operators."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from fusion_passes.eight_bits.formats import FORMATS
+from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
+from fusion_passes.eight_bits.qdq import insert_qdq
+from fusion_passes.lower import quantized_linear
+from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
+from sd_ort.core.errors import InputError
+from sd_ort.optimize.activation_ranges import PERCENTILES, measure_ranges
+from sd_ort.optimize.calibration import CannotRun
+
+# Components in 8 bits; the others keep their precision.
+COMPONENTS = frozenset({"unet", "transformer"})
+# Operators that a target runs in 8 bits, and the formats. Targets of QDQ leave the kernels to the provider; the others
+# have QuantizedLinear for linears, which on GPUs has fast kernels for float8 alone, and no convolution in 8 bits.
+TARGET_LAYERS: Mapping[str, Collection[str]] = {
+    **dict.fromkeys(("portable", "migraphx"), CONVOLUTIONS | LINEARS),
+    **dict.fromkeys(("cpu", "cuda", "hip", "gpu"), frozenset(quantized_linear.LINEARS)),
+}
+TARGET_FORMATS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("portable", "migraphx", "cpu"), ("float8", "int8")),
+    **dict.fromkeys(("cuda", "hip", "gpu"), ("float8",)),
+}
+QDQ_TARGETS = frozenset({"portable", "migraphx"})
+
+# find_ranges(model, names) returns the largest magnitude of each value of a lowered graph.
+FindRanges = Callable[[ir.Model, Sequence[str]], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """What 8 bits a component gets: the name of its format, and a function that finds the ranges of activations."""
+
+    format: str
+    find_ranges: FindRanges
+
+
+@dataclass
+class Quantization:
+    """Result of `quantize`.
+
+    ranges: largest magnitude of each activation that was quantized. layers: number of quantized layers by operator.
+    not_quantized: number of other linears and convolutions by reason.
+    """
+
+    format: str
+    ranges: dict[str, float] = field(default_factory=dict)
+    layers: Counter[str] = field(default_factory=Counter)
+    not_quantized: Counter[str] = field(default_factory=Counter)
+
+    def options(self) -> dict[str, Any]:
+        """Return what the metadata of the graph records, from which `recorded_ranges` finds the ranges again."""
+        return {"format": self.format, "ranges": self.ranges}
+
+    def manifest_entry(self) -> dict[str, Any]:
+        """Return the entry of the component in the manifest."""
+        return {
+            "format": self.format,
+            "layers": dict(self.layers),
+            "not_quantized": dict(self.not_quantized.most_common()),
+            "ranges": self.ranges,
+        }
+
+
+def quantize(
+    model: ir.Model, target: str, eight_bits: EightBits, float32_nodes: Collection[ir.Node] = ()
+) -> Quantization:
+    """Insert QuantizeLinear and DequantizeLinear around the layers of a lowered float32 graph, in place.
+
+    Raises InputError if no layer can be quantized, or a range is too large.
+    """
+    common.NameFixPass()(model)
+    found = find_layers(model.graph, TARGET_LAYERS[target], float32_nodes)
+    result = Quantization(eight_bits.format)
+    result.layers.update(layer.node.op_type for layer in found.accepted)
+    result.not_quantized.update(rejection.reason for rejection in found.rejections)
+    if not found.accepted:
+        reasons = "; ".join(f"{count} times {reason}" for reason, count in result.not_quantized.most_common(3))
+        raise InputError(f"no layer of this graph can be computed in 8 bits ({reasons or 'it has none'}).")
+    names = list(dict.fromkeys(str(layer.x.name) for layer in found.accepted))
+    result.ranges = {name: float(value) for name, value in eight_bits.find_ranges(model, names).items()}
+    # BLAS libraries take one scale of a float8 matrix; its exponents hold small channels beside large ones.
+    per_channel = target in QDQ_TARGETS or eight_bits.format == "int8"
+    try:
+        insert_qdq(model.graph, found.accepted, FORMATS[eight_bits.format], result.ranges, per_channel)
+    except ValueError as error:
+        raise InputError(
+            f"{error}: leave out the calibration prompt that gives it, or --{eight_bits.format}."
+        ) from error
+    if target not in QDQ_TARGETS:
+        lowered = quantized_linear.quantized_linear(model)
+        assert lowered.counts["quantized_linear"] == len(found.accepted), lowered.reason_counts()
+    return result
+
+
+def calibrated_ranges(component: str, format_: str, recorded: Path, scratch: Path) -> FindRanges:
+    """Return a function that measures ranges on the runs of a component in the .npz `recorded`.
+
+    It raises InputError if the file has no runs of the component, or the graph cannot be run.
+    """
+
+    def find(model: ir.Model, names: Sequence[str]) -> Mapping[str, float]:
+        feeds = load_recorded_inputs(recorded, component, list(model.graph.inputs), required=True)
+        try:
+            return measure_ranges(model, names, feeds, scratch, PERCENTILES[format_])
+        except CannotRun as error:
+            raise InputError(f"{component} cannot be run on the recorded inputs of {recorded}: {error}") from error
+
+    return find
+
+
+def recorded_ranges(options: Mapping[str, Any]) -> EightBits:
+    """Return the quantization that the metadata of a graph records (`Quantization.options`).
+
+    Its function raises KeyError for a value that was not quantized then.
+    """
+    ranges = options["ranges"]
+    return EightBits(options["format"], lambda model, names: {name: ranges[name] for name in names})

@@ -1,0 +1,243 @@
+"""Quantization to 8 bits: scales and elements, which layers are taken, and the graph with QDQ against float32."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from fusion_passes import DOMAIN, weight_recipes
+from fusion_passes.eight_bits.formats import FORMATS, channel_scale, quantize_weight
+from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
+from fusion_passes.eight_bits.qdq import insert_qdq
+from fusion_passes.lower import quantized_linear
+from fusion_passes.operators import function_bodies
+from fusion_passes.shapes.infer import annotate
+
+ALL = CONVOLUTIONS | LINEARS
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_are_float16_numbers_that_reach_the_largest_magnitude(name: str) -> None:
+    format_ = FORMATS[name]
+    largest = np.concatenate([np.geomspace(1e-6, 1e4, 999), [0.0]]).astype(np.float32)
+    scales = format_.scale(largest)
+    assert (scales.astype(np.float16).astype(np.float32) == scales).all()
+    assert (scales * format_.limit >= largest * (1 - 1e-6)).all()
+    assert scales[-1] == 1
+    with pytest.raises(ValueError, match="too large for 8 bits"):
+        format_.scale(1e8)
+    with pytest.raises(ValueError, match="too large for 8 bits"):
+        format_.scale(np.inf)
+
+
+def test_elements_are_rounded_saturated_and_without_negative_zero() -> None:
+    values = np.array([0.5, 1.5, 2.5, -1e-9, -0.4, 300, -300], np.float32)
+    assert FORMATS["int8"].quantize(values, np.float32(1)).tolist() == [0, 2, 2, 0, 0, 127, -127]
+    float8 = FORMATS["float8"].quantize(np.array([17, 19, -1e-9, 1e6, -1e6], np.float32), np.float32(1))
+    assert float8.astype(np.float32).tolist() == [16, 20, 0, 448, -448]
+    assert not np.signbit(float8.astype(np.float32)[2])
+
+
+@pytest.mark.parametrize(("name", "limit"), [("float8", 0.04), ("int8", 0.01)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_each_channel_of_a_weight_has_its_scale(name: str, limit: float, axis: int) -> None:
+    weight = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)
+    weight *= np.geomspace(1e-3, 10, weight.shape[axis], dtype=np.float32).reshape((-1, 1) if axis == 0 else (1, -1))
+    scale, elements = channel_scale((name, axis, 1.0), weight), quantize_weight((name, axis), weight)
+    assert elements.dtype == FORMATS[name].dtype
+    restored = elements.astype(np.float32) * (scale[:, None] if axis == 0 else scale)
+    errors = np.linalg.norm(restored - weight, axis=1 - axis) / np.linalg.norm(weight, axis=1 - axis)
+    assert errors.max() < limit
+    assert (channel_scale((name, axis, 2.0), weight) == 2 * scale).all()
+
+
+def model_of(
+    body: str, weights: str, inputs: str = "float[N,64,H,W] sample, float[N,S,64] text", opsets: str = '["" : 21]'
+) -> ir.Model:
+    """A graph with random weights for the declared values."""
+    proto = onnx.parser.parse_model(
+        f"<ir_version: 10, opset_import: {opsets}> g ({inputs}) => (float[] y) <{weights}> {{ {body} }}"
+    )
+    random = np.random.default_rng(0)
+    for info in list(proto.graph.value_info):
+        shape = [d.dim_value for d in info.type.tensor_type.shape.dim]
+        values = (random.standard_normal(shape) / 10).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(values, info.name))
+    del proto.graph.value_info[:]
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    model = ir.from_proto(proto)
+    annotate(model.graph)
+    return model
+
+
+FILTERS = "float[64,64,3,3] k, float[64,64,3,3] k2, float[32,64,1,1] p, float[4,64,3,3] out"
+SAME = "<pads = [1, 1, 1, 1]>"
+CONV_OUT = f"y = Conv {SAME} (b, out)"
+REJECTED = [
+    ("last", f"a = Conv {SAME} (sample, k)  b = Conv {SAME} (a, k2)  {CONV_OUT}", FILTERS, 1, "last convolution"),
+    ("narrow", f"a = Conv {SAME} (sample, k)  b = Conv {SAME} (a, k2)  {CONV_OUT}", FILTERS, 1, "fewer than 32"),
+    ("shortcut", f"a = Conv (sample, p)  b = Conv {SAME} (sample, k)  y = Concat <axis = 1> (a, b)", FILTERS, 0,
+     "shortcut"),
+    ("grouped", "y = Conv <group = 2> (sample, q)", "float[64,32,1,1] q", 0, "groups"),
+    ("text", "a = MatMul (text, w)  b = ReduceMean (a)  y = Mul (sample, b)", "float[64,64] w", 0, "latents"),
+    ("odd", "t = Transpose <perm = [0, 2, 3, 1]> (sample)  y = MatMul (t, w)", "float[64,72] w", 0, "multiples of 16"),
+    ("two tensors", "y = MatMul (text, sample)", "float[1] w", 0, "not constant"),
+    ("transposed", "f = Flatten (sample)  y = Gemm <transA = 1> (f, w)", "float[64,64] w", 0, "transposed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "weights", "accepted", "reason"), REJECTED, ids=[each[0] for each in REJECTED]
+)
+def test_what_stays_in_its_precision(name: str, body: str, weights: str, accepted: int, reason: str) -> None:
+    found = find_layers(model_of(body, weights).graph, ALL)
+    assert len(found.accepted) == accepted
+    assert reason in "; ".join(rejection.reason for rejection in found.rejections)
+
+
+def test_what_the_target_or_half_precision_excludes() -> None:
+    model = model_of(f"a = Conv {SAME} (sample, k)  b = Conv {SAME} (a, k2)  {CONV_OUT}", FILTERS)
+    first = next(iter(model.graph))
+    assert "no kernel" in find_layers(model.graph, LINEARS).rejections[0].reason
+    assert "largest float16" in find_layers(model.graph, ALL, {first}).rejections[0].reason
+
+
+@pytest.mark.parametrize(("name", "limit"), [("float8", 0.06), ("int8", 0.02)])
+def test_a_graph_with_qdq_is_near_its_source(name: str, limit: float) -> None:
+    """Two layers share their input, quantized once. Recipes compute what the file has."""
+    model = model_of(
+        f"a = Conv {SAME} (sample, k)  t = Transpose <perm = [0, 2, 3, 1]> (a)  f = Flatten <axis = 3> (t)  "
+        f"c = MatMul (f, w)  d = Gemm <transB = 1> (f, v, z)  y = Add (c, d)",
+        "float[64,64,3,3] k, float[64,64] w, float[64,64] v, float[64] z",
+    )
+    weight_recipes.init_recipes(model)
+    before = ir.to_proto(model).SerializeToString()
+    found = find_layers(model.graph, ALL)
+    assert [layer.node.op_type for layer in found.accepted] == ["MatMul", "Gemm"]  # the convolution is the last one
+    originals = {
+        name: value.const_value.numpy() for name, value in model.graph.initializers.items() if value.const_value
+    }
+    feed = {
+        "sample": np.random.default_rng(1).standard_normal((2, 64, 6, 5)).astype(np.float32),
+        "text": np.zeros((2, 3, 64), np.float32),
+    }
+    (expected,) = ort.InferenceSession(before, providers=["CPUExecutionProvider"]).run(None, feed)
+    insert_qdq(model.graph, found.accepted, FORMATS[name], {"f": 12.0})
+    counts = [node.op_type for node in model.graph]
+    assert counts.count("QuantizeLinear") == 1
+    assert counts.count("DequantizeLinear") == 3
+    assert "w" not in model.graph.initializers
+    for each, value in model.graph.initializers.items():
+        if (recipe := weight_recipes.recipe_of(value)) is not None:
+            assert value.const_value is not None
+            computed = weight_recipes.evaluate(recipe, originals.__getitem__)
+            assert computed.tobytes() == value.const_value.numpy().tobytes(), each
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto)
+    (got,) = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feed)
+    error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+    assert 1e-4 < error < limit
+
+
+def test_recipes_of_8_bits_have_no_delta() -> None:
+    with pytest.raises(ValueError, match="not linear"):
+        weight_recipes.weight_delta(["quantize", ["int8", 0], "w"], {"w": np.zeros((4, 4), np.float32)})
+    assert weight_recipes.source_shape(["transpose", [1, 0], ["quantize", ["int8", 0], "w"]], (3, 4)) == (4, 3)
+    stored = weight_recipes.dump({"x": ["channel_scale", ["float8", 1, 0.5], "w"]})
+    assert weight_recipes.load(stored) == {"x": ["channel_scale", ["float8", 1, 0.5], "w"]}
+    assert FORMATS["float8"].dtype == ml_dtypes.float8_e4m3fn
+
+
+LINEAR_GRAPHS = {
+    "MatMul": ("y = MatMul (x, w)", "float[64,32] w", {"gelu": 0, "gated": 0}),
+    "LinearAdd": ("y = sd_ort.LinearAdd (x, w, b, skip)", "float[64,32] w, float[32] b", {"gelu": 0, "gated": 0}),
+    "gelu": ("y = sd_ort.LinearAdd <gelu = 1> (x, w, b)", "float[64,32] w, float[32] b", {"gelu": 1, "gated": 0}),
+    "LinearSplitGelu": (
+        "y = sd_ort.LinearSplitGelu (x, w, b)", "float[64,64] w, float[64] b", {"gelu": 0, "gated": 1}
+    ),
+    "BiasSplitGelu": (
+        "p = MatMul (x, w)  y = sd_ort.BiasSplitGelu (p, b)", "float[64,64] w, float[64] b", {"gelu": 0, "gated": 1}
+    ),
+}  # fmt: skip
+LINEAR_INPUTS = "float[N,S,64] x, float[N,S,32] skip"
+OPSETS = '["" : 21, "sd_ort" : 1]'
+
+
+def linear_model(name: str) -> ir.Model:
+    body, weights, _ = LINEAR_GRAPHS[name]
+    model = model_of(body, weights, LINEAR_INPUTS, OPSETS)
+    weight_recipes.init_recipes(model)
+    return model
+
+
+def run_with_bodies(model: ir.Model, feed: dict[str, np.ndarray]) -> np.ndarray:
+    copy = model.clone()
+    function_bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    proto = ir.to_proto(copy)
+    onnx.checker.check_model(proto)
+    return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, feed)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("name", LINEAR_GRAPHS)
+def test_linears_between_qdq_are_lowered(name: str, format_: str, per_channel: bool) -> None:
+    """The lowered operator computes what the graph with QDQ does, and its weights follow from the checkpoint's."""
+    model = linear_model(name)
+    originals = {n: v.const_value.numpy() for n, v in model.graph.initializers.items() if v.const_value is not None}
+    random = np.random.default_rng(3)
+    feed = {"x": random.standard_normal((2, 5, 64)), "skip": random.standard_normal((2, 5, 32))}
+    feed = {key: value.astype(np.float32) for key, value in feed.items()}
+    found = find_layers(model.graph, quantized_linear.LINEARS)
+    assert len(found.accepted) == 1
+    insert_qdq(model.graph, found.accepted, FORMATS[format_], {"x": 3.0}, per_channel)
+    expected = run_with_bodies(model, feed)
+    outcome = quantized_linear.quantized_linear(model)
+    assert outcome.counts == {"quantized_linear": 1}
+    assert [node.op_type for node in model.graph] == ["QuantizeLinear", "QuantizedLinear"]
+    node = next(node for node in model.graph if node.op_type == "QuantizedLinear")
+    assert {key: value.as_int() for key, value in node.attributes.items()} == LINEAR_GRAPHS[name][2]
+    assert node.inputs[2] is not None
+    assert node.inputs[2].shape == ((node.inputs[1].shape[0],) if per_channel else ())  # type: ignore[union-attr,index]
+    assert (node.outputs[0].name, node.outputs[0].dtype) == ("y", ir.DataType.FLOAT)
+    for each, value in model.graph.initializers.items():
+        if (recipe := weight_recipes.recipe_of(value)) is not None:
+            assert value.const_value is not None
+            computed = weight_recipes.evaluate(recipe, originals.__getitem__)
+            assert computed.tobytes() == value.const_value.numpy().tobytes(), each
+    np.testing.assert_allclose(run_with_bodies(model, feed), expected, rtol=1e-4, atol=1e-4)
+
+
+UNLOWERED = [
+    ("not dequantized", "w = DequantizeLinear (e, t)  y = MatMul (x, w)"),
+    ("not dequantized", "d = DequantizeLinear (q, s)  y = MatMul (d, other)"),
+    ("zero point", "d = DequantizeLinear (q, s, z)  w = DequantizeLinear (e, t)  y = MatMul (d, w)"),
+    ("not a constant matrix", "d = DequantizeLinear (q, s)  p = DequantizeLinear (f, s)  y = MatMul (d, p)"),
+    ("more than one scale", "d = DequantizeLinear <axis = 2> (q, r)  w = DequantizeLinear (e, t)  y = MatMul (d, w)"),
+    ("those of the columns", "d = DequantizeLinear (q, s)  w = DequantizeLinear <axis = 0> (e, r)  y = MatMul (d, w)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "body"), UNLOWERED)
+def test_other_linears_are_not_lowered(reason: str, body: str) -> None:
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            f"""<ir_version: 10, opset_import: ["" : 21]>
+            g (int8[N,S,4] q, float[N,S,4] x, int8[4,2] f, float[4,2] other) => (float[N,S,2] y)
+            <int8[4,2] e = {{1, 2, 3, 4, 5, 6, 7, 8}}, float s = {{0.5}}, float t = {{0.25}}, int8 z = {{1}},
+             float[4] r = {{1, 2, 3, 4}}> {{ {body} }}"""
+        )
+    )
+    annotate(model.graph)
+    before = [node.op_type for node in model.graph]
+    outcome = quantized_linear.quantized_linear(model)
+    assert reason in "; ".join(rejection.reason for rejection in outcome.rejections)
+    assert [node.op_type for node in model.graph] == before

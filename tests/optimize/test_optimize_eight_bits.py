@@ -1,0 +1,185 @@
+"""A demo in 8 bits: calibrated on recorded runs, verified bit for bit, near float32; bad inputs in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from click.testing import CliRunner
+
+from sd_ort import StableDiffusionPipeline, demo
+from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
+from sd_ort.cli.optimize import command
+from sd_ort.core import pipeline_folder
+from sd_ort.core.errors import InputError
+from sd_ort.demo.scenes import is_unseen, parse, training_prompts
+from sd_ort.demo.styles import lora_path
+from sd_ort.graphs.load import load
+from sd_ort.inspect.weight_verification import check_weights, verify_weights
+from sd_ort.optimize.activation_ranges import measure_ranges
+from sd_ort.pipelines.calibration_runs import STEPS_PER_PROMPT, record_runs
+from sd_ort.runtime.session import load as open_component
+from sd_ort.stages import optimize
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / "float32"
+    optimize("demo", out, target="portable")
+    return out
+
+
+@pytest.fixture(scope="module")
+def recorded(reference: Path) -> Path:
+    path = reference.with_name("runs.npz")
+    assert record_runs(reference, training_prompts(2), path, show_progress=False) == 2 * STEPS_PER_PROMPT
+    return path
+
+
+@pytest.fixture(scope="module")
+def float8(recorded: Path) -> Path:
+    out = recorded.with_name("float8")
+    optimize("demo", out, target="portable", eight_bits="float8", inputs=recorded)
+    return out
+
+
+def test_prompts_of_the_demo() -> None:
+    prompts = training_prompts(8)
+    assert len(set(prompts)) == 8
+    assert not any(is_unseen(parse(prompt)) for prompt in prompts)
+
+
+def test_runs_are_of_different_steps(recorded: Path, reference: Path) -> None:
+    inputs = list(load(reference / "unet" / pipeline_folder.MODEL).graph.inputs)
+    runs = load_recorded_inputs(recorded, "unet", inputs, required=True)
+    assert len({float(run["timestep"][0]) for run in runs}) == 2 * STEPS_PER_PROMPT
+
+
+def test_the_demo_in_float8(float8: Path, reference: Path) -> None:
+    """The manifest says what is in 8 bits; the file has these elements; images are near those of float32."""
+    entry = pipeline_folder.read_manifest(float8)["components"]["unet"]["eight_bits"]
+    assert entry["format"] == "float8"
+    assert entry["layers"] == {"Conv": 81, "MatMul": 128}
+    assert sum(entry["not_quantized"].values()) == 73
+    model = load(float8 / "unet" / pipeline_folder.MODEL)
+    elements = [v for v in model.graph.initializers.values() if v.dtype == ir.DataType.FLOAT8E4M3FN]
+    assert len(elements) == 81 + 128
+    sizes = [(folder / "unet" / pipeline_folder.DATA).stat().st_size for folder in (float8, reference)]
+    assert sizes[0] < 0.4 * sizes[1]
+    images = [
+        np.asarray(
+            StableDiffusionPipeline.from_pretrained(folder, "cpu")(
+                "a red circle on a blue background", num_inference_steps=4, guidance_scale=demo.GUIDANCE, generator=1,
+                output_type="np", progress=False,
+            ).images
+        )
+        for folder in (float8, reference)
+    ]  # fmt: skip
+    error = float(np.sqrt(np.square(images[0] - images[1]).mean()))
+    assert 1e-5 < error < 0.05
+
+
+def test_verify_quantizes_again(float8: Path) -> None:
+    result = verify_weights("demo", float8)
+    check_weights(result, "demo", float8)
+    assert result["passed"]
+
+
+def test_int8_beside_float16(recorded: Path, tmp_path: Path) -> None:
+    """Scales are float16 numbers, so the float16 graph has those of float32."""
+    optimize(
+        "demo", tmp_path / "out", target="portable", components=["unet"], dtype="float16", calibrate=False,
+        eight_bits="int8", inputs=recorded,
+    )  # fmt: skip
+    graph = load(tmp_path / "out" / "unet" / pipeline_folder.MODEL).graph
+    quantized = [node for node in graph if node.op_type == "QuantizeLinear"]
+    assert quantized
+    assert all(node.inputs[1].dtype == ir.DataType.FLOAT16 for node in quantized if node.inputs[1])
+    ranges = pipeline_folder.read_manifest(tmp_path / "out")["components"]["unet"]["eight_bits"]["ranges"]
+    assert len(ranges) == len(quantized)
+    result = verify_weights("demo", tmp_path / "out", components=["unet"])
+    assert result["passed"], result
+
+
+def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
+    """Linears become QuantizedLinear, gated ones with their gate; convolutions stay in float16."""
+    optimize(
+        "demo", tmp_path / "out", target="gpu", components=["unet"], dtype="float16", calibrate=False,
+        eight_bits="float8", inputs=recorded,
+    )  # fmt: skip
+    entry = pipeline_folder.read_manifest(tmp_path / "out")["components"]["unet"]
+    assert entry["eight_bits"]["layers"] == {"LinearAdd": 128, "LinearSplitGelu": 16}
+    graph = load(tmp_path / "out" / "unet" / pipeline_folder.MODEL).graph
+    nodes = [node for node in graph if node.op_type == "QuantizedLinear"]
+    assert len(nodes) == 144
+    assert sum(node.attributes.get_int("gated", 0) for node in nodes) == 16
+    assert {node.inputs[2].dtype for node in nodes if node.inputs[2]} == {ir.DataType.FLOAT}
+    assert {node.inputs[3].dtype for node in nodes if node.inputs[3]} == {ir.DataType.FLOAT16}
+    assert not any(node.op_type == "DequantizeLinear" for node in graph)
+    result = verify_weights("demo", tmp_path / "out", components=["unet"])
+    assert result["passed"], result
+
+
+@pytest.mark.parametrize("format_", ["float8", "int8"])
+def test_operators_of_the_cpu(recorded: Path, reference: Path, tmp_path: Path, format_: str) -> None:
+    """The noise prediction is near that of float32."""
+    optimize("demo", tmp_path / "out", target="cpu", components=["unet"], eight_bits=format_, inputs=recorded)
+    inputs = list(load(reference / "unet" / pipeline_folder.MODEL).graph.inputs)
+    feed = load_recorded_inputs(recorded, "unet", inputs, required=True)[0]
+    results = [
+        open_component(folder, "unet")(**feed)["out_sample"].astype(np.float64)
+        for folder in (tmp_path / "out", reference)
+    ]
+    assert 1e-4 < np.linalg.norm(results[0] - results[1]) / np.linalg.norm(results[1]) < 0.1
+
+
+def test_loras_are_refused(float8: Path) -> None:
+    pipeline = StableDiffusionPipeline.from_pretrained(float8, "cpu")
+    with pytest.raises(InputError, match="in 8 bits, to which no LoRA can be added: fuse the LoRA"):
+        pipeline.load_lora_weights(lora_path("night"))
+
+
+def test_ranges_are_percentiles(tmp_path: Path) -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["n"]))
+    node = ir.node("Identity", [x])
+    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    model = ir.Model(ir.Graph([x], list(node.outputs), nodes=[node], opset_imports={"": 21}, name="g"), ir_version=10)
+    values = np.linspace(-1, 1, 200_000, dtype=np.float32)
+    values[7] = 50.0
+    feeds = [{"x": values}, {"x": -values}]
+    assert measure_ranges(model, ["y"], feeds, tmp_path, 100.0) == {"y": 50.0}
+    assert measure_ranges(model, ["y"], feeds, tmp_path, 99.0)["y"] == pytest.approx(0.99, abs=0.01)
+    values[9] = np.inf
+    with pytest.raises(InputError, match="computes inf in y: leave its prompt out"):
+        measure_ranges(model, ["y"], feeds, tmp_path, 100.0)
+
+
+def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
+    out, runs = tmp_path / "out", {"inputs": recorded}
+    cases = [
+        ({"target": "rocm", "eight_bits": "float8", **runs}, "target rocm has no kernels for --float8"),
+        ({"target": "gpu", "eight_bits": "int8", **runs}, "target gpu has no kernels for --int8"),
+        ({"target": "portable", "eight_bits": "int8"}, "give --prompts, or --inputs"),
+        ({"target": "portable", "eight_bits": "int8", "dtype": "bfloat16", **runs}, "not --bfloat16"),
+        (
+            {"target": "portable", "eight_bits": "int8", "components": ["text_encoder"], **runs},
+            "has no runs of text_enc",
+        ),
+    ]
+    for options, message in cases:
+        with pytest.raises(InputError, match=message):
+            optimize("demo", out, **options)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    base = ["demo", str(out), "--target", "portable"]
+    for arguments, message in (
+        (["--prompts", str(empty)], "--prompts goes with --float8 or --int8"),
+        (["--float8", "--prompts", str(empty)], "has no prompts"),
+        (["--float8", "--prompts", str(empty), "--inputs", str(recorded)], "without --inputs"),
+    ):
+        result = CliRunner().invoke(command, [*base, *arguments])
+        assert isinstance(result.exception, InputError)
+        assert message in str(result.exception)
+    assert not out.exists()
