@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
     from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline
     from sd_ort.pipelines.transformer_pipelines import FluxPipeline, StableDiffusion3Pipeline
+    from sd_ort.pipelines.transformer_z_image import ZImagePipeline
 
 __all__ = [
     "Flux2KleinPipeline",
@@ -18,6 +19,7 @@ __all__ = [
     "StableDiffusionImg2ImgPipeline",
     "StableDiffusionInpaintPipeline",
     "StableDiffusionPipeline",
+    "ZImagePipeline",
 ]
 __version__ = "1.0.0"
 
@@ -29,6 +31,7 @@ MODULES = {
     "StableDiffusion3Pipeline": "sd_ort.pipelines.transformer_pipelines",
     "FluxPipeline": "sd_ort.pipelines.transformer_pipelines",
     "Flux2KleinPipeline": "sd_ort.pipelines.transformer_flux2",
+    "ZImagePipeline": "sd_ort.pipelines.transformer_z_image",
 }
 # diffusers' other classes. from_pretrained of any class returns the one of the folder's family for the same task.
 FAMILIES = [f"StableDiffusion{family}{task}Pipeline"
@@ -46,7 +49,14 @@ PAG_FAMILIES += [
 ]
 MODULES |= dict.fromkeys(PAG_FAMILIES, "sd_ort.pipelines.pag")
 # Classes in the model_index.json of folders with a transformer.
-TRANSFORMER_PIPELINES = ("StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline")
+TRANSFORMER_PIPELINES = ("StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline")
+# Tasks that a class has not, with what to do instead.
+MISSING_TASKS = {
+    ("Flux2KleinPipeline", "Inpaint"):
+        "FLUX.2 klein has no inpainting here: describe the change in the prompt, with the image.",
+    ("ZImagePipeline", "Img2Img"): "Z-Image has no image to image here: leave the image out, or use diffusers.",
+    ("ZImagePipeline", "Inpaint"): "Z-Image has no inpainting here: leave image and mask out, or use diffusers.",
+}  # fmt: skip
 
 
 def transformer_pipeline(name: str, task: str) -> str:
@@ -54,13 +64,11 @@ def transformer_pipeline(name: str, task: str) -> str:
 
     FLUX.2 klein reads images in any task. Raises InputError for a task that it has not.
     """
-    if name != "Flux2KleinPipeline":
-        return name.replace("Pipeline", f"{task}Pipeline")
-    if task == "Inpaint":
+    if (name, task) in MISSING_TASKS:
         from sd_ort.core.errors import InputError
 
-        raise InputError("FLUX.2 klein has no inpainting here: describe the change in the prompt, with the image.")
-    return name
+        raise InputError(MISSING_TASKS[name, task])
+    return name if name == "Flux2KleinPipeline" else name.replace("Pipeline", f"{task}Pipeline")
 
 
 def __getattr__(name: str) -> Any:

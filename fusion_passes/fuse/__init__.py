@@ -14,6 +14,7 @@ from fusion_passes.fuse import (
     bias_split_gelu,
     group_norm,
     joint_attention,
+    modulated_norm,
     multi_head_attention,
     quick_gelu,
     rms_normalization,
@@ -40,6 +41,7 @@ TRANSFORMER_FUSIONS: tuple[Pass, ...] = (
     rotary_embedding.PASS,
     joint_attention.PASS,
     adaptive_layer_norm.PASS,
+    modulated_norm.PASS,
 )
 
 

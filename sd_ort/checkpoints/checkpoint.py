@@ -35,7 +35,7 @@ CLASSES = {
     "CLIPTextModel": "transformers",
     "CLIPTextModelWithProjection": "transformers",
     "T5EncoderModel": "transformers",
-    "Qwen3ForCausalLM": "transformers",
+    **dict.fromkeys(diffusion_transformers.QWEN3, "transformers"),
 }
 LIBRARIES = {**CLASSES, "CLIPVisionModelWithProjection": "transformers"}  # with the image encoder of an IP-Adapter
 MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3", "unet", "transformer", "controlnet", "vae")
@@ -143,7 +143,7 @@ class Checkpoint:
 
             if class_name(config) == "T5EncoderModel":
                 random_weights.write_character_tokenizer(out / name)
-            elif class_name(config) == "Qwen3ForCausalLM":
+            elif class_name(config) in diffusion_transformers.QWEN3:
                 random_weights.write_chat_tokenizer(out / name)
             else:
                 random_weights.write_byte_tokenizer(out / name, config["vocab_size"])
@@ -184,11 +184,11 @@ def is_sdxl(checkpoint: Checkpoint) -> bool:
 
 
 def has_penultimate_states(checkpoint: Checkpoint) -> bool:
-    """Return whether the CLIP text encoders return the penultimate hidden state: those of SDXL and SD3."""
+    """Return whether the text encoders return the penultimate hidden state: CLIP of SDXL and SD3, Qwen3 of Z-Image."""
     transformer = checkpoint.models.get("transformer")
     if transformer is None:
         return is_sdxl(checkpoint)
-    return diffusion_transformers.FAMILIES[class_name(transformer.config)].penultimate_clip_states
+    return diffusion_transformers.FAMILIES[class_name(transformer.config)].penultimate_states
 
 
 def component_signature(checkpoint: Checkpoint, component: str, config: Config) -> Signature:

@@ -39,7 +39,7 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
     if "unet" not in models and "transformer" not in models:
         raise InputError(
             f"{folder} has neither a UNet nor a transformer: sd-ort exports Stable Diffusion 1.x to 3.5, XL, "
-            "FLUX.1 and FLUX.2 klein."
+            "FLUX.1, FLUX.2 klein and Z-Image."
         )
     if "transformer" in models and (mismatch := encoder_mismatch(index)):
         raise InputError(f"{folder} {mismatch}: get the whole folder.")

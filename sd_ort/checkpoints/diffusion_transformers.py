@@ -25,20 +25,20 @@ class TransformerFamily:
             `forward`, which are those of Optimum too.
         output: Returns the axes of the output `out_hidden_states`.
         max_timestep: Largest value of `timestep`.
-        penultimate_clip_states: Whether the CLIP encoders return the penultimate hidden state and `text_embeds`;
-            otherwise `last_hidden_state` and `pooler_output`.
+        penultimate_states: Whether CLIP encoders return the penultimate hidden state and `text_embeds`, and Qwen3 the
+            penultimate hidden state; otherwise CLIP's are `last_hidden_state` and `pooler_output`.
         steps, guidance: Default number of denoising steps and guidance scale of diffusers' pipeline.
-        text_encoders: Class of each text encoder. Those in `optional_encoders` may be missing.
+        text_encoders: Classes that each text encoder may have. Those in `optional_encoders` may be missing.
         max_patches: Returns the largest number of patches along height and width, None without a limit.
     """
 
     inputs: Callable[[Config], Axes]
     output: Callable[[Config], tuple[Axis, ...]]
     max_timestep: float
-    penultimate_clip_states: bool
+    penultimate_states: bool
     steps: int
     guidance: float
-    text_encoders: Mapping[str, str]
+    text_encoders: Mapping[str, tuple[str, ...]]
     optional_encoders: tuple[str, ...] = ()
     max_patches: Callable[[Config], int | None] = lambda config: None
 
@@ -73,17 +73,36 @@ def _flux2_inputs(config: Config) -> Axes:
     return _flux_inputs(config, axes=4)
 
 
+def _z_image_inputs(config: Config) -> Axes:
+    """Return the inputs of Z-Image: latents in patches of 2x2, the prompt, the positions of both, a mask of the prompt.
+
+    Both sequences are padded to multiples of `TOKEN_MULTIPLE`. Positions of patches are (text tokens + 1, y, x), of
+    text (1 + token, 0, 0), and (0, 0, 0) of padding of the image. The mask is 1 for tokens, and 0 for padding.
+    """
+    return {
+        "hidden_states": ("batch", "image_sequence", 4 * config["in_channels"]),
+        "encoder_hidden_states": ("batch", "sequence", config["cap_feat_dim"]),
+        "timestep": (1,),
+        "img_ids": ("image_sequence", 3),
+        "txt_ids": ("sequence", 3),
+        "encoder_hidden_states_mask": ("batch", "sequence"),
+    }
+
+
+QWEN3 = ("Qwen3ForCausalLM", "Qwen3Model")  # with its head, which nothing reads, and without
+TOKEN_MULTIPLE = 32  # Z-Image pads image and text to multiples of it
+
 FAMILIES: Mapping[str, TransformerFamily] = {
     "SD3Transformer2DModel": TransformerFamily(
         inputs=_sd3_inputs,
         output=lambda config: ("batch", config["out_channels"], "height", "width"),
         max_timestep=1000,
-        penultimate_clip_states=True,
+        penultimate_states=True,
         steps=28,
         guidance=7.0,
         text_encoders={
-            **dict.fromkeys(("text_encoder", "text_encoder_2"), "CLIPTextModelWithProjection"),
-            "text_encoder_3": "T5EncoderModel",
+            **dict.fromkeys(("text_encoder", "text_encoder_2"), ("CLIPTextModelWithProjection",)),
+            "text_encoder_3": ("T5EncoderModel",),
         },
         optional_encoders=("text_encoder_3",),
         max_patches=lambda config: config["pos_embed_max_size"],
@@ -92,19 +111,29 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         inputs=_flux_inputs,
         output=lambda config: ("batch", "image_sequence", config.get("out_channels") or config["in_channels"]),
         max_timestep=1,
-        penultimate_clip_states=False,
+        penultimate_states=False,
         steps=28,
         guidance=3.5,
-        text_encoders={"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"},
+        text_encoders={"text_encoder": ("CLIPTextModel",), "text_encoder_2": ("T5EncoderModel",)},
     ),
     "Flux2Transformer2DModel": TransformerFamily(
         inputs=_flux2_inputs,
         output=lambda config: ("batch", "image_sequence", config.get("out_channels") or config["in_channels"]),
         max_timestep=1,
-        penultimate_clip_states=False,
+        penultimate_states=False,
         steps=50,
         guidance=4.0,
-        text_encoders={"text_encoder": "Qwen3ForCausalLM"},
+        text_encoders={"text_encoder": QWEN3[:1]},
+    ),
+    "ZImageTransformer2DModel": TransformerFamily(
+        inputs=_z_image_inputs,
+        output=lambda config: ("batch", "image_sequence", 4 * config["in_channels"]),
+        max_timestep=1,
+        penultimate_states=True,
+        steps=50,
+        guidance=5.0,
+        text_encoders={"text_encoder": QWEN3},
+        max_patches=lambda config: min(config["axes_lens"][1:]),
     ),
 }
 
@@ -114,9 +143,9 @@ def encoder_mismatch(index: Config) -> str | None:
     family = FAMILIES[index["transformer"][1]]
     for name, expected in family.text_encoders.items():
         found = (index.get(name) or (None, None))[1]
-        if found != expected and not (found is None and name in family.optional_encoders):
+        if found not in expected and not (found is None and name in family.optional_encoders):
             what = f"a {name} of class {found}" if found else f"no {name}"
-            return f"has {what}, but its {index['transformer'][1]} needs a {expected}"
+            return f"has {what}, but its {index['transformer'][1]} needs a {expected[0]}"
     return None
 
 
@@ -133,4 +162,6 @@ def synthetic_values(config: Config, name: str, random: np.random.Generator, sha
         return random.uniform(0, family.max_timestep, shape)
     if name == "guidance":
         return random.uniform(1, 5, shape)
+    if name == "encoder_hidden_states_mask":
+        return (np.arange(shape[1]) < random.integers(1, shape[1] + 1, (shape[0], 1))).astype(np.float64)
     return random.integers(0, 64, shape).astype(np.float64) if name in ("img_ids", "txt_ids") else None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fusion_passes.weight_recipes import position_axis
 from sd_ort.checkpoints.signatures import has_packed_latents, signature, tapped_layers
+from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS
+from sd_ort.checkpoints.z_image_modules import ZImageTransformer
 
 
 class TextEncoder(torch.nn.Module):
@@ -43,25 +44,32 @@ class T5TextEncoder(torch.nn.Module):
 
 
 class Qwen3TextEncoder(torch.nn.Module):
-    """input_ids, attention_mask [B, S] -> the hidden states of `tapped_layers`, side by side [B, S, 3 * C].
+    """input_ids, attention_mask [B, S] -> the hidden states of `tapped_layers`, side by side [B, S, taps * C].
 
     Layers after the last of these are removed. A token attends to the tokens up to itself that the mask has. Padding is
     on the right, so each token attends to the first one.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, penultimate: bool) -> None:
         super().__init__()
         self.model = model
-        self.taps = tapped_layers(model.config.to_dict())
-        layers = model.model.layers
+        self.taps = tapped_layers(model.config.to_dict(), penultimate)
+        stack = self._stack()
+        layers = stack.layers
         self.ends_with_norm = self.taps[-1] == len(layers)  # transformers' last hidden state is normalized
-        model.model.layers = layers[: self.taps[-1]]
+        stack.layers = layers[: self.taps[-1]]
         if not self.ends_with_norm:
-            del model.model.norm
-        del model.lm_head
+            del stack.norm
+        if stack is not model:
+            del model.lm_head
+
+    def _stack(self) -> Any:
+        """Return the model without its head: of a `Qwen3ForCausalLM` a part, a `Qwen3Model` is one."""
+        model: Any = self.model
+        return getattr(model, "model", model)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        model: Any = self.model.model
+        model = self._stack()
         hidden = model.embed_tokens(input_ids)
         length = input_ids.shape[1]
         tokens = torch.arange(length, device=input_ids.device)
@@ -128,28 +136,6 @@ class DiffusionTransformer(torch.nn.Module):
         named = dict(zip(self.names, inputs, strict=True))
         output: torch.Tensor = self.model(**named, return_dict=False)[0]
         return output
-
-
-class SinusoidalEmbedding(torch.nn.Module):
-    """diffusers' `Timesteps` with the frequencies as a buffer.
-
-    Exporters fold the frequencies with NumPy's Exp, whose last bit differs from torch's. FLUX.1 multiplies them by
-    guidance * 1000, so outputs differed by an NMSE of 4e-10 instead of 2e-13.
-    """
-
-    frequencies: torch.Tensor
-
-    def __init__(self, timesteps: Any) -> None:
-        super().__init__()
-        half = timesteps.num_channels // 2
-        exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32) / (half - timesteps.downscale_freq_shift)
-        self.register_buffer("frequencies", torch.exp(exponents) * timesteps.scale, persistent=False)
-        self.flip_sin_to_cos = timesteps.flip_sin_to_cos
-
-    def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
-        angles = timesteps[:, None].float() * self.frequencies
-        halves = (torch.sin(angles), torch.cos(angles))
-        return torch.cat(halves[::-1] if self.flip_sin_to_cos else halves, dim=-1)
 
 
 class UNet(torch.nn.Module):
@@ -294,9 +280,11 @@ def wrap(component: str, model: torch.nn.Module, penultimate: bool, controlnet: 
     config: Any = model.config
     if component.startswith("text_encoder"):
         if config.model_type in ENCODERS:
-            return ENCODERS[config.model_type](model).eval()
+            return ENCODERS[config.model_type](model, penultimate).eval()
         return TextEncoder(model, penultimate).eval()
     if component == "transformer":
+        if config["_class_name"] in TRANSFORMERS:
+            return TRANSFORMERS[config["_class_name"]](model).eval()
         return DiffusionTransformer(model, [tensor.name for tensor in signature(component, config).inputs]).eval()
     if component == "image_encoder":
         return ImageEncoder(model).eval()
@@ -317,4 +305,9 @@ def derived_weights(module: torch.nn.Module) -> dict[str, Any]:
 
 
 # Text encoders other than CLIP's, by the model_type of the config.
-ENCODERS: dict[str, type[torch.nn.Module]] = {"t5": T5TextEncoder, "qwen3": Qwen3TextEncoder}
+ENCODERS: dict[str, Callable[[torch.nn.Module, bool], torch.nn.Module]] = {
+    "t5": lambda model, penultimate: T5TextEncoder(model),
+    "qwen3": Qwen3TextEncoder,
+}
+# Transformers that diffusers' own forward does not export, by class.
+TRANSFORMERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {"ZImageTransformer2DModel": ZImageTransformer}

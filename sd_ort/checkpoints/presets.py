@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.checkpoints.checkpoint import CLASSES, Checkpoint, CheckpointModel, as_json, build_model, class_name
+from sd_ort.checkpoints.diffusion_transformers import QWEN3
 from sd_ort.checkpoints.signatures import Config, levels
 from sd_ort.checkpoints.unet_inputs import time_ids_split
 
@@ -319,6 +320,34 @@ def _klein(is_distilled: bool) -> Preset:
     return Preset("Flux2KleinPipeline", models, scheduler, {"is_distilled": is_distilled})
 
 
+# As Tongyi-MAI/Z-Image-Turbo has it, whose VAE is FLUX.1's.
+_Z_IMAGE_TURBO = Preset(
+    "ZImagePipeline",
+    {
+        "text_encoder": _QWEN3_4B | {"architectures": ["Qwen3Model"]},
+        "transformer": {
+            "_class_name": "ZImageTransformer2DModel",
+            "all_patch_size": [2],
+            "all_f_patch_size": [1],
+            "in_channels": 16,
+            "dim": 3840,
+            "n_layers": 30,
+            "n_refiner_layers": 2,
+            "n_heads": 30,
+            "n_kv_heads": 30,
+            "norm_eps": 1e-5,
+            "qk_norm": True,
+            "cap_feat_dim": 2560,
+            "rope_theta": 256.0,
+            "t_scale": 1000.0,
+            "axes_dims": [32, 48, 48],
+            "axes_lens": [1536, 512, 512],
+        },
+        "vae": _vae16(0.3611, 0.1159),
+    },
+    _flow_match(shift=3.0, use_dynamic_shifting=False),
+)
+
 _TINY_HIDDEN = 64
 _TINY_QWEN3 = {
     "vocab_size": 512, "hidden_size": _TINY_HIDDEN, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -348,6 +377,15 @@ _TINY_TRANSFORMERS = {
         "joint_attention_dim": 3 * _TINY_HIDDEN,
         "axes_dims_rope": [8, 8, 8, 8],
     },
+    "ZImageTransformer2DModel": {
+        "dim": 96,
+        "n_layers": 2,
+        "n_refiner_layers": 1,
+        "n_heads": 3,
+        "n_kv_heads": 3,
+        "cap_feat_dim": _TINY_HIDDEN,
+        "axes_dims": [8, 12, 12],
+    },
 }
 
 
@@ -355,10 +393,11 @@ def _tiny_model(name: str, config: Config, context: int) -> Config:
     """Return a config of the same topology with narrower layers. `context`: cross_attention_dim of a UNet."""
     if class_name(config) == "T5EncoderModel":
         return config | _TINY_T5
-    if class_name(config) == "Qwen3ForCausalLM":
+    if class_name(config) in QWEN3:
         return config | _TINY_QWEN3
     if name == "transformer":
-        tiny = config | _TINY_TRANSFORMER | _TINY_TRANSFORMERS[class_name(config)]
+        shared = {name: value for name, value in _TINY_TRANSFORMER.items() if name in config}
+        tiny = config | shared | _TINY_TRANSFORMERS[class_name(config)]
         return tiny if config.get("dual_attention_layers", True) else tiny | {"dual_attention_layers": []}
     if name.startswith("text_encoder"):
         narrow = {"hidden_size": _TINY_HIDDEN, "intermediate_size": 4 * _TINY_HIDDEN, "num_attention_heads": 4}
@@ -396,6 +435,7 @@ _FULL = {
     "flux-dev": _FLUX_DEV,
     "flux2-klein-4b": _klein(is_distilled=True),
     "flux2-klein-base-4b": _klein(is_distilled=False),
+    "z-image-turbo": _Z_IMAGE_TURBO,
 }
 PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, preset in _FULL.items()}
 
@@ -423,7 +463,7 @@ def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
     )
 
 
-TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", "Qwen3ForCausalLM": "Qwen2TokenizerFast"}
+TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", **dict.fromkeys(QWEN3, "Qwen2TokenizerFast")}
 
 
 def _index(preset: Preset) -> Config:
@@ -437,10 +477,9 @@ def _index(preset: Preset) -> Config:
             index[model.replace("text_encoder", "tokenizer")] = ["transformers", tokenizer]
     index["scheduler"] = ["diffusers", preset.scheduler["_class_name"]]
     absent = {"StableDiffusionXLImg2ImgPipeline": ["text_encoder", "tokenizer"]}
-    if preset.pipeline.startswith("Flux2"):
-        pass
-    elif "transformer" in preset.models:
-        absent[preset.pipeline] = ["image_encoder", "feature_extractor"]
+    if "transformer" in preset.models:
+        if preset.pipeline in ("StableDiffusion3Pipeline", "FluxPipeline"):
+            absent[preset.pipeline] = ["image_encoder", "feature_extractor"]
     elif "XL" not in preset.pipeline:
         absent[preset.pipeline] = ["safety_checker", "feature_extractor"]
         index["requires_safety_checker"] = False

@@ -130,18 +130,21 @@ def _t5_encoder(config: Mapping[str, Any]) -> Signature:
     return Signature(inputs, (TensorSpec("last_hidden_state", ("batch", "sequence", config["d_model"])),))
 
 
-def tapped_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the layers of a Qwen3 text encoder whose outputs FLUX.2 klein reads.
+def tapped_layers(config: Mapping[str, Any], penultimate: bool = False) -> tuple[int, ...]:
+    """Return the layers of a Qwen3 text encoder whose outputs a transformer reads.
 
-    These are 9, 18 and 27 of 36 layers, as in diffusers; quarters of the layers of a smaller model, such as a tiny one.
+    `penultimate`: the last but one, which Z-Image reads. FLUX.2 klein reads 9, 18 and 27 of 36 layers, as in diffusers;
+    quarters of the layers of a smaller model, such as a tiny one.
     """
     layers = int(config["num_hidden_layers"])
+    if penultimate:
+        return (max(layers - 1, 1),)
     return (9, 18, 27) if layers >= 27 else (max(layers // 4, 1), max(layers // 2, 1), max(3 * layers // 4, 1))
 
 
-def _qwen3_encoder(config: Mapping[str, Any]) -> Signature:
+def _qwen3_encoder(config: Mapping[str, Any], penultimate: bool) -> Signature:
     names = ("input_ids", "attention_mask")
-    width = len(tapped_layers(config)) * config["hidden_size"]
+    width = len(tapped_layers(config, penultimate)) * config["hidden_size"]
     output = TensorSpec("hidden_states", ("batch", "sequence", width))
     return Signature(tuple(TensorSpec(name, ("batch", "sequence"), "int64") for name in names), (output,))
 
@@ -181,7 +184,7 @@ def _unet(config: Mapping[str, Any], controlnet: bool) -> Signature:
 def _transformer(config: Mapping[str, Any]) -> Signature:
     family = diffusion_transformers.FAMILIES[config["_class_name"]]
     inputs = tuple(TensorSpec(name, axes) for name, axes in family.inputs(config).items())
-    patch, patches = config["patch_size"], family.max_patches(config)
+    patch, patches = config.get("patch_size") or 1, family.max_patches(config)
     return Signature(
         inputs,
         (TensorSpec("out_hidden_states", family.output(config)),),
@@ -248,13 +251,16 @@ def signature(
 ) -> Signature:
     """Return inputs and outputs of a component, from the diffusers or transformers config of its model.
 
-    penultimate: CLIP text encoders return the penultimate hidden state. controlnet: the UNet has inputs for residuals.
-    Raises KeyError for an unknown component.
+    penultimate: CLIP and Qwen3 text encoders return the penultimate hidden state. controlnet: the UNet has inputs for
+    residuals. Raises KeyError for an unknown component.
     """
     if component.startswith("text_encoder"):
-        encoders = {"T5EncoderModel": _t5_encoder, "Qwen3ForCausalLM": _qwen3_encoder}
-        encoder = next((encoders[name] for name in config.get("architectures") or () if name in encoders), None)
-        return encoder(config) if encoder else _text_encoder(config, penultimate)
+        names = config.get("architectures") or ()
+        if "T5EncoderModel" in names:
+            return _t5_encoder(config)
+        if any(name in names for name in diffusion_transformers.QWEN3):
+            return _qwen3_encoder(config, penultimate)
+        return _text_encoder(config, penultimate)
     if component == "unet":
         return _unet(config, controlnet)
     others = {

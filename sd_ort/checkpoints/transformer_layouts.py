@@ -58,6 +58,20 @@ _SD3 = {
     "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
     "final_layer.linear": "proj_out", "final_layer.adaLN_modulation.1": "norm_out.linear~",
 }  # fmt: skip
+_Z_IMAGE = {
+    "x_embedder": "all_x_embedder.2-1", "final_layer.linear": "all_final_layer.2-1.linear",
+    "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+    **{name: name for name in ("cap_embedder.0", "cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2")},
+}  # fmt: skip
+_Z_IMAGE_BLOCK = {
+    "attention.q_norm": "attention.norm_q", "attention.k_norm": "attention.norm_k",
+    "attention.out": "attention.to_out.0",
+    **{name: name for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2", "adaLN_modulation.0")},
+    **{f"feed_forward.{name}": f"feed_forward.{name}" for name in ("w1", "w2", "w3")},
+}  # fmt: skip
+# Parameters of no module, which have one name in both layouts.
+_PARAMETERS = {"SD3Transformer2DModel": {"pos_embed": "pos_embed.pos_embed"},
+               "ZImageTransformer2DModel": {name: name for name in ("x_pad_token", "cap_pad_token")}}  # fmt: skip
 _TO, _ADD = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 
 
@@ -110,7 +124,8 @@ def _sd3_block(config: Config, i: int) -> dict[str, str | tuple[str, ...]]:
 
 def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
     """Return original module -> its parts, for a transformer of `diffusion_transformers.FAMILIES`."""
-    width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    is_z_image = config["_class_name"] == "ZImageTransformer2DModel"
+    width = int(config["dim"] if is_z_image else config["num_attention_heads"] * config["attention_head_dim"])
     modules: dict[str, tuple[Part, ...]] = {}
 
     def add(original: str, targets: str | tuple[str, ...], block: str = "") -> None:
@@ -125,6 +140,13 @@ def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
         for i in range(int(config["num_layers"])):
             for original, targets in _sd3_block(config, i).items():
                 add(f"joint_blocks.{i}.{original}", targets, f"transformer_blocks.{i}.")
+    elif is_z_image:
+        top, refiners = _Z_IMAGE, int(config["n_refiner_layers"])
+        counts = {"noise_refiner": refiners, "context_refiner": refiners, "layers": int(config["n_layers"])}
+        for block in (f"{part}.{i}." for part, count in counts.items() for i in range(count)):
+            add(f"{block}attention.qkv", tuple(name.replace("attn.", "attention.") for name in _TO), block)
+            for original, target in _Z_IMAGE_BLOCK.items():
+                add(f"{block}{original}", target, block)
     else:
         top = _FLUX2 if config["_class_name"] == "Flux2Transformer2DModel" else _FLUX1
         for i in range(int(config["num_layers"])):
@@ -150,8 +172,9 @@ def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], pref
             if stored in shapes:
                 for part in parts:
                     recipes[f"{part.module}.{name}"] = _rows(stored, part, shapes[stored])
-    if (positions := f"{prefix}pos_embed") in shapes:
-        recipes["pos_embed.pos_embed"] = positions
+    for original, name in _PARAMETERS.get(str(config["_class_name"]), {}).items():
+        if (stored := f"{prefix}{original}") in shapes:
+            recipes[name] = stored
     return recipes
 
 
@@ -167,7 +190,7 @@ def _rows(stored: str, part: Part, shape: tuple[int, ...]) -> WeightRecipe:
 def original_prefix(names: Iterator[str] | Mapping[str, Any]) -> str | None:
     """Return the prefix of a transformer's tensors in the original layout, None for a file without one."""
     for name in names:
-        for first in ("double_blocks.0.", "joint_blocks.0."):
+        for first in ("double_blocks.0.", "joint_blocks.0.", "cap_pad_token"):  # the last one is Z-Image's
             head, found, _ = name.partition(first)
             if found and head in ("", "model.diffusion_model.", "diffusion_model."):
                 return head

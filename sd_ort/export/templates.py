@@ -27,6 +27,7 @@ import onnx_ir as ir
 
 from fusion_passes import weight_recipes as recipes
 from sd_ort.checkpoints.checkpoint import Checkpoint, has_penultimate_states
+from sd_ort.checkpoints.diffusion_transformers import QWEN3
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_reachable_file
@@ -40,10 +41,10 @@ BUNDLED = Path(__file__).with_name("bundled")
 INDEX = "index.json"
 CONFIG = "sd_ort.config"  # key in the metadata of the ONNX model
 # Keys of a config that do not change the graph: the source of the model, and values that pipelines read.
-# upcast_attention has no effect on float32, in which exports are traced.
+# upcast_attention has no effect on float32, in which exports are traced. axes_lens limits the positions of Z-Image.
 NON_STRUCTURAL_KEYS = frozenset(
     "_class_name _diffusers_version _name_or_path sample_size scaling_factor shift_factor latents_mean latents_std "
-    "force_upcast upcast_attention".split()
+    "force_upcast upcast_attention axes_lens".split()
 )
 # Keys that determine the graph of a CLIP, T5 or Qwen3 text encoder, whose config has many others.
 TEXT_ENCODER_KEYS = frozenset(
@@ -70,7 +71,7 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
     complete = {**defaults, **{name: value for name, value in config.items() if name in defaults or not defaults}}
     if encoder := component.startswith("text_encoder"):
         complete = {name: value for name, value in complete.items() if name in TEXT_ENCODER_KEYS}
-        if cls == "Qwen3ForCausalLM":  # rope_theta was a key of its own before transformers 5
+        if cls in QWEN3:  # rope_theta was a key of its own before transformers 5
             rope = config.get("rope_parameters") or config
             complete["rope_theta"] = float(rope.get("rope_theta") or 1e6)
         if not cls.startswith("CLIP"):
@@ -88,7 +89,7 @@ def component_key(source: Checkpoint, component: str, opset: int, exporter: str)
     model = MODEL_OF.get(component, component)
     variant = component == "unet" and "controlnet" in source.configs
     if component.startswith("text_encoder"):
-        variant = source.index[model][1].startswith("CLIP") and has_penultimate_states(source)
+        variant = source.index[model][1].startswith(("CLIP", "Qwen3")) and has_penultimate_states(source)
     return template_key(component, source.index[model][1], source.configs[model], variant, opset, exporter)
 
 

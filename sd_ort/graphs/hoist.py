@@ -31,7 +31,7 @@ from sd_ort.graphs.unet import TIMESTEP, make_timestep_1d
 PARTS = HOISTED["unet"]
 PROMPT_INPUTS = frozenset(
     "encoder_hidden_states text_embeds time_ids timestep_cond class_labels image_embeds ip_adapter_scale "
-    "pooled_projections guidance img_ids txt_ids".split()
+    "pooled_projections guidance img_ids txt_ids encoder_hidden_states_mask".split()
 )
 LATENTS = ("sample", "hidden_states")  # of a UNet, of a transformer
 TIME_EMBEDDING = "time_embedding"

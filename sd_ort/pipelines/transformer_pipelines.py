@@ -69,6 +69,10 @@ UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
 }  # fmt: skip
 
 
+# Tensors of a prompt by diffusers' names -> inputs of the transformer.
+PROMPT_TENSORS = {"prompt_embeds": "encoder_hidden_states", "pooled_prompt_embeds": "pooled_projections"}
+
+
 @dataclass(frozen=True)
 class SkipLayerGuidance:
     """Guidance away from the prediction of a transformer without some of its blocks, in a range of the steps.
@@ -168,6 +172,20 @@ class Denoising:
             np.split(predictions[0], 2)[1] - skipped
         )
         return result
+
+    def callback_tensors(self) -> dict[str, Any]:
+        """Return what a callback may read, by diffusers' names: arrays, or lists of these."""
+        prompt = self.prompts[0]
+        values = {name: prompt[key] for name, key in PROMPT_TENSORS.items() if key in prompt}
+        return {**values, **self.tensors, "latents": self.sample}
+
+    def replace(self, changed: Mapping[str, Any]) -> bool:
+        """Replace tensors by those that a callback returned. Returns whether inputs of the prompt changed."""
+        if "latents" in changed:
+            self.sample = as_array(changed["latents"])
+        replaced = {key: as_array(changed[name]) for name, key in PROMPT_TENSORS.items() if name in changed}
+        self.prompts[0] |= {key: array for key, array in replaced.items() if key in self.prompts[0]}
+        return bool(replaced)
 
     def step(self, i: int, prediction: np.ndarray) -> None:
         """Replace the latents by those after step i."""
@@ -485,16 +503,13 @@ class TransformerPipeline(LoraMixin):
         """Call the callback after step i, and replace the tensors that it returns. Returns whether prompts changed."""
         import torch
 
-        inputs = {"prompt_embeds": "encoder_hidden_states", "pooled_prompt_embeds": "pooled_projections"}
-        values = {name: job.prompts[0][key] for name, key in inputs.items() if key in job.prompts[0]}
-        values |= {**job.tensors, "latents": job.sample}
-        tensors = {name: torch.from_numpy(values[name].copy()) for name in call.callback_on_step_end_tensor_inputs}
+        def tensor(value: Any) -> Any:
+            return [tensor(each) for each in value] if isinstance(value, list) else torch.from_numpy(value.copy())
+
+        values = job.callback_tensors()
+        tensors = {name: tensor(values[name]) for name in call.callback_on_step_end_tensor_inputs}
         changed = call.callback_on_step_end(self, i, torch.tensor(job.schedule.timesteps[i]), tensors) or {}
-        if "latents" in changed:
-            job.sample = as_array(changed["latents"])
-        replaced = {key: as_array(changed[name]) for name, key in inputs.items() if name in changed}
-        job.prompts[0] |= {key: array for key, array in replaced.items() if key in job.prompts[0]}
-        return bool(replaced)
+        return job.replace(changed)
 
     def _output(self, latents: np.ndarray, output_type: str, return_dict: bool) -> Any:
         """Return what the caller asked for. latents: (B, C, h, w)."""

@@ -20,10 +20,12 @@ from sd_ort.core.errors import InputError
 from sd_ort.weights.lora_files import read_adapter
 
 FLUX, SD3, KLEIN = "flux-schnell-tiny", "sd35-medium-tiny", "flux2-klein-4b-tiny"
+Z_IMAGE = "z-image-turbo-tiny"
 CONVERTERS = {
     "FluxTransformer2DModel": "convert_flux_transformer_checkpoint_to_diffusers",
     "SD3Transformer2DModel": "convert_sd3_transformer_checkpoint_to_diffusers",
     "Flux2Transformer2DModel": "convert_flux2_transformer_checkpoint_to_diffusers",
+    "ZImageTransformer2DModel": "convert_z_image_transformer_checkpoint_to_diffusers",
 }
 
 
@@ -37,12 +39,12 @@ def original_tensors(config: dict[str, Any], weights: dict[str, torch.Tensor]) -
                 shape = [sum(len(weights[name]) for name in names), *weights[names[0]].shape[1:]]
                 is_norm = original.endswith(("query_norm", "key_norm"))
                 tensors[f"{original}.{'scale' if is_norm else end}"] = torch.randn(shape)
-    if "pos_embed.pos_embed" in weights:
-        tensors["pos_embed"] = weights["pos_embed.pos_embed"].clone()
+    parameters = {"pos_embed.pos_embed": "pos_embed", "x_pad_token": "x_pad_token", "cap_pad_token": "cap_pad_token"}
+    tensors |= {original: weights[name].clone() for name, original in parameters.items() if name in weights}
     return tensors
 
 
-@pytest.mark.parametrize("preset", [FLUX, "flux-dev-tiny", SD3, "sd35-large-tiny", KLEIN])
+@pytest.mark.parametrize("preset", [FLUX, "flux-dev-tiny", SD3, "sd35-large-tiny", KLEIN, Z_IMAGE])
 def test_names_are_those_of_diffusers(preset: str) -> None:
     """Each tensor of the model has a recipe, whose result is that of diffusers' conversion."""
     from diffusers.loaders import single_file_utils

@@ -33,6 +33,8 @@ REPLACEMENTS: dict[str, Callable[[TorchComponentSessions], Component]] = {
     "text_encoder": OrtTextEncoder,
     "text_encoder_2": lambda models: OrtTextEncoder(models, "text_encoder_2"),
 }
+# Transformers whose graph has other inputs than diffusers' forward -> the class of sd-ort that generates with it.
+OWN_PIPELINES = {"ZImageTransformer2DModel": "ZImagePipeline"}
 COMPONENTS_OF = {"vae": ("vae_encoder", "vae_decoder")}  # attributes with other components than their name
 LORA_METHODS = (
     "load_lora_weights", "set_adapters", "get_list_adapters", "get_active_adapters", "fuse_lora", "unfuse_lora",
@@ -61,6 +63,8 @@ def accelerate(pipe: Any, folder: Path | str | None = None, *, provider: str | N
     """
     current = {name: getattr(pipe, name, None) for name in REPLACEMENTS}
     present = [name for name, model in current.items() if isinstance(model, torch.nn.Module)]
+    if own := OWN_PIPELINES.get(str(getattr(current["transformer"], "config", {}).get("_class_name"))):
+        raise InputError(f"{type(pipe).__name__} is not accelerated in place: generate with sd_ort.{own}.")
     if "transformer" in present:
         present = ["transformer"]  # text encoders and VAE stay in torch
     elif "unet" not in present:
