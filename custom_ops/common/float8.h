@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(SD_ORT_EMULATED)
-#include "common/gpu.h"  // __host__ and __device__
+#if defined(__CUDACC__) || defined(__HIP__) || defined(SD_ORT_EMULATED)
+#include "common/gpu.h"  // memcpy of devices
 #endif
 
 namespace sd_ort {

@@ -110,10 +110,10 @@ def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
         eight_bits="float8", inputs=recorded,
     )  # fmt: skip
     entry = pipeline_folder.read_manifest(tmp_path / "out")["components"]["unet"]
-    assert entry["eight_bits"]["layers"] == {"LinearAdd": 128, "LinearSplitGelu": 16}
+    assert entry["eight_bits"]["layers"] == {"LinearAdd": 112, "LinearSplitGelu": 16}
     graph = load(tmp_path / "out" / "unet" / pipeline_folder.MODEL).graph
     nodes = [node for node in graph if node.op_type == "QuantizedLinear"]
-    assert len(nodes) == 144
+    assert len(nodes) == 128
     assert sum(node.attributes.get_int("gated", 0) for node in nodes) == 16
     assert {node.inputs[2].dtype for node in nodes if node.inputs[2]} == {ir.DataType.FLOAT}
     assert {node.inputs[3].dtype for node in nodes if node.inputs[3]} == {ir.DataType.FLOAT16}

@@ -1,0 +1,62 @@
+"""QuantizeLinear and QuantizedLinear on our provider, whose simulated device runs their kernels for CPUs."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+from provider_sessions import placed, session_of
+
+from fusion_passes.eight_bits.formats import FORMATS
+from fusion_passes.operators import function_bodies
+
+ELEMENTS = {"float8": TensorProto.FLOAT8E4M3FN, "int8": TensorProto.INT8}
+FLOATS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+
+
+@pytest.mark.parametrize("columns", [8, 3])  # whole vectors, and single elements
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gated_layer(name: str, dtype: str, columns: int, provider: str) -> None:
+    """x is quantized by one scale; NaN and what exceeds the format are as ONNX defines them for float8."""
+    format_, random = FORMATS[name], np.random.default_rng(0)
+    x = (random.standard_normal((2, 5, columns)) * 3).astype(dtype)
+    x[0, 0, 0] = 100  # saturates
+    weight = format_.quantize(random.standard_normal((12, columns)).astype(np.float32) * 20, np.float32(1))
+    bias = random.standard_normal(12).astype(dtype)
+    constants = [
+        helper.make_tensor("s", FLOATS[dtype], [], np.array([0.0625], dtype).tobytes(), raw=True),
+        helper.make_tensor("w", ELEMENTS[name], weight.shape, weight.tobytes(), raw=True),
+        helper.make_tensor("scale", TensorProto.FLOAT, [], np.array([0.0625 / 16], np.float32).tobytes(), raw=True),
+        helper.make_tensor("bias", FLOATS[dtype], bias.shape, bias.tobytes(), raw=True),
+    ]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s"], ["q"], output_dtype=ELEMENTS[name]),
+        helper.make_node("QuantizedLinear", ["q", "w", "scale", "bias"], ["y"], domain="sd_ort", gelu=0, gated=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "gated",
+        [helper.make_tensor_value_info("x", FLOATS[dtype], ["n", "s", columns])],
+        [helper.make_tensor_value_info("y", FLOATS[dtype], None)],
+        constants,
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sd_ort", 1)]
+    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    function_bodies.attach(model, [node for node in model.graph if node.domain == "sd_ort"])
+    session = session_of(ir.to_proto(model).SerializeToString(), provider)
+    assert sum(placed(session)["SdOrtSimulated"].values()) == 2
+    (y,) = session.run(None, {"x": x})
+    limit = 448.0 if name == "float8" else 127.0
+    scaled = (x.astype(np.float32) / 0.0625).clip(-limit, limit)
+    q = np.rint(scaled) if name == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    v = q @ weight.astype(np.float32).T * np.float32(0.0625 / 16) + bias.astype(np.float32)
+    left, right = np.split(v.astype(np.float64), 2, axis=-1)
+    erf = np.vectorize(math.erf)
+    expected = left * 0.5 * right * (1 + erf(right / np.sqrt(2)))
+    tolerance = 1e-5 if dtype == "float32" else 2e-3
+    np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
