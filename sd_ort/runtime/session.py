@@ -163,8 +163,10 @@ def _open(
     """Open a session; the weights of `override` are all in the data file."""
     entry = provider_named(provider)
     ort_options = _ort_options(provider, options)
-    if read_manifest(model_path.parent.parent).get("options", {}).get("eight_bits") == "float8":
-        # onnxruntime 1.31 fuses DequantizeLinear and MatMul to an operator of integers, whatever the 8 bits are.
+    float8 = read_manifest(model_path.parent.parent).get("options", {}).get("eight_bits") == "float8"
+    if float8 or is_plugin(provider):
+        # onnxruntime 1.31 fuses DequantizeLinear and MatMul to an operator of integers, whatever the 8 bits are, and
+        # moves QuantizeLinear before a Reshape with a DequantizeLinear behind, for which our provider has no kernel.
         ort_options.add_session_config_entry("session.disable_quant_qdq", "1")
     if override.graph is not None:
         ort_options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))

@@ -35,8 +35,9 @@ size_t gemm_bytes(const Params& p) {
   return p.gated ? ceil_div(p.rows * p.columns * size_of(p.dtype), kAlignment) * kAlignment : 0;
 }
 
+// cuBLASLt takes no bias in float32 beside float8, and its sums have fewer bits than float32.
 bool library_takes(const Params& p) {
-  return p.eight_bits == DType::kFloat8 && p.scales == 1 && units() != Float8Units::kNone;
+  return p.dtype != DType::kFloat32 && p.eight_bits == DType::kFloat8 && p.scales == 1 && units() != Float8Units::kNone;
 }
 
 Candidate<Params> library_candidate(int index) {
@@ -45,8 +46,7 @@ Candidate<Params> library_candidate(int index) {
   };
   const auto run = [=](const Params& p, void* workspace, void* stream) -> const char* {
     char* const library_workspace = static_cast<char*>(workspace) + gemm_bytes(p);
-    const char* error =
-        BlasLt::instance().run(gemm(p, p.gated ? workspace : p.y), index, library_workspace, stream);
+    const char* error = BlasLt::instance().run(gemm(p, p.gated ? workspace : p.y), index, library_workspace, stream);
     if (error != nullptr || !p.gated) return error;
     const BiasSplitGeluParams gate{p.dtype, workspace, p.bias, p.y, p.rows, p.columns / 2};
     return bias_split_gelu_launch(gate, bias_split_gelu_default(gate), stream);
