@@ -24,9 +24,10 @@ _CDNA = Simd(512, 8, 8)
 _RDNA = Simd(1024, 16, 16)
 _LARGE_RDNA = Simd(1536, 24, 16)
 
-# Not supported: gfx908, which lacks the bfloat16 instruction v_mfma_f32_16x16x16_bf16 (3 of 10 sources), and targets
-# without matrix instructions (gfx1030, gfx906, gfx9-generic).
+# Not supported: targets without matrix instructions (gfx1030, gfx906, gfx9-generic), whose products would need tiles of
+# their own.
 TARGETS = {
+    "gfx908": Simd(256, 4, 10),  # with as many AGPRs beside them
     **dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx9-4-generic"), _CDNA),
     **dict.fromkeys(("gfx1102", "gfx1103", "gfx1150", "gfx1152", "gfx1153", "gfx11-generic"), _RDNA),
     **dict.fromkeys(("gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201", "gfx12-generic"), _LARGE_RDNA),

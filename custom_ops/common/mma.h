@@ -1,7 +1,7 @@
 // Matrix instructions of AMD and NVIDIA GPUs under one set of names: D[16 x 16] += A[16 x 16] B[16 x 16]^T with fp16 or
 // bf16 operands and fp32 accumulation, one wave at a time. Device code.
 //
-//   CDNA (gfx90a, gfx942)     v_mfma_f32_16x16x16_{f16,bf16_1k}, wave64
+//   CDNA (gfx90a, gfx942)     v_mfma_f32_16x16x16_{f16,bf16_1k}, wave64; gfx908 v_mfma_f32_16x16x8_bf16 twice
 //   RDNA3 (gfx11)             v_wmma_f32_16x16x16_{f16,bf16}, wave32, both halves of a wave hold the same operand
 //   RDNA4 (gfx12)             v_wmma_f32_16x16x16_{f16,bf16}, wave32, operands divided over the wave
 //   NVIDIA (sm_80 and newer)  two mma.sync.m16n8k16, wave32
@@ -210,8 +210,15 @@ __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& 
     d = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(HalfOperand, b.r),
                                               __builtin_bit_cast(HalfOperand, a.r), d, 0, 0, 0);
   } else {
+#if defined(__gfx908__)  // two halves of the depth: a lane's elements are the same in both operands
+    typedef short HalfDepth __attribute__((ext_vector_type(2)));
+    const auto left = __builtin_bit_cast(ShortOperand, b.r), right = __builtin_bit_cast(ShortOperand, a.r);
+    d = __builtin_amdgcn_mfma_f32_16x16x8bf16(HalfDepth{left[0], left[1]}, HalfDepth{right[0], right[1]}, d, 0, 0, 0);
+    d = __builtin_amdgcn_mfma_f32_16x16x8bf16(HalfDepth{left[2], left[3]}, HalfDepth{right[2], right[3]}, d, 0, 0, 0);
+#else
     d = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(ShortOperand, b.r),
                                                   __builtin_bit_cast(ShortOperand, a.r), d, 0, 0, 0);
+#endif
   }
 #else
 #if defined(SD_ORT_MMA_RDNA3)

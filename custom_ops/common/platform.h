@@ -9,10 +9,14 @@
 #define WIN32_LEAN_AND_MEAN
 #define NOMINMAX
 #include <windows.h>
+// after windows.h
+#include <psapi.h>
 
+#include <iterator>
 #include <system_error>
 #else
 #include <dlfcn.h>
+#include <link.h>
 #endif
 
 #include "interface.h"
@@ -43,12 +47,32 @@ constexpr const char* kCudaLibrary = "libsd_ort_cuda.dll";
 constexpr const char* kCudnn[] = {"cudnn64_9.dll", "cudnn64_8.dll"};
 constexpr const char* kCublasLt[] = {"cublasLt64_13.dll", "cublasLt64_12.dll"};
 constexpr const char* kHipblasLt[] = {"libhipblaslt.dll", "hipblaslt.dll"};
+constexpr const char* kHipRuntimes[] = {"amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"};
+constexpr const char* kHipPrefix = "amdhip64";
+constexpr const char* kHipNames = "amdhip64_7.dll or amdhip64_6.dll";
+constexpr const char* kHipAdvice = ": install AMD's driver or HIP SDK, or set HIP_PATH to its folder.";
 #else
 constexpr const char* kHipLibrary = "libsd_ort_hip.so";
 constexpr const char* kCudaLibrary = "libsd_ort_cuda.so";
 constexpr const char* kCudnn[] = {"libcudnn.so.9", "libcudnn.so.8", "libcudnn.so"};
 constexpr const char* kCublasLt[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"};
 constexpr const char* kHipblasLt[] = {"libhipblaslt.so.1", "libhipblaslt.so.0", "libhipblaslt.so"};
+constexpr const char* kHipRuntimes[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"};
+constexpr const char* kHipPrefix = "libamdhip64.so";
+constexpr const char* kHipNames = "libamdhip64.so.7, .6 or .5";
+constexpr const char* kHipAdvice = ": install ROCm 6.4 or later, or set ROCM_PATH to its folder.";
+#endif
+
+// The variable with ROCm's folder, the libraries' folder below it, and the usual folder of these. Windows' drivers have
+// the runtime in the system's folder.
+#if defined(_WIN32)
+constexpr const char* kRocmVariable = "HIP_PATH";
+constexpr const char* kRocmLibraries = "/bin/";
+constexpr const char* kRocmFolder = nullptr;
+#else
+constexpr const char* kRocmVariable = "ROCM_PATH";
+constexpr const char* kRocmLibraries = "/lib/";
+constexpr const char* kRocmFolder = "/opt/rocm/lib/";
 #endif
 
 #if defined(_WIN32)
@@ -86,6 +110,55 @@ inline std::string load_error() {
   const char* error = dlerror();
   return error == nullptr ? "no error" : error;
 #endif
+}
+
+// Whether a library that did not load, with `error` of load_error(), is a file.
+inline bool exists(const std::string& library, const std::string& error) {
+#if defined(_WIN32)
+  (void)error;
+  const bool is_path = library.find('/') != std::string::npos;
+  return is_path && GetFileAttributesW(wide(library).c_str()) != INVALID_FILE_ATTRIBUTES;
+#else
+  return error.find(library + ": cannot open") == std::string::npos;
+#endif
+}
+
+// Returns the path of a loaded library.
+inline std::string path_of(void* library) {
+#if defined(_WIN32)
+  std::wstring path(1 << 15, L'\0');
+  path.resize(GetModuleFileNameW(static_cast<HMODULE>(library), path.data(), static_cast<DWORD>(path.size())));
+  return narrow(path);
+#else
+  link_map* map = nullptr;
+  return dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 ? map->l_name : "";
+#endif
+}
+
+// Returns the path of a library that the process has loaded and whose file name begins with `prefix`; "" without one.
+inline std::string loaded_library(const std::string& prefix) {
+  struct Search {
+    const std::string& prefix;
+    std::string path;
+    bool matches(const std::string& candidate) {
+      if (candidate.compare(candidate.find_last_of("/\\") + 1, prefix.size(), prefix) != 0) return false;
+      path = candidate;
+      return true;
+    }
+  } search{prefix, ""};
+#if defined(_WIN32)
+  HMODULE modules[1024];
+  DWORD bytes = 0;
+  if (!K32EnumProcessModules(GetCurrentProcess(), modules, sizeof(modules), &bytes)) return "";
+  for (size_t i = 0; i < std::size(modules) && i < bytes / sizeof(HMODULE); ++i) {
+    if (search.matches(path_of(modules[i]))) break;
+  }
+#else
+  dl_iterate_phdr([](dl_phdr_info* info, size_t,
+                     void* data) { return static_cast<Search*>(data)->matches(info->dlpi_name) ? 1 : 0; },
+                  &search);
+#endif
+  return search.path;
 }
 
 // Loads the first of several libraries that exists; returns null if none does.

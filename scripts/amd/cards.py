@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CALL = "SD 1.5, a step with guidance at 512²"
 # Cards of each target, by AMD's names; those of gfx1153 have none yet.
 CARDS = {
+    "gfx908": "Instinct MI100",
     "gfx90a": "Instinct MI210, MI250, MI250X",
     "gfx942": "Instinct MI300A, MI300X, MI325X",
     "gfx950": "Instinct MI350X, MI355X",
@@ -33,10 +34,11 @@ CARDS = {
     "gfx1200": "Radeon RX 9060 XT",
     "gfx1201": "Radeon RX 9070 XT, 9070",
 }
+# Targets without kernels and their cards. None has matrix instructions, which all products and attentions are written
+# in (custom_ops/common/mma.h); a build for them ends with an error.
 UNSUPPORTED = {
     "gfx1030 to gfx1036": "Radeon RX 6000",
     "gfx1010 to gfx1012": "Radeon RX 5000",
-    "gfx908": "Instinct MI100",
     "gfx906": "Radeon VII, Instinct MI50",
 }
 
@@ -72,15 +74,19 @@ def page() -> str:
             "yes" if (ROOT / f"results/amd/first_numbers_{target}").is_dir() else "nothing",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    others = [f"| {target} | {cards} | not supported | | | | | |" for target, cards in UNSUPPORTED.items()]
+    others = [
+        f"| {target} | {cards} | none: no matrix instructions | never | never | never | | nothing |"
+        for target, cards in UNSUPPORTED.items()
+    ]
     return "\n".join([*lines, *others]) + "\n"
 
 
 def _compiled() -> set[str]:
-    """Return the compiled targets: those of ops_amd_resources.md, and those that the wheel's generic targets cover."""
-    table = (ROOT / "results/ops_amd_resources.md").read_text()
-    heading = next(line for line in table.splitlines() if line.startswith("| kernel |"))
-    exact = set(re.findall(r"gfx\w+", heading))
+    """Return the compiled targets: those of the tables of registers, and those that the wheel's targets cover."""
+    exact: set[str] = set()
+    for path in (ROOT / "results/ops_amd_resources.md", *ROOT.glob("results/amd/resources_*.md")):
+        heading = next(line for line in path.read_text().splitlines() if line.startswith("| kernel |"))
+        exact |= set(re.findall(r"gfx\w+", heading))
     return exact | {target for target in TARGETS if covers(WHEEL_TARGETS, target)}
 
 

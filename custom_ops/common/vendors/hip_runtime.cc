@@ -2,8 +2,6 @@
 // registrations until the first launch and forward to the runtime. Plain C++; for AMD only.
 #include "common/vendors/hip_runtime.h"
 
-#include <link.h>
-
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -15,38 +13,23 @@
 namespace sd_ort {
 namespace {
 
-constexpr const char* kRuntimes[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"};
-
-// Path of the runtime that the process has loaded, such as that of a PyTorch wheel, which has a name of its own; empty
-// without one.
-std::string loaded_runtime() {
-  std::string path;
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, size_t, void* found) {
-        const char* const end = std::strrchr(info->dlpi_name, '/');
-        if (std::strncmp(end == nullptr ? info->dlpi_name : end + 1, "libamdhip64.so", 14) != 0) return 0;
-        *static_cast<std::string*>(found) = info->dlpi_name;
-        return 1;
-      },
-      &path);
-  return path;
-}
-
 struct Runtime {
   void* library = nullptr;
   std::string path, error;
 };
 
-// Searches the process, $ROCM_PATH, and by version the loader's folders and /opt/rocm: distributions have old versions.
-// Packages of pip are in none of these: Python loads theirs first (custom_ops/rocm.py).
+// Searches the process, the variable's folder, and by version the loader's folders and ROCm's usual one: distributions
+// have old versions. Packages of pip are in none of these: Python loads theirs first
+// (custom_ops/rocm.py).
 Runtime load_runtime() {
-  std::vector<std::string> paths = {loaded_runtime()};
-  if (const char* root = std::getenv("ROCM_PATH")) {
-    for (const char* name : kRuntimes) paths.push_back(std::string(root) + "/lib/" + name);
+  std::vector<std::string> paths = {platform::loaded_library(platform::kHipPrefix)};
+  if (const char* root = std::getenv(platform::kRocmVariable)) {
+    const std::string folder = std::string(root) + platform::kRocmLibraries;
+    for (const char* name : platform::kHipRuntimes) paths.push_back(folder + name);
   }
-  for (const char* name : kRuntimes) {
+  for (const char* name : platform::kHipRuntimes) {
     paths.push_back(name);
-    paths.push_back(std::string("/opt/rocm/lib/") + name);
+    if (platform::kRocmFolder != nullptr) paths.push_back(std::string(platform::kRocmFolder) + name);
   }
   Runtime runtime;
   std::string reason;  // of a runtime that exists and does not load
@@ -55,15 +38,14 @@ Runtime load_runtime() {
     runtime.library = platform::load(path);
     if (runtime.library != nullptr) break;
     const std::string error = platform::load_error();
-    if (reason.empty() && error.find(path + ": cannot open") == std::string::npos) reason = " (" + error + ")";
+    if (reason.empty() && platform::exists(path, error)) reason = " (" + error + ")";
   }
   if (runtime.library == nullptr) {
-    runtime.error = "No HIP runtime (libamdhip64.so.7, .6 or .5) was found" + reason +
-                    ": install ROCm 6.4 or later, or set ROCM_PATH to its folder.";
+    runtime.error =
+        std::string("No HIP runtime (") + platform::kHipNames + ") was found" + reason + platform::kHipAdvice;
     return runtime;
   }
-  link_map* map = nullptr;
-  if (dlinfo(runtime.library, RTLD_DI_LINKMAP, &map) == 0) runtime.path = map->l_name;
+  runtime.path = platform::path_of(runtime.library);
   return runtime;
 }
 
