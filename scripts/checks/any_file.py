@@ -8,9 +8,10 @@ and cuda in float32 and for cuda in float16, and the results run on the CPU, tho
 models. A float32 result is equal within 1e-5, or four times the change of the source's outputs without ONNX Runtime's
 optimizations, or with every input the next larger float32. A float16 result is above if its error exceeds the bound of
 `verify`: 1.5 u depth^(1/4) (2.9e-3 at least), or twice the error of the source with weights rounded to float16, in
-float32 arithmetic, which stands beside it. Times are processor times of ONNX Runtime's CPU provider with one thread,
-source (default options) and result for target cpu in turn; the ratio is the median of the ratios within a turn. The
-exit code is 1 if an output differs or a file crashes sd-ort.
+float32 arithmetic, which stands beside it; numbers below the smallest normal one of float16 may differ by that. Times
+are processor times of ONNX Runtime's CPU provider with one thread, source (default options) and result for target cpu
+in turn; the ratio is the median of the ratios within a turn. The exit code is 1 if an output differs or a file crashes
+sd-ort.
 """
 
 from __future__ import annotations
