@@ -4,6 +4,9 @@ Generates the same unseen prompts from the same seeds without and with `pipe.ena
 (`sd_ort.demo.fidelity`) and compares each with the image of full steps. Times are the processor's of one thread: other
 processes may share the machine. `weights` is the share of the U-Net's weights that the shallow graph reads, which its
 session holds a second time at most, for SD 1.5 and SDXL from the package's templates.
+
+With --speed FOLDER, it times images of any pipeline folder on any provider instead, by the clock:
+    scripts/bench/step_cache.py --speed SD15 --provider sdcuda --batches 1 4 --out results/step_cache_gpu.json
 """
 
 from __future__ import annotations
@@ -103,6 +106,26 @@ def step_seconds(pipeline: Any) -> dict[str, float]:
     return result
 
 
+def speed(folder: Path, provider: str, batches: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Return seconds an image by the clock, the median of `rounds` calls, for each batch and interval."""
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, provider)
+    rows = []
+    for interval in (None, *INTERVALS):
+        if interval is not None:
+            pipeline.enable_cache(interval)
+        for batch in batches:
+            times = []
+            for number in range(rounds + 2):
+                started = time.perf_counter()
+                pipeline("a red circle", num_images_per_prompt=batch, generator=number, progress=False)
+                times.append((time.perf_counter() - started) / batch)
+            seconds = median(times[2:])  # the first calls open sessions and capture graphs
+            label = "full steps" if interval is None else f"N = {interval}"
+            rows.append({"label": label, "batch": batch, "seconds_an_image": seconds, "images_per_s": 1 / seconds})
+            print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,12 +133,21 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=10, help="prompts drawn at once (10)")
     parser.add_argument("--work", type=Path, default=Path("out/step_cache"), help="folder for the pipeline")
     parser.add_argument("--out", type=Path, default=Path("results/step_cache.json"), help="the result, and a .md page")
+    parser.add_argument("--speed", type=Path, metavar="FOLDER", help="time a pipeline folder instead")
+    parser.add_argument("--provider", default="cpu", help="provider of --speed (cpu)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="images a call of --speed (1)")
+    parser.add_argument("--rounds", type=int, default=7, help="calls that are timed, of --speed (7)")
     arguments = parser.parse_args()
     report: dict[str, Any] = {
         "command": " ".join(["scripts/bench/step_cache.py", *sys.argv[1:]]), "commit": machine.commit(),
         "machine": machine.machine(), "versions": machine.versions(), "rows": [],
         "settings": {"prompts": arguments.prompts, "batch": arguments.batch},
     }  # fmt: skip
+    if arguments.speed is not None:
+        report["rows"] = speed(arguments.speed, arguments.provider, arguments.batches, arguments.rounds)
+        report["settings"] = {"folder": str(arguments.speed), "provider": arguments.provider}
+        files.write_json(arguments.out, report)
+        return 0
     report["weights"] = {preset: [shallow_weights(preset, b) for b in range(4)] for preset in ("sd15", "sdxl")}
     folder = arguments.work / "demo"
     if not folder.is_dir():

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import value_queries
+from fusion_passes.shapes.infer import annotate
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.hoist import all_inputs, input_like
 
@@ -61,11 +62,10 @@ def keep_shallow_part(model: ir.Model, branch: int) -> None:
 
 def _deep_value(graph: ir.Graph, branch: int) -> ir.Value:
     """Return the deep operand of the Concat of a branch."""
-    concats = [
-        node
-        for node in graph
-        if node.op_type == "Concat" and len(node.inputs) == 2 and value_queries.rank(node.outputs[0]) == 4
-    ]
+    concats = _image_concats(graph)
+    if not concats:  # graphs of exporters may have no shapes
+        annotate(graph)
+        concats = _image_concats(graph)
     if branch >= len(concats):
         raise InputError(f"cache_branch_id {branch}: this UNet's graph has {len(concats)} skip connections to cut at.")
     concat = concats[-1 - branch]
@@ -77,6 +77,12 @@ def _deep_value(graph: ir.Graph, branch: int) -> ir.Value:
     if deep.producer() is None or deep.is_graph_input():
         raise InputError(f"cache_branch_id {branch}: this UNet's graph has no deep features there.")
     return deep
+
+
+def _image_concats(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes that concatenate two images, in order."""
+    pairs = (node for node in graph if node.op_type == "Concat" and len(node.inputs) == 2)
+    return [node for node in pairs if value_queries.rank(node.outputs[0]) == 4]
 
 
 def _ancestors(values: Iterable[ir.Value], through_shapes: bool = True) -> dict[ir.Value, None]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, demo
+from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPAGPipeline, StableDiffusionPipeline, demo
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
@@ -79,7 +79,7 @@ class ReplacedFeatures:
         return (torch.cat([self.features, skip], 1), *rest)
 
 
-@pytest.mark.parametrize(("interval", "branch"), [(2, 0), (3, 2), (5, 4)])
+@pytest.mark.parametrize(("interval", "branch"), [(2, 0), (3, 4)])
 def test_equals_pytorch(pipeline: StableDiffusionPipeline, interval: int, branch: int) -> None:
     """With guidance, over 12 steps; branches inside the last block and below an upsampling."""
     theirs = torch_pipeline("demo")
@@ -135,7 +135,7 @@ def test_a_shallow_step_with_its_own_features_is_a_full_one(
     np.testing.assert_allclose(shallow, plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda", "portable"])
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_the_shallow_part_has_few_nodes_and_the_same_weights(tmp_path: Path, target: str) -> None:
     """No Shape of a deep value keeps the nodes that compute it; initializers are places in the folder's own file."""
     options = {"dtype": "float16"} if target == "cuda" else {}
@@ -261,3 +261,24 @@ def test_the_loop_on_the_device(folder: Path, tmp_path: Path, hoist: bool, pipel
         pipe.disable_cache()
     assert psnr(draw(looped), draw(pipeline)) > 60
     assert [name for name in looped.models.opened if name.startswith("unet ")] == []
+
+
+def test_a_controlnet_and_perturbed_attention(controlled: Path, pipeline: StableDiffusionPipeline) -> None:
+    """Shallow steps read the ControlNet's residual of their skip connection, and perturbed rows their own features."""
+    call: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 10, "guidance_scale": 4.0}
+    call["control_image"] = Image.fromarray(np.full((64, 64, 3), 90, np.uint8))
+    images = []
+    for looped in (False, True):
+        pipe = StableDiffusionPipeline.from_pretrained(controlled, "cpu", threads=1, device_loop=looped)
+        whole = draw(pipe, **call)
+        pipe.enable_cache(2)
+        images.append(draw(pipe, **call))
+        assert psnr(images[-1], whole) < 90
+        (shallow,) = (model for name, model in pipe.models.opened.items() if "shallow" in name)
+        assert "down_block_res_sample_0" in shallow.inputs
+        assert psnr(draw(pipe, **call, controlnet_conditioning_scale=0.0), images[-1]) < 90
+    assert psnr(*images) > 60
+    perturbed = StableDiffusionPAGPipeline.from_pipe(pipeline)
+    whole = draw(perturbed, pag_scale=2.0)
+    perturbed.enable_cache(2)
+    assert 20 < psnr(draw(perturbed, pag_scale=2.0), whole) < 90
