@@ -148,6 +148,7 @@ SCHEDULER = {
     "prediction_type": str,
     "timestep_spacing": str,
     **dict.fromkeys(("beta_start", "beta_end", "steps_offset", "solver_order", "original_inference_steps"), _NUMBER),
+    "shift_terminal": bounded(float, 0, 0.99),
     "trained_betas": list_of(_NUMBER, 0, 100_000),
 }
 CONFIG_TYPE, SCHEDULER_TYPE = record_type("ModelConfig", CONFIG), record_type("SchedulerConfig", SCHEDULER)

@@ -401,7 +401,7 @@ def test_schedule(preset, steps):
     np.testing.assert_allclose(schedule.sigmas, scheduler.sigmas.numpy(), rtol=2e-7)
 
 
-@pytest.mark.parametrize(("option", "value"), [("use_karras_sigmas", True), ("shift_terminal", 0.02)])
+@pytest.mark.parametrize(("option", "value"), [("use_karras_sigmas", True), ("invert_sigmas", True)])
 def test_unsupported_schedules_are_named(option, value):
     with pytest.raises(InputError, match=option):
         flow_match.check_config({"_class_name": flow_match.CLASS, option: value})
