@@ -107,6 +107,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "reshape": lambda shape, a: a.reshape(shape),
     "rows": lambda span, a: a[slice(*span)],
     "columns": lambda span, a: a[:, slice(*span)],
+    "last_frame": lambda _, a: a[:, :, -1],  # filters of a causal 3-D convolution that read the frame itself
     "matrix": lambda filters, a: a.reshape(filters, -1).T,
     "concat": lambda _, *parts: np.concatenate(parts),
     "repeat": lambda times, a: np.repeat(a, times),

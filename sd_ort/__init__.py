@@ -9,12 +9,16 @@ if TYPE_CHECKING:
     from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
     from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline
+    from sd_ort.pipelines.transformer_kontext import FluxKontextPipeline
     from sd_ort.pipelines.transformer_pipelines import FluxPipeline, StableDiffusion3Pipeline
+    from sd_ort.pipelines.transformer_qwen_image import QwenImagePipeline
     from sd_ort.pipelines.transformer_z_image import ZImagePipeline
 
 __all__ = [
     "Flux2KleinPipeline",
+    "FluxKontextPipeline",
     "FluxPipeline",
+    "QwenImagePipeline",
     "StableDiffusion3Pipeline",
     "StableDiffusionImg2ImgPipeline",
     "StableDiffusionInpaintPipeline",
@@ -31,7 +35,9 @@ MODULES = {
     "StableDiffusion3Pipeline": "sd_ort.pipelines.transformer_pipelines",
     "FluxPipeline": "sd_ort.pipelines.transformer_pipelines",
     "Flux2KleinPipeline": "sd_ort.pipelines.transformer_flux2",
+    "FluxKontextPipeline": "sd_ort.pipelines.transformer_kontext",
     "ZImagePipeline": "sd_ort.pipelines.transformer_z_image",
+    "QwenImagePipeline": "sd_ort.pipelines.transformer_qwen_image",
 }
 # diffusers' other classes. from_pretrained of any class returns the one of the folder's family for the same task.
 FAMILIES = [f"StableDiffusion{family}{task}Pipeline"
@@ -49,26 +55,34 @@ PAG_FAMILIES += [
 ]
 MODULES |= dict.fromkeys(PAG_FAMILIES, "sd_ort.pipelines.pag")
 # Classes in the model_index.json of folders with a transformer.
-TRANSFORMER_PIPELINES = ("StableDiffusion3Pipeline", "FluxPipeline", "Flux2KleinPipeline", "ZImagePipeline")
+TRANSFORMER_PIPELINES = (
+    "StableDiffusion3Pipeline", "FluxPipeline", "FluxKontextPipeline", "Flux2KleinPipeline", "ZImagePipeline",
+    "QwenImagePipeline",
+)  # fmt: skip
 # Tasks that a class has not, with what to do instead.
 MISSING_TASKS = {
     ("Flux2KleinPipeline", "Inpaint"):
         "FLUX.2 klein has no inpainting here: describe the change in the prompt, with the image.",
+    ("FluxKontextPipeline", "Inpaint"):
+        "FLUX.1 Kontext has no inpainting here: describe the change in the prompt, with the image.",
     ("ZImagePipeline", "Img2Img"): "Z-Image has no image to image here: leave the image out, or use diffusers.",
     ("ZImagePipeline", "Inpaint"): "Z-Image has no inpainting here: leave image and mask out, or use diffusers.",
+    ("QwenImagePipeline", "Img2Img"): "Qwen-Image has no image to image here: leave the image out, or use diffusers.",
+    ("QwenImagePipeline", "Inpaint"): "Qwen-Image has no inpainting here: leave image and mask out, or use diffusers.",
 }  # fmt: skip
 
 
 def transformer_pipeline(name: str, task: str) -> str:
     """Return the class for a task ("", "Img2Img" or "Inpaint") of the class in TRANSFORMER_PIPELINES.
 
-    FLUX.2 klein reads images in any task. Raises InputError for a task that it has not.
+    FLUX.2 klein and FLUX.1 Kontext read images in any task. Raises InputError for a task that it has not.
     """
     if (name, task) in MISSING_TASKS:
         from sd_ort.core.errors import InputError
 
         raise InputError(MISSING_TASKS[name, task])
-    return name if name == "Flux2KleinPipeline" else name.replace("Pipeline", f"{task}Pipeline")
+    reads_images = name in ("Flux2KleinPipeline", "FluxKontextPipeline")
+    return name if reads_images else name.replace("Pipeline", f"{task}Pipeline")
 
 
 def __getattr__(name: str) -> Any:

@@ -29,13 +29,14 @@ CLASSES = {
     "UNet2DConditionModel": "diffusers",
     "AutoencoderKL": "diffusers",
     "AutoencoderKLFlux2": "diffusers",
+    "AutoencoderKLQwenImage": "diffusers",
     "AutoencoderTiny": "diffusers",
     "ControlNetModel": "diffusers",
     **dict.fromkeys(diffusion_transformers.FAMILIES, "diffusers"),
     "CLIPTextModel": "transformers",
     "CLIPTextModelWithProjection": "transformers",
     "T5EncoderModel": "transformers",
-    **dict.fromkeys(diffusion_transformers.QWEN3, "transformers"),
+    **dict.fromkeys((*diffusion_transformers.QWEN3, diffusion_transformers.QWEN_VL), "transformers"),
 }
 LIBRARIES = {**CLASSES, "CLIPVisionModelWithProjection": "transformers"}  # with the image encoder of an IP-Adapter
 MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3", "unet", "transformer", "controlnet", "vae")
@@ -143,7 +144,7 @@ class Checkpoint:
 
             if class_name(config) == "T5EncoderModel":
                 random_weights.write_character_tokenizer(out / name)
-            elif class_name(config) in diffusion_transformers.QWEN3:
+            elif class_name(config) in (*diffusion_transformers.QWEN3, diffusion_transformers.QWEN_VL):
                 random_weights.write_chat_tokenizer(out / name)
             else:
                 random_weights.write_byte_tokenizer(out / name, config["vocab_size"])

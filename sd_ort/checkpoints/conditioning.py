@@ -26,7 +26,8 @@ def latent_scale(vae_config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]
     """Return (mean, factor), (1, C or 1, 1, 1) float32: VAE latents = pipeline latents * factor + mean."""
     if has_packed_latents(vae_config):  # its graphs normalize the latents
         return np.zeros((1, 1, 1, 1), np.float32), np.ones((1, 1, 1, 1), np.float32)
-    factor = np.full((1, 1, 1, 1), 1 / (vae_config.get("scaling_factor") or 0.18215))
+    default = 1.0 if vae_config.get("z_dim") else 0.18215  # Qwen-Image's VAE has a mean and a deviation alone
+    factor = np.full((1, 1, 1, 1), 1 / (vae_config.get("scaling_factor") or default))
     mean = np.full((1, 1, 1, 1), vae_config.get("shift_factor") or 0.0, np.float32)
     if vae_config.get("latents_mean") and vae_config.get("latents_std"):
         mean = mean + np.asarray(vae_config["latents_mean"], np.float32).reshape(1, -1, 1, 1)

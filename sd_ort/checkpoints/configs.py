@@ -106,6 +106,8 @@ _IP_ADAPTER = record_type(
     {"hidden_state_length": _WIDTH},
     {"width": _WIDTH, "layers": list_of(Annotated[str, msgspec.Meta(pattern=_BLOCK)], 1, 1024)},
 )
+_TEXT_CONFIG = record_type("TextConfig", {"hidden_size": _WIDTH, "num_hidden_layers": _count(1 << 12),
+                                          "vocab_size": _count(1 << 24)})  # fmt: skip
 CONFIG = {
     "_class_name": str,
     "architectures": list[str],
@@ -123,6 +125,12 @@ CONFIG = {
     "axes_dims_rope": _counts(1 << 12, 4),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), _count(1 << 12)),
     "dual_attention_layers": list[int],
+    **dict.fromkeys(("cap_feat_dim", "dim"), _WIDTH),  # Z-Image
+    **dict.fromkeys(("n_layers", "n_refiner_layers", "n_heads"), _count(1 << 12)),
+    **dict.fromkeys(("axes_dims", "axes_lens"), _counts(1 << 16, 4)),
+    **dict.fromkeys(("base_dim", "z_dim", "input_channels", "num_res_blocks"), _count(1 << 12)),  # Qwen-Image's VAE
+    "dim_mult": _counts(1 << 8, 12),
+    "text_config": _TEXT_CONFIG,
     "guidance_embeds": bool,
     "vocab_size": _count(1 << 24),
     "scaling_factor": _NUMBER,
@@ -140,6 +148,7 @@ SCHEDULER = {
     "prediction_type": str,
     "timestep_spacing": str,
     **dict.fromkeys(("beta_start", "beta_end", "steps_offset", "solver_order", "original_inference_steps"), _NUMBER),
+    "shift_terminal": bounded(float, 0, 0.99),
     "trained_betas": list_of(_NUMBER, 0, 100_000),
 }
 CONFIG_TYPE, SCHEDULER_TYPE = record_type("ModelConfig", CONFIG), record_type("SchedulerConfig", SCHEDULER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sd_ort.checkpoints import unet_inputs
 from sd_ort.checkpoints.checkpoint import CLASSES, LIBRARIES, MODELS, Checkpoint, CheckpointModel, is_sdxl, model_class
 from sd_ort.checkpoints.configs import read_config
-from sd_ort.checkpoints.diffusion_transformers import encoder_mismatch
+from sd_ort.checkpoints.diffusion_transformers import encoder_mismatch, unsupported_setting
 from sd_ort.checkpoints.signatures import Config
 from sd_ort.checkpoints.tensor_readers import DirectTensorReader
 from sd_ort.core.errors import InputError, first_line
@@ -22,9 +23,31 @@ if TYPE_CHECKING:
     import torch
 
 
+# Pipelines that are not exported: a pattern of their class -> what they are, and what to do.
+OTHER_PIPELINES = {
+    r"AnimateDiff|.*Motion|PIA": "makes videos with motion modules in its UNet, of which sd-ort has no export: use "
+    "diffusers, or give the Stable Diffusion folder without its motion adapter",
+    r".*(Video|Wan|LTX|Mochi|Allegro|Latte|SkyReels|CogView.*Video|EasyAnimate|ConsisID|I2VGen|TextToVideo|T2V|I2V)":
+    "makes videos: sd-ort generates images, since its pipelines and graphs have no axis of time. Use diffusers",
+    r"Flux2Pipeline": "is FLUX.2 dev, whose Mistral text encoder sd-ort does not export: use FLUX.2 klein or diffusers",
+    r"Krea2": "is Krea 2, whose transformer and Qwen3-VL text encoder sd-ort does not export: use diffusers",
+    r"QwenImage(Edit|Layered|ControlNet)": "reads images beside the prompt: sd-ort runs Qwen-Image from text alone. "
+    "Use diffusers",
+    r"ZImage(Omni|ControlNet)": "reads images beside the prompt: sd-ort runs Z-Image from text alone. Use diffusers",
+}  # fmt: skip
+
+
+def other_pipeline(index: Config) -> str | None:
+    """Return what the pipeline of a model_index.json is, if it is one that is not exported, else None."""
+    name = str(index.get("_class_name", ""))
+    return next((f"{name} {text}" for pattern, text in OTHER_PIPELINES.items() if re.match(pattern, name)), None)
+
+
 def open_folder(name: str, folder: Path) -> Checkpoint:
     """Return the checkpoint in `folder`. Raises InputError if it is no diffusers pipeline of a supported family."""
     index = read_index(folder, "diffusers pipeline")
+    if reason := other_pipeline(index):
+        raise InputError(f"{folder}: {reason}.")
     models = {}
     for model in MODELS:
         library, cls = (index.get(model) or (None, None))[:2]
@@ -39,10 +62,16 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
     if "unet" not in models and "transformer" not in models:
         raise InputError(
             f"{folder} has neither a UNet nor a transformer: sd-ort exports Stable Diffusion 1.x to 3.5, XL, "
-            "FLUX.1, FLUX.2 klein and Z-Image."
+            "FLUX.1, FLUX.2 klein, Z-Image and Qwen-Image."
         )
     if "transformer" in models and (mismatch := encoder_mismatch(index)):
         raise InputError(f"{folder} {mismatch}: get the whole folder.")
+    if "transformer" in models and (key := unsupported_setting(models["transformer"].config)):
+        transformer = models["transformer"].config
+        raise InputError(
+            f"{folder} has a {transformer['_class_name']} with {key} = {transformer[key]}, a relative that sd-ort does "
+            "not export: use diffusers."
+        )
     for part in ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3"):
         if (index.get(part) or [None])[0] and not (folder / part).is_dir():
             raise InputError(f"{folder} lacks its {part}, which drawing needs: get the whole folder.")

@@ -28,7 +28,9 @@ class TransformerFamily:
         penultimate_states: Whether CLIP encoders return the penultimate hidden state and `text_embeds`, and Qwen3 the
             penultimate hidden state; otherwise CLIP's are `last_hidden_state` and `pooler_output`.
         steps, guidance: Default number of denoising steps and guidance scale of diffusers' pipeline.
+        unguided: Largest guidance scale that disables guidance.
         text_encoders: Classes that each text encoder may have. Those in `optional_encoders` may be missing.
+        unsupported: Settings of the config that name another model if they are set.
         max_patches: Returns the largest number of patches along height and width, None without a limit.
     """
 
@@ -41,6 +43,8 @@ class TransformerFamily:
     text_encoders: Mapping[str, tuple[str, ...]]
     optional_encoders: tuple[str, ...] = ()
     max_patches: Callable[[Config], int | None] = lambda config: None
+    unsupported: tuple[str, ...] = ()
+    unguided: float = 1.0
 
 
 def _text_inputs(config: Config, pooled: bool = True) -> dict[str, tuple[Axis, ...]]:
@@ -57,20 +61,20 @@ def _sd3_inputs(config: Config) -> Axes:
     return {"hidden_states": ("batch", config["in_channels"], "height", "width"), **_text_inputs(config)}
 
 
-def _flux_inputs(config: Config, axes: int = 3) -> Axes:
+def _flux_inputs(config: Config, axes: int = 3, pooled: bool = True) -> Axes:
     """Return the inputs of FLUX: latents in patches of 2x2, and the positions of patches and text tokens.
 
     FLUX.1 has 3 axes: (0, y, x) of patches, zeros for text. FLUX.2 has 4: (image, y, x, 0) and (0, 0, 0, token). It
     reads no pooled embedding.
     """
-    texts = _text_inputs(config, pooled=axes == 3)
+    texts = _text_inputs(config, pooled)
     inputs = {"hidden_states": ("batch", "image_sequence", config["in_channels"]), **texts}
     inputs |= {"img_ids": ("image_sequence", axes), "txt_ids": ("sequence", axes)}
     return inputs | ({"guidance": ("batch",)} if config.get("guidance_embeds") else {})
 
 
 def _flux2_inputs(config: Config) -> Axes:
-    return _flux_inputs(config, axes=4)
+    return _flux_inputs(config, axes=4, pooled=False)
 
 
 def _z_image_inputs(config: Config) -> Axes:
@@ -89,6 +93,15 @@ def _z_image_inputs(config: Config) -> Axes:
     }
 
 
+def _qwen_image_inputs(config: Config) -> Axes:
+    """Return the inputs of Qwen-Image: those of FLUX.1 without a pooled embedding.
+
+    Positions of patches are (0, y, x) around the image's middle, those of text (p, p, p) from half the larger side on.
+    """
+    return _flux_inputs({**config, "guidance_embeds": False}, axes=3, pooled=False)
+
+
+QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
 QWEN3 = ("Qwen3ForCausalLM", "Qwen3Model")  # with its head, which nothing reads, and without
 TOKEN_MULTIPLE = 32  # Z-Image pads image and text to multiples of it
 
@@ -134,8 +147,22 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         guidance=5.0,
         text_encoders={"text_encoder": QWEN3},
         max_patches=lambda config: min(config["axes_lens"][1:]),
+        unsupported=("siglip_feat_dim",),
+        unguided=0.0,
     ),
-}
+    "QwenImageTransformer2DModel": TransformerFamily(
+        inputs=_qwen_image_inputs,
+        output=lambda config: (
+            "batch", "image_sequence", config["patch_size"] ** 2 * (config.get("out_channels") or config["in_channels"])
+        ),
+        max_timestep=1,
+        penultimate_states=False,
+        steps=50,
+        guidance=4.0,
+        text_encoders={"text_encoder": (QWEN_VL,)},
+        unsupported=("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"),
+    ),
+}  # fmt: skip
 
 
 def encoder_mismatch(index: Config) -> str | None:
@@ -147,6 +174,12 @@ def encoder_mismatch(index: Config) -> str | None:
             what = f"a {name} of class {found}" if found else f"no {name}"
             return f"has {what}, but its {index['transformer'][1]} needs a {expected[0]}"
     return None
+
+
+def unsupported_setting(config: Config) -> str | None:
+    """Return a setting of a transformer's config that names a model without a pipeline here, or None."""
+    family = FAMILIES[str(config["_class_name"])]
+    return next((name for name in family.unsupported if config.get(name)), None)
 
 
 def synthetic_values(config: Config, name: str, random: np.random.Generator, shape: list[int]) -> np.ndarray | None:

@@ -15,7 +15,6 @@ CLASS = "FlowMatchEulerDiscreteScheduler"
 # Options that select another schedule or step rule, and the values that are implemented.
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "invert_sigmas": (False,),
-    "shift_terminal": (None,),
     "use_karras_sigmas": (False,),
     "use_exponential_sigmas": (False,),
     "use_beta_sigmas": (False,),
@@ -129,5 +128,7 @@ def make_schedule(
         values = factor / (factor + (1 / values - 1))
     else:
         values = shift * values / (1 + (shift - 1) * values)
+    if terminal := config.get("shift_terminal"):
+        values = 1 - (1 - values) * ((1 - float(terminal)) / (1 - values[-1])) if values[-1] < 1 else values
     values = values.astype(np.float32)
     return FlowMatchSchedule(values * np.float32(trained), np.append(values, np.float32(0)))

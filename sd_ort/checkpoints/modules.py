@@ -8,6 +8,12 @@ from typing import Any
 import torch
 
 from fusion_passes.weight_recipes import position_axis
+from sd_ort.checkpoints.qwen_image_modules import (
+    QwenImageTransformer,
+    QwenTextEncoder,
+    QwenVaeDecoder,
+    QwenVaeEncoder,
+)
 from sd_ort.checkpoints.signatures import has_packed_latents, signature, tapped_layers
 from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS
@@ -291,6 +297,8 @@ def wrap(component: str, model: torch.nn.Module, penultimate: bool, controlnet: 
     if component in ("unet", "controlnet"):
         names = [tensor.name for tensor in signature(component, config, controlnet=controlnet).inputs[3:]]
         return (UNet if component == "unet" else ControlNet)(model, names).eval()
+    if config["_class_name"] == "AutoencoderKLQwenImage":
+        return (QwenVaeEncoder if component == "vae_encoder" else QwenVaeDecoder)(model).eval()
     if has_packed_latents(config):
         return (PackedVaeEncoder if component == "vae_encoder" else PackedVaeDecoder)(model).eval()
     return (VaeEncoder if component == "vae_encoder" else VaeDecoder)(model).eval()
@@ -308,6 +316,10 @@ def derived_weights(module: torch.nn.Module) -> dict[str, Any]:
 ENCODERS: dict[str, Callable[[torch.nn.Module, bool], torch.nn.Module]] = {
     "t5": lambda model, penultimate: T5TextEncoder(model),
     "qwen3": Qwen3TextEncoder,
+    "qwen2_5_vl": QwenTextEncoder,
 }
 # Transformers that diffusers' own forward does not export, by class.
-TRANSFORMERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {"ZImageTransformer2DModel": ZImageTransformer}
+TRANSFORMERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "ZImageTransformer2DModel": ZImageTransformer,
+    "QwenImageTransformer2DModel": QwenImageTransformer,
+}

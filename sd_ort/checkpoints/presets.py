@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.checkpoints.checkpoint import CLASSES, Checkpoint, CheckpointModel, as_json, build_model, class_name
-from sd_ort.checkpoints.diffusion_transformers import QWEN3
+from sd_ort.checkpoints.diffusion_transformers import QWEN3, QWEN_VL
 from sd_ort.checkpoints.signatures import Config, levels
 from sd_ort.checkpoints.unet_inputs import time_ids_split
 
@@ -348,10 +348,74 @@ _Z_IMAGE_TURBO = Preset(
     _flow_match(shift=3.0, use_dynamic_shifting=False),
 )
 
+# As Qwen/Qwen-Image has it.
+_QWEN_VL_7B = {
+    "architectures": [QWEN_VL],
+    "model_type": "qwen2_5_vl",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                      "out_hidden_size": 3584},
+}  # fmt: skip
+_QWEN_IMAGE = Preset(
+    "QwenImagePipeline",
+    {
+        "text_encoder": _QWEN_VL_7B,
+        "transformer": {
+            "_class_name": "QwenImageTransformer2DModel",
+            "patch_size": 2,
+            "in_channels": 64,
+            "out_channels": 16,
+            "num_layers": 60,
+            "attention_head_dim": 128,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 3584,
+            "guidance_embeds": False,
+            "axes_dims_rope": [16, 56, 56],
+        },
+        "vae": {
+            "_class_name": "AutoencoderKLQwenImage",
+            "base_dim": 96,
+            "z_dim": 16,
+            "dim_mult": [1, 2, 4, 4],
+            "num_res_blocks": 2,
+            "attn_scales": [],
+            "temperal_downsample": [False, True, True],
+            "latents_mean": [-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715,
+                             0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921],
+            "latents_std": [2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652,
+                            1.5579, 1.6382, 1.1253, 2.8251, 1.9160],
+        },
+    },
+    _flow_match(
+        shift=1.0, use_dynamic_shifting=True, shift_terminal=0.02, base_shift=0.5, max_shift=0.9,
+        base_image_seq_len=256, max_image_seq_len=8192,
+    ),
+)  # fmt: skip
+
 _TINY_HIDDEN = 64
 _TINY_QWEN3 = {
     "vocab_size": 512, "hidden_size": _TINY_HIDDEN, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+_TINY_QWEN_VL = {
+    "text_config": {
+        **{name: value for name, value in _TINY_QWEN3.items() if name != "head_dim"}, "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]},
+    },
+    "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+                      "out_hidden_size": _TINY_HIDDEN},
 }  # fmt: skip
 _TINY_T5 = {"vocab_size": 128, "d_model": 160, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 _TINY_TRANSFORMER = {"attention_head_dim": 32, "num_attention_heads": 3, "joint_attention_dim": _TINY_T5["d_model"]}
@@ -386,6 +450,11 @@ _TINY_TRANSFORMERS = {
         "cap_feat_dim": _TINY_HIDDEN,
         "axes_dims": [8, 12, 12],
     },
+    "QwenImageTransformer2DModel": {
+        "num_layers": 2,
+        "joint_attention_dim": _TINY_HIDDEN,
+        "axes_dims_rope": [8, 12, 12],
+    },
 }
 
 
@@ -395,6 +464,10 @@ def _tiny_model(name: str, config: Config, context: int) -> Config:
         return config | _TINY_T5
     if class_name(config) in QWEN3:
         return config | _TINY_QWEN3
+    if class_name(config) == QWEN_VL:
+        return config | {name: config[name] | tiny for name, tiny in _TINY_QWEN_VL.items()}
+    if class_name(config) == "AutoencoderKLQwenImage":
+        return config | {"base_dim": 16}
     if name == "transformer":
         shared = {name: value for name, value in _TINY_TRANSFORMER.items() if name in config}
         tiny = config | shared | _TINY_TRANSFORMERS[class_name(config)]
@@ -436,6 +509,7 @@ _FULL = {
     "flux2-klein-4b": _klein(is_distilled=True),
     "flux2-klein-base-4b": _klein(is_distilled=False),
     "z-image-turbo": _Z_IMAGE_TURBO,
+    "qwen-image": _QWEN_IMAGE,
 }
 PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, preset in _FULL.items()}
 
@@ -463,7 +537,7 @@ def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
     )
 
 
-TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", **dict.fromkeys(QWEN3, "Qwen2TokenizerFast")}
+TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", **dict.fromkeys((*QWEN3, QWEN_VL), "Qwen2TokenizerFast")}
 
 
 def _index(preset: Preset) -> Config:

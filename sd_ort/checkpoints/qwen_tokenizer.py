@@ -24,17 +24,18 @@ PADDING = "<|endoftext|>"
 class QwenTokenizer:
     """Prompt -> token ids of a chat with this one message, padded on the right."""
 
-    def __init__(self, folder: Path, chat: str = CHAT) -> None:
+    def __init__(self, folder: Path, chat: str = CHAT, reads_padding: bool = True) -> None:
         """Raises InputError for a folder that holds no tokenizer.json of a Qwen tokenizer.
 
-        chat: what the tokens are of; `{}` stands for the prompt.
+        chat: what the tokens are of; `{}` stands for the prompt. reads_padding: whether the model reads the padding,
+        which then has to be on the right.
         """
         self.chat = chat
         tokens = (PADDING, "<|im_start|>", "<|im_end|>")
         self._rules, (self.pad_token_id, *_) = open_tokenizer(folder, "Qwen", tokens)
         settings = folder / "tokenizer_config.json"
         padding = read_json(settings, root=folder.parent).get("padding_side") if settings.is_file() else None
-        if padding not in (None, "right"):
+        if reads_padding and padding not in (None, "right"):
             raise InputError(
                 f"{settings} pads on the {padding}: transformers read prompts that are padded on the right."
             )

@@ -72,6 +72,8 @@ def size(axis: Axis, sizes: Mapping[str, int]) -> int:
 
 def levels(unet: Mapping[str, Any]) -> int:
     """Return the number of resolutions of a UNet or VAE, which halves height and width `levels - 1` times."""
+    if unet.get("dim_mult"):  # of Qwen-Image's VAE
+        return len(unet["dim_mult"])
     if not unet.get("block_out_channels"):
         raise InputError("a config.json lacks 'block_out_channels': copy it from the original model.")
     return len(unet["block_out_channels"])
@@ -149,6 +151,17 @@ def _qwen3_encoder(config: Mapping[str, Any], penultimate: bool) -> Signature:
     return Signature(tuple(TensorSpec(name, ("batch", "sequence"), "int64") for name in names), (output,))
 
 
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a text encoder, whose language model's may be a part of it, as one record."""
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _qwen_vl_encoder(config: Mapping[str, Any]) -> Signature:
+    names = ("input_ids", "attention_mask")
+    output = TensorSpec("hidden_states", ("batch", "sequence", text_config(config)["hidden_size"]))
+    return Signature(tuple(TensorSpec(name, ("batch", "sequence"), "int64") for name in names), (output,))
+
+
 def _image_encoder(config: Mapping[str, Any]) -> Signature:
     """Hidden states of the penultimate layer, for each patch and the class token, and the embedding of the image.
 
@@ -220,7 +233,12 @@ def has_packed_latents(vae: Mapping[str, Any]) -> bool:
 
 def latent_channels(vae: Mapping[str, Any]) -> int:
     """Return the channels of the latents in the graphs of a VAE."""
-    return int(vae["latent_channels"]) * (4 if has_packed_latents(vae) else 1)
+    return int(vae.get("z_dim") or vae["latent_channels"]) * (4 if has_packed_latents(vae) else 1)
+
+
+def image_channels(vae: Mapping[str, Any]) -> int:
+    """Return the channels of the images of a VAE."""
+    return int(vae.get("input_channels") or vae["in_channels"])
 
 
 def pixels_per_latent(vae: Mapping[str, Any]) -> int:
@@ -230,19 +248,21 @@ def pixels_per_latent(vae: Mapping[str, Any]) -> int:
 
 def _vae_encoder(config: Mapping[str, Any]) -> Signature:
     factor = pixels_per_latent(config)
-    image = TensorSpec("sample", ("batch", config["in_channels"], f"height*{factor}", f"width*{factor}"))
+    image = TensorSpec("sample", ("batch", image_channels(config), f"height*{factor}", f"width*{factor}"))
     if config.get("_class_name") == "AutoencoderTiny" or has_packed_latents(config):  # latents, not a distribution
         return Signature(
             (image,), (TensorSpec("latent_sample", ("batch", latent_channels(config), "height", "width")),)
         )
-    moments = 2 * config["latent_channels"]
+    moments = 2 * latent_channels(config)
     return Signature((image,), (TensorSpec("latent_parameters", ("batch", moments, "height", "width")),))
 
 
 def _vae_decoder(config: Mapping[str, Any]) -> Signature:
     factor = pixels_per_latent(config)
     latent = TensorSpec("latent_sample", ("batch", latent_channels(config), "height", "width"))
-    image = TensorSpec("sample", ("batch", config["out_channels"], f"height*{factor}", f"width*{factor}"))
+    image = TensorSpec(
+        "sample", ("batch", config.get("out_channels") or image_channels(config), f"height*{factor}", f"width*{factor}")
+    )
     return Signature((latent,), (image,))
 
 
@@ -260,6 +280,8 @@ def signature(
             return _t5_encoder(config)
         if any(name in names for name in diffusion_transformers.QWEN3):
             return _qwen3_encoder(config, penultimate)
+        if diffusion_transformers.QWEN_VL in names:
+            return _qwen_vl_encoder(config)
         return _text_encoder(config, penultimate)
     if component == "unet":
         return _unet(config, controlnet)

@@ -156,7 +156,9 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
     name = str(value.name)
     random = np.random.default_rng([seed, zlib.crc32(f"{component}/{name}".encode())])
     if name == "input_ids":
-        return _token_ids(random, shape, _table_size(value) or int(config.get("vocab_size", CLIP_VOCABULARY)))
+        return _token_ids(
+            random, shape, _table_size(value) or int(signatures.text_config(config).get("vocab_size", CLIP_VOCABULARY))
+        )
     if (values := synthetic_values(config, name, random, shape)) is not None:
         return values.astype(np.float32)
     if name in ("timestep", "timesteps"):
@@ -183,7 +185,7 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
         return random.integers(1, 1000, shape).astype(np.float32)
     scale = 1.0
     if component == "vae_decoder" and not has_packed_latents(config):
-        scale = 1 / (config.get("scaling_factor") or SD_SCALING_FACTOR)
+        scale = 1 / (config.get("scaling_factor") or (1.0 if config.get("z_dim") else SD_SCALING_FACTOR))
     return (random.standard_normal(shape) * scale).astype(np.float32)
 
 

@@ -37,7 +37,7 @@ TEXT_ENCODERS = {"clip_l": "CLIP", "clip_g": "CLIP", "t5xxl": "T5"}
 DIFFUSERS_NAMES = re.compile(r"(single_)?transformer_blocks\.0\.(attn\.(to_q|to_qkv_mlp_proj)|norm1?\.linear)\.weight")
 # A name in transformers that are not supported -> the family.
 OTHER_FAMILIES = {
-    "cap_embedder.": "Lumina", "txt_norm.": "Qwen-Image", "adaln_single.": "PixArt or Sana",
+    "cap_embedder.": "Lumina", "adaln_single.": "PixArt or Sana",
     "individual_token_refiner": "Hunyuan", "double_layers.": "AuraFlow", "distilled_guidance_layer": "Chroma",
     "self_attn.norm_q": "Wan", "llm_adapter": "Anima or Cosmos", "caption_projection": "PixArt or HiDream",
 }  # fmt: skip
@@ -63,6 +63,8 @@ def detect_transformer(path: Path, entries: Mapping[str, Entry], prefix: str) ->
         if f"{prefix}siglip_pad_token" in entries:
             raise InputError(f"{path} is Z-Image Omni: sd-ort runs Z-Image from text alone.")
         return "z-image-turbo"
+    if f"{prefix}txt_norm.weight" in entries:
+        return "qwen-image"
     if family := other_family(entries):
         raise InputError(f"{path} is a {family} model: sd-ort runs {', '.join(FAMILIES.values())}.")
     if f"{prefix}joint_blocks.0.x_block.attn.qkv.weight" in entries:
@@ -135,7 +137,8 @@ def _check_dtypes(path: Path, entries: Mapping[str, Entry], prefix: str) -> None
 
 def _check_class(path: Path, family: str, config: Config, base: Checkpoint) -> None:
     classes = {"sd35": "SD3Transformer2DModel", "flux2": "Flux2Transformer2DModel", "flux": "FluxTransformer2DModel"}
-    expected = "ZImageTransformer2DModel" if family == "z-image-turbo" else classes[family.partition("-")[0]]
+    classes |= {"z": "ZImageTransformer2DModel", "qwen": "QwenImageTransformer2DModel"}
+    expected = classes[family.partition("-")[0]]
     if class_name(config) != expected:
         raise InputError(
             f"{path} is {FAMILIES[family]}, and {base.name} has a {class_name(config)}: give a folder of that family."

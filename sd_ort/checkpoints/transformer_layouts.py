@@ -127,6 +127,8 @@ def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
     is_z_image = config["_class_name"] == "ZImageTransformer2DModel"
     width = int(config["dim"] if is_z_image else config["num_attention_heads"] * config["attention_head_dim"])
     modules: dict[str, tuple[Part, ...]] = {}
+    if config["_class_name"] == "QwenImageTransformer2DModel":
+        return modules  # whose original names are those of diffusers
 
     def add(original: str, targets: str | tuple[str, ...], block: str = "") -> None:
         if isinstance(targets, str):
@@ -166,6 +168,8 @@ def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], pref
     shapes: of the tensors in the file. prefix: of the transformer's tensors. Tensors that the file lacks have none.
     """
     recipes: dict[str, WeightRecipe] = {}
+    if config["_class_name"] == "QwenImageTransformer2DModel":
+        return {name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
     for original, parts in original_modules(config).items():
         for end, name in (("weight", "weight"), ("bias", "bias"), ("scale", "weight")):
             stored = f"{prefix}{original}.{end}"
@@ -190,7 +194,8 @@ def _rows(stored: str, part: Part, shape: tuple[int, ...]) -> WeightRecipe:
 def original_prefix(names: Iterator[str] | Mapping[str, Any]) -> str | None:
     """Return the prefix of a transformer's tensors in the original layout, None for a file without one."""
     for name in names:
-        for first in ("double_blocks.0.", "joint_blocks.0.", "cap_pad_token"):  # the last one is Z-Image's
+        # The last ones are Z-Image's and Qwen-Image's.
+        for first in ("double_blocks.0.", "joint_blocks.0.", "cap_pad_token", "txt_norm."):
             head, found, _ = name.partition(first)
             if found and head in ("", "model.diffusion_model.", "diffusion_model."):
                 return head

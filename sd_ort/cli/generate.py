@@ -214,10 +214,10 @@ def command(
     )
     defaults = generation_defaults(folder, inpaint=mask is not None)
     steps, guidance = steps or defaults.steps, defaults.guidance if guidance is None else guidance
-    if negative and guidance <= 1:
-        say(f"--negative has no effect: guidance {guidance:g} disables guidance.")
     kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
     pipeline = open_pipeline(folder, kind, load_options)
+    if negative and guidance <= (pipeline.family.unguided if hasattr(pipeline, "family") else 1):
+        say(f"--negative has no effect: guidance {guidance:g} disables guidance.")
     if kind == "" and (height is None) != (width is None):  # which diffusers' arguments would ignore
         height, width = height or pipeline.default_size, width or pipeline.default_size
     load_adapters(loras, embedding_files, pipeline)
@@ -235,6 +235,8 @@ def command(
         "prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance,
         "negative_prompt": negative, **images, **{name: value for name, value in shared.items() if value is not None},
     }  # fmt: skip
+    if getattr(pipeline, "CLASS", "") == "QwenImageTransformer2DModel":
+        arguments["true_cfg_scale"] = arguments.pop("guidance_scale")
     if negative and getattr(pipeline, "CLASS", "") == "FluxTransformer2DModel":
         if pipeline.transformer_config.get("guidance_embeds"):
             say("--negative has no effect: this model reads --guidance as an input, and no negative prompt.")

@@ -31,7 +31,7 @@ from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, has_p
 from sd_ort.checkpoints.diffusion_transformers import synthetic_values
 from sd_ort.checkpoints.modules import derived_weights, wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
-from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, TensorSpec, size
+from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, TensorSpec, size, text_config
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS_BY_NAME
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
@@ -79,7 +79,7 @@ def example_input(tensor: TensorSpec, sizes: Mapping[str, int], config: Mapping[
     if values is not None:
         return torch.from_numpy(values.astype(tensor.dtype))
     if tensor.dtype == "int64":
-        return torch.randint(config["vocab_size"], shape, generator=generator)
+        return torch.randint(text_config(config)["vocab_size"], shape, generator=generator)
     if tensor.name == "timestep":
         return torch.rand(shape, generator=generator) * 1000
     if tensor.name == "conditioning_scale":

@@ -199,7 +199,9 @@ class TransformerPipeline(LoraMixin):
 
     CLASS = ""  # the model class of the transformer
     INDEX_CLASS = ""  # the pipeline class of the folder
+    OTHER_INDEX_CLASSES: tuple[str, ...] = ()  # further classes, whose folders have the same models
     ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others refuses the size
+    LONGEST_TEXT = LONGEST_TEXT  # largest max_sequence_length
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without
     REQUIRED_COMPONENTS: tuple[str, ...] = ("transformer", "vae_decoder")
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds")
@@ -283,7 +285,7 @@ class TransformerPipeline(LoraMixin):
     def check_folder(cls, folder: Path) -> None:
         """Raise InputError for a folder of another pipeline, or with text encoders of other classes."""
         index = read_index(folder)
-        if index.get("_class_name") != cls.INDEX_CLASS:
+        if index.get("_class_name") not in (cls.INDEX_CLASS, *cls.OTHER_INDEX_CLASSES):
             raise InputError(f"{folder} holds a {index.get('_class_name')}, not a {cls.__name__}.")
         if mismatch := encoder_mismatch(index):
             raise InputError(f"{folder} {mismatch}: export the whole pipeline.")
@@ -396,9 +398,9 @@ class TransformerPipeline(LoraMixin):
         steps = self.family.steps if call.num_inference_steps is None else call.num_inference_steps
         if not 1 <= steps <= STEP_LIMIT:
             raise InputError(f"{steps} steps are not between 1 and {STEP_LIMIT}.")
-        if not 1 <= call.max_sequence_length <= LONGEST_TEXT:
+        if not 1 <= call.max_sequence_length <= self.LONGEST_TEXT:
             raise InputError(
-                f"max_sequence_length must be between 1 and {LONGEST_TEXT}, got {call.max_sequence_length}."
+                f"max_sequence_length must be between 1 and {self.LONGEST_TEXT}, got {call.max_sequence_length}."
             )
         call.output_type = "pil" if call.output_type is None else call.output_type
         if call.output_type not in OUTPUT_TYPES:
@@ -743,17 +745,27 @@ class FluxPipeline(TransformerPipeline):
             if sample.shape != (needed := (count, rows * columns, channels)):
                 raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
         tokens = prompts[0]["encoder_hidden_states"].shape[1]
-        fixed = {"img_ids": image_ids(rows, columns), "txt_ids": np.zeros((tokens, 3), np.float32)}
+        references, reference_ids = self._references(call, count)
+        ids = image_ids(rows, columns)
+        ids = ids if reference_ids is None else np.concatenate([ids, reference_ids])
+        fixed = {"img_ids": ids, "txt_ids": np.zeros((tokens, 3), np.float32)}
         if self.transformer_config.get("guidance_embeds"):
             fixed["guidance"] = np.full(count, call.guidance_scale, np.float32)
         job = Denoising(
             sample, schedule, prompts, fixed, timestep_scale=1 / 1000,
-            guidance_scale=call.true_cfg_scale if guided else None, blend=blend,
+            guidance_scale=call.true_cfg_scale if guided else None, blend=blend, references=references,
         )  # fmt: skip
         sample = self._denoise(job, call)
         if call.output_type == "latent":
             return latents_as_output(sample, call.return_dict)
         return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
+
+    def _references(self, call: SimpleNamespace, count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the tokens (count, R, C) of an image that the prompt is about, and their positions; None without one.
+
+        FLUX.1 Kontext overrides it.
+        """
+        return None, None
 
 
 def pack(latents: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ captured transformer reads inputs that the steps share from device memory, to wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -68,3 +68,21 @@ class TransformerSteps:
         known = {name: np.concatenate([prompt[name]] * steps) for name in model.inputs if name != "timestep"}
         outputs = model(**known, timestep=np.repeat(timesteps, self.rows))
         return {name: value.reshape(steps, self.rows, *value.shape[1:]) for name, value in outputs.items()}
+
+
+StepGroup = tuple[list[int], dict[str, np.ndarray]]  # images, and the transformer's inputs for them
+
+
+class GroupedSteps:
+    """Predictions for prompts that are no one batch, in a call of the transformer for each group of images."""
+
+    def __init__(self, models: Mapping[str, Model], groups: Iterable[StepGroup], timesteps: np.ndarray) -> None:
+        """The arguments are those of `TransformerSteps`, the prompts in groups."""
+        self.groups = [(rows, TransformerSteps(models, [inputs], timesteps)) for rows, inputs in groups]
+
+    def __call__(self, i: int, hidden_states: np.ndarray) -> np.ndarray:
+        """Return the prediction of step i for patches (B, S, C), of the same shape, float32."""
+        prediction = np.empty_like(hidden_states)
+        for rows, steps in self.groups:
+            prediction[rows] = steps(i, np.ascontiguousarray(hidden_states[rows]))[0]
+        return prediction

@@ -6,7 +6,7 @@ attends to this padding. Prompts of one padded length are one call of it, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from sd_ort.pipelines.transformer_pipelines import (
     latents_as_output,
     prompt_list,
 )
-from sd_ort.pipelines.transformer_steps import TransformerSteps
+from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class ZImageDenoising(Denoising):
         timesteps = (1000 - self.schedule.timesteps) / np.float32(1000)
         size = self.sample.shape[2] // 2, self.sample.shape[3] // 2
         sets = [self.positive, *([self.negative] if self.guided_steps.any() else [])]
-        calls = [_Calls(models, token_groups(embeddings, *size), timesteps) for embeddings in sets]
+        calls = [GroupedSteps(models, token_groups(embeddings, *size), timesteps) for embeddings in sets]
 
         def predict(i: int, hidden_states: np.ndarray) -> list[np.ndarray]:
             return [call(i, hidden_states) for call in calls[: 2 if self.guided_steps[i] else 1]]
@@ -94,23 +94,6 @@ class ZImageDenoising(Denoising):
         return bool(names)
 
 
-class _Calls:
-    """The transformer's calls for one set of prompts, one for each group of rows."""
-
-    def __init__(
-        self, models: Mapping[str, Model], groups: Iterable[tuple[list[int], dict[str, np.ndarray]]],
-        timesteps: np.ndarray,
-    ) -> None:  # fmt: skip
-        self.groups = [(rows, TransformerSteps(models, [inputs], timesteps)) for rows, inputs in groups]
-
-    def __call__(self, i: int, hidden_states: np.ndarray) -> np.ndarray:
-        """Return the prediction of step i for patches (B, S, C), of the same shape."""
-        prediction = np.empty_like(hidden_states)
-        for rows, steps in self.groups:
-            prediction[rows] = steps(i, np.ascontiguousarray(hidden_states[rows]))[0]
-        return prediction
-
-
 class ZImagePipeline(TransformerPipeline):
     """Text to image with Z-Image pipeline folders. Make one with `from_pretrained`."""
 
@@ -118,7 +101,7 @@ class ZImagePipeline(TransformerPipeline):
     ENCODERS = ("text_encoder",)
 
     def _open_tokenizers(self) -> None:
-        self.tokenizer = QwenTokenizer(self.folder / "tokenizer", THINKING_CHAT)
+        self.tokenizer = QwenTokenizer(self.folder / "tokenizer", THINKING_CHAT, reads_padding=False)
 
     @property
     def default_size(self) -> int:
@@ -207,7 +190,7 @@ class ZImagePipeline(TransformerPipeline):
         return given
 
 
-def token_groups(embeddings: Embeddings, rows: int, columns: int) -> list[tuple[list[int], dict[str, np.ndarray]]]:
+def token_groups(embeddings: Embeddings, rows: int, columns: int) -> list[StepGroup]:
     """Return (images, inputs of the transformer for them) for each padded length of the embeddings (tokens, C).
 
     rows, columns: of patches.

@@ -61,11 +61,18 @@ class Vae:
         mean, factor = latent_scale(self.config)
         return self._decoded(latents * factor + mean)
 
-    def to_latents(self, pixels: np.ndarray, generator: Any) -> np.ndarray:
-        """Return a pipeline's latents, sampled from the VAE's distribution. `generator`: as in `draw_noise`."""
+    def to_latents(self, pixels: np.ndarray, generator: Any, *, sample: bool = True) -> np.ndarray:
+        """Return a pipeline's latents, sampled from the VAE's distribution, or its mean without `sample`.
+
+        `generator`: as in `draw_noise`.
+        """
         latents = self._encoded(pixels)
         if latents.shape[1] == 2 * self.latent_channels:  # a distribution, where a tiny autoencoder has latents
-            mean, log_variance = np.split(latents, 2, axis=1)
+            latents, log_variance = np.split(latents, 2, axis=1)
+        else:
+            sample = False
+        if sample:
+            mean = latents
             std = np.exp(np.float32(0.5) * log_variance.clip(-30, 20))
             if isinstance(generator, list):
                 generator = generator[: len(mean)]

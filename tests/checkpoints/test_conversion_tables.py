@@ -52,7 +52,7 @@ def test_inpainting_tables_differ_in_the_first_convolution() -> None:
 def test_hub_ids() -> None:
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS as theirs
 
-    unknown = {"flux2-klein"}  # to diffusers: it reads no single file of FLUX.2 klein
+    unknown = {"flux2-klein", "qwen-image"}  # to diffusers: it reads no single file of these
     names = {name: name.replace("sd35-", "sd35_") for name in HUB_IDS.keys() - unknown}
     expected = {name: theirs[other]["pretrained_model_name_or_path"] for name, other in names.items()}
     assert {name: HUB_IDS[name] for name in names} == expected

@@ -172,11 +172,20 @@ def test_diffusers_folder(mini_presets, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"transformer": ["diffusers", "QwenImageTransformer2DModel"]}, "transformer of class QwenImageTransformer2D"),
+        ({"transformer": ["diffusers", "AuraFlowTransformer2DModel"]}, "transformer of class AuraFlowTransformer2D"),
         ({"transformer": [None, None]}, "neither a UNet nor a transformer"),
         ({"text_encoder_2": ["transformers", "Qwen3ForCausalLM"]}, "text_encoder_2 of class Qwen3ForCausalLM, but"),
         ({"text_encoder_2": [None, None]}, "no text_encoder_2, but its FluxTransformer2DModel needs a T5EncoderModel"),
         ({"tokenizer_3": ["transformers", "T5TokenizerFast"]}, "lacks its tokenizer_3"),
+        ({"_class_name": "AnimateDiffPipeline"}, "AnimateDiffPipeline makes videos with motion modules in its UNet"),
+        ({"_class_name": "WanImageToVideoPipeline"}, "WanImageToVideoPipeline makes videos: sd-ort generates images"),
+        ({"_class_name": "HunyuanVideoPipeline"}, "HunyuanVideoPipeline makes videos"),
+        ({"_class_name": "LTXPipeline"}, "LTXPipeline makes videos"),
+        ({"_class_name": "CogVideoXPipeline"}, "CogVideoXPipeline makes videos"),
+        ({"_class_name": "Flux2Pipeline"}, "is FLUX.2 dev, whose Mistral text encoder"),
+        ({"_class_name": "Krea2Pipeline"}, "is Krea 2, whose transformer and Qwen3-VL text encoder"),
+        ({"_class_name": "QwenImageEditPlusPipeline"}, "sd-ort runs Qwen-Image from text alone"),
+        ({"_class_name": "ZImageOmniPipeline"}, "sd-ort runs Z-Image from text alone"),
     ],
 )
 def test_unsupported_folders_are_rejected_by_name(mini_presets, tmp_path, changes, message):
@@ -392,7 +401,7 @@ def test_schedule(preset, steps):
     np.testing.assert_allclose(schedule.sigmas, scheduler.sigmas.numpy(), rtol=2e-7)
 
 
-@pytest.mark.parametrize(("option", "value"), [("use_karras_sigmas", True), ("shift_terminal", 0.02)])
+@pytest.mark.parametrize(("option", "value"), [("use_karras_sigmas", True), ("invert_sigmas", True)])
 def test_unsupported_schedules_are_named(option, value):
     with pytest.raises(InputError, match=option):
         flow_match.check_config({"_class_name": flow_match.CLASS, option: value})

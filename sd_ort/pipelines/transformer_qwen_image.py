@@ -1,0 +1,225 @@
+"""Text to image with Qwen-Image, with diffusers' arguments and defaults.
+
+Tokens that a prompt's mask leaves out are dropped instead of masked: prompts with the same tokens left are one call of
+the transformer, so that none needs a mask of the attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sd_ort.checkpoints import flow_match
+from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
+from sd_ort.core.errors import InputError
+from sd_ort.pipelines.images import as_array
+from sd_ort.pipelines.request import Generator, Prompt, StepCallback
+from sd_ort.pipelines.transformer_pipelines import (
+    Denoising,
+    TransformerPipeline,
+    arguments,
+    latents_as_output,
+    pack,
+    prompt_list,
+    repeated,
+    unpack,
+)
+from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sd_ort.runtime.session import Model
+
+log = logging.getLogger("sd_ort")
+
+# The chat that the model was trained with; its first tokens are dropped from the embeddings, as in diffusers.
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+TEMPLATE_TOKENS = 34
+LONGEST_PROMPT = 1024  # tokens
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Hidden states (B, T, C) of prompts, and which of the tokens are theirs (B, T), bool."""
+
+    states: np.ndarray
+    mask: np.ndarray
+
+    def repeated(self, images: int) -> Embeddings:
+        return Embeddings(repeated(self.states, images), repeated(self.mask, images))
+
+    def groups(self, rows: int, columns: int) -> list[StepGroup]:
+        """Return the transformer's calls of images of rows x columns patches."""
+        numbers: dict[bytes, list[int]] = {}
+        for number, row in enumerate(self.mask):
+            numbers.setdefault(row.tobytes(), []).append(number)
+        first, image_ids = max(rows // 2, columns // 2), positions(rows, columns)
+        groups = []
+        for group in numbers.values():
+            tokens = np.flatnonzero(self.mask[group[0]])
+            text_ids = np.repeat((first + tokens).astype(np.float32)[:, None], 3, 1)
+            states = np.ascontiguousarray(self.states[group][:, tokens])
+            groups.append((group, {"encoder_hidden_states": states, "txt_ids": text_ids, "img_ids": image_ids}))
+        return groups
+
+
+@dataclass
+class QwenDenoising(Denoising):
+    """The latents in patches (B, S, C) of one call, and its prompts.
+
+    Attributes:
+        size: Rows and columns of patches.
+        embeddings: Of the prompts, then with guidance of the negative prompts.
+    """
+
+    size: tuple[int, int] = (0, 0)
+    embeddings: tuple[Embeddings, ...] = ()
+
+    def steps(self, models: Mapping[str, Model]) -> Any:
+        """Return a function of a step and patches, which returns its prediction, then that of the negative prompts."""
+        timesteps = self.schedule.timesteps / np.float32(1000)
+        calls = [GroupedSteps(models, each.groups(*self.size), timesteps) for each in self.embeddings]
+        return lambda i, hidden_states: [call(i, hidden_states) for call in calls]
+
+    def guided(self, predictions: list[np.ndarray]) -> np.ndarray:
+        """Return the prediction of a step; with guidance, each patch has the norm of the prompt's prediction."""
+        if len(predictions) == 1:
+            return predictions[0]
+        positive, negative = predictions
+        assert self.guidance_scale is not None
+        combined = negative + np.float32(self.guidance_scale) * (positive - negative)
+        norms = [np.sqrt(np.square(each).sum(-1, keepdims=True)) for each in (positive, combined)]
+        result: np.ndarray = combined * (norms[0] / norms[1])
+        return result
+
+    def callback_tensors(self) -> dict[str, Any]:
+        return {"latents": self.sample, "prompt_embeds": self.embeddings[0].states}
+
+    def replace(self, changed: Mapping[str, Any]) -> bool:
+        if "latents" in changed:
+            self.sample = as_array(changed["latents"])
+        if "prompt_embeds" not in changed:
+            return False
+        states = as_array(changed["prompt_embeds"])
+        self.embeddings = (Embeddings(states, self.embeddings[0].mask), *self.embeddings[1:])
+        return True
+
+
+class QwenImagePipeline(TransformerPipeline):
+    """Text to image with Qwen-Image pipeline folders. Make one with `from_pretrained`."""
+
+    CLASS, INDEX_CLASS, ROUNDS_SIZE = "QwenImageTransformer2DModel", "QwenImagePipeline", True
+    ENCODERS = ("text_encoder",)
+    LONGEST_TEXT = LONGEST_PROMPT
+
+    def _open_tokenizers(self) -> None:
+        self.tokenizer = QwenTokenizer(self.folder / "tokenizer", TEMPLATE, reads_padding=False)
+
+    @property
+    def default_size(self) -> int:
+        return 128 * self.vae_scale_factor
+
+    def encode_prompt(
+        self, prompt: Prompt | None, max_sequence_length: int = 1024, count: int | None = None
+    ) -> Embeddings:
+        """Return the embeddings of prompts, float32, without the tokens of the template.
+
+        count: of prompts, for a single text. The end of longer prompts is cut.
+        """
+        ids, mask = self.tokenizer.encode(prompt_list(prompt, count=count), LONGEST_PROMPT + TEMPLATE_TOKENS)
+        # Tokens attend to earlier ones alone, so the padding behind the longest prompt changes nothing.
+        length = int(mask.sum(1).max())
+        outputs = self.models["text_encoder"](input_ids=ids[:, :length], attention_mask=mask[:, :length])
+        kept = slice(TEMPLATE_TOKENS, min(length, TEMPLATE_TOKENS + max_sequence_length))
+        return Embeddings(self._float32(outputs)["hidden_states"][:, kept], mask[:, kept] == 1)
+
+    def __call__(
+        self, prompt: Prompt | None = None, negative_prompt: Prompt | None = None, true_cfg_scale: float = 4.0,
+        height: int | None = None, width: int | None = None, num_inference_steps: int = 50,
+        sigmas: Sequence[float] | None = None, guidance_scale: float | None = None, num_images_per_prompt: int = 1,
+        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
+        prompt_embeds_mask: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds_mask: Tensor | None = None, output_type: str | None = "pil", return_dict: bool = True,
+        attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
+        progress: bool = False, **unsupported: Any,
+    ) -> Any:  # fmt: skip
+        """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
+
+        `true_cfg_scale` above 1 guides if there is a `negative_prompt`, also " ", which doubles the time of a step.
+        The model ignores `guidance_scale`. Several images of prompts with different lengths keep the masks of their
+        prompts, which diffusers 0.42.1 mixes up. Latents, given or returned, are packed (B, S, C). Returns a
+        `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
+        """
+        return self._generate(arguments(locals()))
+
+    def _generate(self, call: SimpleNamespace) -> Any:
+        """Generate images. call: the arguments of `__call__`."""
+        scales = {"true_cfg_scale": call.true_cfg_scale, "guidance_scale": call.guidance_scale}
+        height, width, steps = self._check(call, **scales)
+        self._check_attention_kwargs(call.attention_kwargs)
+        images = call.num_images_per_prompt
+        embeddings = [self._prompts(call, "", None).repeated(images)]
+        count = len(embeddings[0].states)
+        has_negative = call.negative_prompt is not None or call.negative_prompt_embeds is not None
+        if call.true_cfg_scale > 1 and has_negative:
+            embeddings.append(self._prompts(call, "negative_", count // images).repeated(images))
+        elif call.true_cfg_scale > 1 or has_negative:
+            reason = "its scale is not above 1" if has_negative else 'there is no negative_prompt, which may be " "'
+            log.info("true_cfg_scale %s does not guide: %s.", call.true_cfg_scale, reason)
+        side = 2 * self.vae_scale_factor
+        rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
+        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
+        schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas)
+        if call.latents is None:
+            sample, _ = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, (height, width))
+            sample = pack(sample)
+        else:
+            sample = as_array(call.latents)
+            if sample.shape != (needed := (count, rows * columns, channels)):
+                raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
+        job = QwenDenoising(
+            sample, schedule, [], guidance_scale=call.true_cfg_scale, size=(rows, columns),
+            embeddings=tuple(embeddings),
+        )  # fmt: skip
+        sample = self._denoise(job, call)
+        if call.output_type == "latent":
+            return latents_as_output(sample, call.return_dict)
+        return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
+
+    def _prompts(self, call: SimpleNamespace, prefix: str, count: int | None) -> Embeddings:
+        """Return the embeddings of the prompts, or with prefix "negative_" of the negative ones, of which `count`.
+
+        Raises InputError for embeddings and masks that do not fit.
+        """
+        prompt, embeds = getattr(call, f"{prefix}prompt"), getattr(call, f"{prefix}prompt_embeds")
+        length = call.max_sequence_length
+        if embeds is None:
+            return self.encode_prompt(prompt, length, count)
+        if prompt is not None:
+            raise InputError(f"{prefix}prompt and {prefix}prompt_embeds were both given: give one of them.")
+        states, mask = as_array(embeds), getattr(call, f"{prefix}prompt_embeds_mask")
+        width = self.transformer_config["joint_attention_dim"]
+        if states.ndim != 3 or states.shape[2] != width or count not in (None, len(states)):
+            raise InputError(f"{prefix}prompt_embeds of shape {states.shape} are no ({count or 'B'}, T, {width}).")
+        kept = np.ones(states.shape[:2], bool) if mask is None else as_array(mask) != 0
+        if kept.shape != states.shape[:2] or not kept[:, :length].any(1).all():
+            raise InputError(f"{prefix}prompt_embeds_mask must be {states.shape[:2]}, with a token in each row.")
+        return Embeddings(states[:, :length], kept[:, :length])
+
+
+def positions(rows: int, columns: int) -> np.ndarray:
+    """Return (0, row, column) of each patch (rows * columns, 3), float32; the middle of the image is at 0."""
+    grid = np.zeros((rows, columns, 3), np.float32)
+    grid[..., 1] = (np.arange(rows) - (rows - rows // 2))[:, None]
+    grid[..., 2] = np.arange(columns) - (columns - columns // 2)
+    return grid.reshape(-1, 3)

@@ -1,0 +1,337 @@
+"""Qwen-Image: the modules equal diffusers, which still needs them; fusions; images; files; what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from test_export import check_against_torch
+
+from scripts.fixtures.parity_models import Models, preset
+from sd_ort import QwenImagePipeline, transformer_pipeline
+from sd_ort.checkpoints import flow_match
+from sd_ort.checkpoints.checkpoint import build_model
+from sd_ort.checkpoints.diffusers_folder import open_folder
+from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
+from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.checkpoints.random_weights import fill_random
+from sd_ort.core.errors import InputError
+from sd_ort.core.metrics import array_errors, psnr
+from sd_ort.core.pipeline_folder import read_manifest
+from sd_ort.export import exporter
+from sd_ort.graphs.load import load
+from sd_ort.inspect.verify import verify
+from sd_ort.pipelines.transformer_qwen_image import Embeddings
+from sd_ort.stages import optimize
+
+CLASS, KIND, FAMILY = "QwenImageTransformer2DModel", "QwenImagePipeline", "qwen_image"
+SIZES = (
+    {"batch": 1, "sequence": 19, "image_sequence": 28},
+    {"batch": 3, "sequence": 7, "image_sequence": 41},
+)
+
+
+def built(name: str) -> Any:
+    config = preset(FAMILY).models[name]
+    model = build_model(config.get("_class_name") or config["architectures"][0], config)
+    fill_random(model, 1)
+    return model.eval()
+
+
+def nmse(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(array_errors(actual.detach().numpy(), expected.detach().numpy())["nmse"])
+
+
+# --- The modules that are exported ----------------------------------------------------------------------------------
+
+
+def test_the_transformer_equals_diffusers() -> None:
+    """Prompts of several lengths, one with a gap in its mask: calls without masks give diffusers' outputs."""
+    model, generator = built("transformer"), torch.Generator().manual_seed(0)
+    width = model.config["joint_attention_dim"]
+    latents = torch.randn(4, 5 * 7, 64, generator=generator)
+    texts = torch.randn(4, 9, width, generator=generator)
+    mask = torch.arange(9)[None] < torch.tensor([9, 4, 9, 6])[:, None]
+    mask[3, 2] = False
+    time = torch.full((4,), 0.3)
+    call = {"hidden_states": latents, "timestep": time, "encoder_hidden_states": texts, "return_dict": False}
+    with torch.no_grad():
+        expected = model(**call, encoder_hidden_states_mask=mask, img_shapes=[[(1, 5, 7)]] * 4)[0]
+    module, actual = wrap("transformer", built("transformer"), False, False), torch.empty_like(expected)
+    groups = Embeddings(texts.numpy(), mask.numpy()).groups(5, 7)
+    assert [rows for rows, _ in groups] == [[0, 2], [1], [3]]
+    for rows, inputs in groups:
+        tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        with torch.no_grad():
+            actual[rows] = module(hidden_states=latents[rows], timestep=time[:1], **tensors)
+    assert nmse(actual, expected) <= 1e-11
+
+
+def test_the_text_encoder_equals_transformers() -> None:
+    ids = torch.randint(300, (2, 11), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(11)[None] < torch.tensor([11, 6])[:, None]).long()
+    with torch.no_grad():
+        expected = built("text_encoder")(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        actual = wrap("text_encoder", built("text_encoder"), False, False)(ids, mask)
+    kept = mask.bool()
+    assert nmse(actual[kept], expected.hidden_states[-1][kept]) <= 1e-12
+
+
+def test_the_vae_equals_diffusers() -> None:
+    """Of one frame, whose 3-D convolutions are 2-D ones with a third of the filters or all of 1x1x1."""
+    model, generator = built("vae"), torch.Generator().manual_seed(0)
+    image, latent = (torch.randn(2, *shape, generator=generator) for shape in ((3, 12, 20), (16, 6, 10)))
+    with torch.no_grad():
+        moments = model.encode(image.unsqueeze(2)).latent_dist.parameters.squeeze(2)
+        decoded = model.decode(latent.unsqueeze(2)).sample.squeeze(2)
+        assert nmse(wrap("vae_encoder", built("vae"), False, False)(image), moments) <= 1e-12
+        decoder = wrap("vae_decoder", built("vae"), False, False)
+        assert nmse(decoder(latent), decoded) <= 1e-12
+    assert not any(isinstance(part, torch.nn.Conv3d) for part in decoder.modules())
+
+
+class Direct(torch.nn.Module):
+    """diffusers' forward with a mask, of a small image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = built("transformer")
+
+    def forward(self, latents: torch.Tensor, time: torch.Tensor, texts: torch.Tensor, mask: torch.Tensor) -> Any:
+        return self.model(latents, texts, mask, time, img_shapes=[[(1, 4, 6)]], return_dict=False)[0]
+
+
+def test_diffusers_still_needs_the_module() -> None:
+    """If this fails, diffusers' forward exports as it is: remove the transformer's classes of qwen_image_modules.py."""
+    module = Direct()
+    width = module.model.config["joint_attention_dim"]
+    arguments = torch.randn(2, 24, 64), torch.rand(2), torch.randn(2, 12, width), torch.arange(12).expand(2, 12) < 9
+    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=1024)
+    shapes = ({0: batch}, {0: batch}, {0: batch, 1: length}, {0: batch, 1: length})
+    with pytest.raises(Exception, match=r"specialized|Constraints violated|Could not guard"):
+        torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
+    constant = torch.export.export(Direct(), arguments, strict=False)
+    values = [node.meta.get("val") for node in constant.graph.nodes]
+    assert any(isinstance(v, torch.Tensor) and v.is_complex() for v in values), "no complex numbers are left"
+
+
+# --- Graphs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Return an export of all components, its transformer of opset 20, and diffusers' pipeline."""
+    made = Models(tmp_path_factory.mktemp("qwen_image"))
+    made.export(FAMILY)
+    return made
+
+
+@pytest.fixture(scope="module")
+def of_opset_23(models: Models) -> Path:
+    out = models.folder / "23"
+    exporter.export(None, out, preset=f"parity-{FAMILY}", random_weights=True, opset=23, components=["transformer"])
+    return out
+
+
+# One block, whose text after the attention nothing reads.
+FUSED = {"MultiHeadAttention": 1, "RotaryEmbedding": 2, "RMSNormalization": 5, "LayerNormalization": 4, "Neg": 0}
+TAKEN_APART = ("ScaledDotProductAttention", "Softmax", "Attention", "ReduceMean")
+
+
+@pytest.mark.parametrize("opset", [20, 23])
+def test_fusions(models: Models, of_opset_23: Path, tmp_path: Path, opset: int) -> None:
+    """Attention, rotation and norms are single nodes, modulation is part of the norms; equal outputs."""
+    folder = Path(models.export(FAMILY)) if opset == 20 else of_opset_23
+    for sizes in SIZES:
+        assert check_against_torch(folder, "transformer", f"parity-{FAMILY}", sizes) <= 1e-10
+    optimize(folder, tmp_path / "out", target="portable", components=["transformer"])
+    graph = load(tmp_path / "out" / "transformer" / "model.onnx").graph
+    counts = Counter(node.op_type for node in graph)
+    expected = FUSED | dict.fromkeys(TAKEN_APART, 0)
+    assert {op: counts[op] for op in expected} == expected
+    norms = [node for node in graph if node.op_type == "LayerNormalization"]
+    assert all(not node.inputs[1].is_initializer() for node in norms), "scale and shift are computed"
+    result = verify(folder, tmp_path / "out", components=["transformer"])
+    assert result["passed"], result["rows"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
+    """Norms are AdaptiveNorm with their gated residuals, heads RotaryQkv; modulation leaves the step."""
+    folder, out = Path(models.export(FAMILY)), tmp_path / "out"
+    optimize(folder, out, target="gpu", dtype=dtype, components=["transformer"], hoist=True)
+    nodes = read_manifest(out)["components"]["transformer"]["hoisted"]
+    counts = Counter(node.op_type for node in load(out / "transformer" / "model.onnx").graph)
+    expected = {"MultiHeadAttention": 1, "RotaryQkv": 1, "AdaptiveNorm": 4}
+    expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Gelu", "Gemm"), 0)
+    assert {op: counts[op] for op in expected} == expected
+    assert nodes.keys() == {"transformer_prompt", "transformer_time", "transformer"}
+    result = verify(folder, out, components=["transformer"])
+    assert result["passed"], result["rows"]
+
+
+# --- Images ---------------------------------------------------------------------------------------------------------
+
+CALL: dict[str, Any] = {"height": 44, "width": 36, "num_inference_steps": 2, "output_type": "np"}
+PROMPTS = ["a", "a red circle on a blue background"]
+
+
+@pytest.fixture(scope="module")
+def hoisted(models: Models) -> QwenImagePipeline:
+    out = models.folder / "hoisted"
+    optimize(models.export(FAMILY), out, target="cpu", hoist=True)
+    pipeline: QwenImagePipeline = QwenImagePipeline.from_pretrained(out, "cpu")
+    return pipeline
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "diffusion_model."])
+def test_images_with_and_without_a_lora(
+    models: Models, hoisted: QwenImagePipeline, tmp_path: Path, prefix: str
+) -> None:
+    """A hoisted folder, guided, with prompts of other lengths; diffusers' and ComfyUI's names of a LoRA."""
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    width = 96
+    for name, out in (("transformer_blocks.0.attn.to_q", width), ("transformer_blocks.0.img_mod.1", 6 * width)):
+        tensors[f"{name}.lora_B.weight"] = torch.randn(out, 4, generator=generator)
+        tensors[f"{name}.lora_A.weight"] = torch.randn(4, width, generator=generator) * width**-0.5
+    for file, before in (("theirs", "transformer."), ("ours", prefix)):
+        save_file({f"{before}{name}": tensor for name, tensor in tensors.items()}, tmp_path / f"{file}.safetensors")
+    call: dict[str, Any] = {**CALL, "negative_prompt": ["b c", " "]}
+    theirs = models.theirs(FAMILY, KIND)
+
+    def expected() -> np.ndarray:
+        with torch.no_grad():
+            images: np.ndarray = theirs(**call, prompt=PROMPTS, generator=torch.Generator().manual_seed(5)).images
+        return images
+
+    without = expected()
+    theirs.load_lora_weights(str(tmp_path / "theirs.safetensors"))
+    try:
+        changed = expected()
+    finally:
+        theirs.unload_lora_weights()
+    assert psnr(hoisted(**call, prompt=PROMPTS, generator=5).images, without, 0.01, peak=1.0) >= 60
+    hoisted.load_lora_weights(tmp_path / "ours.safetensors")
+    assert psnr(hoisted(**call, prompt=PROMPTS, generator=5).images, changed, 0.01, peak=1.0) >= 60
+    hoisted.unload_lora_weights()
+    assert psnr(without, changed, 0.01, peak=1.0) < 40, "the LoRA changes nothing"
+    other = hoisted(**call, prompt=PROMPTS[::-1], generator=5).images
+    assert psnr(other, without, 0.01, peak=1.0) < 50, "the comparison does not see the prompt"
+
+
+def test_generate_command(hoisted: QwenImagePipeline, sd_ort: Any, tmp_path: Path) -> None:
+    """`--guidance` is the scale of `--negative`, which guides."""
+    options = ["--height", "32", "--width", "32", "--provider", "cpu", "--seed", "4", "--steps", "2"]
+    out = tmp_path / "image.png"
+    more = ["--negative", "blurry", "--guidance", "3"]
+    assert sd_ort("generate", "a square", "--model", hoisted.folder, *options, *more, "--out", out)[0] == 0
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "generator": 4}
+    expected = hoisted("a square", negative_prompt="blurry", true_cfg_scale=3.0, **call).images[0]
+    with Image.open(out) as image:
+        assert np.array_equal(np.asarray(image), np.asarray(expected))
+
+
+@pytest.mark.parametrize("steps", [1, 4, 50])
+def test_schedule(steps: int) -> None:
+    """Sigmas that are stretched to a terminal value are those of diffusers' scheduler."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    config = PRESETS["qwen-image"].scheduler
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+    sigmas = np.linspace(0.99 if steps == 1 else 1.0, 1 / steps, steps)  # a single sigma of 1 is NaN in diffusers
+    scheduler.set_timesteps(sigmas=sigmas, mu=flow_match.linear_mu(config, 4096))
+    schedule = flow_match.make_schedule(config, steps, 4096, sigmas)
+    np.testing.assert_allclose(schedule.sigmas, scheduler.sigmas.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(schedule.timesteps, scheduler.timesteps.numpy(), rtol=1e-5)
+
+
+# --- Files and refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(models: Models) -> Path:
+    out = models.folder / "diffusers"
+    models.theirs(FAMILY, KIND).save_pretrained(out)
+    return out
+
+
+def test_a_transformer_in_one_file(folder: Path, tmp_path: Path) -> None:
+    """ComfyUI's file has diffusers' names, with a prefix; other models are those of the folder."""
+    weights = built("transformer").state_dict()
+    stored = {f"model.diffusion_model.{name}": tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    save_file(stored, tmp_path / "qwen.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path / "qwen.safetensors"), CheckpointOptions(config=str(folder)))
+    assert "Qwen-Image" in checkpoint.detection_note
+    name = "transformer_blocks.0.attn.add_k_proj.weight"
+    read = checkpoint.read_tensors("transformer", [name])
+    np.testing.assert_array_equal(read(name).astype(np.float32), weights[name].bfloat16().float().numpy())
+
+
+def test_names_of_the_text_encoder(folder: Path) -> None:
+    """Published files name the language model as transformers 4 did."""
+    checkpoint = open_folder("qwen", folder)
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    files = checkpoint.models["text_encoder"].files
+    stored = {key for file in files for key in json.loads(_header(file))}
+    assert {name, "model.layers.0.mlp.up_proj.weight"} & stored
+    assert checkpoint.read_tensors("text_encoder", [name])(name).shape == (128, 64)
+
+
+def _header(file: Path) -> str:
+    data = file.read_bytes()
+    return data[8 : 8 + int.from_bytes(data[:8], "little")].decode()
+
+
+@pytest.mark.parametrize("setting", ["zero_cond_t", "use_layer3d_rope", "use_additional_t_cond"])
+def test_relatives_are_rejected_by_name(folder: Path, tmp_path: Path, setting: str) -> None:
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "relative")
+    path = tmp_path / "relative" / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {setting: True}))
+    with pytest.raises(InputError, match=f"{setting} = True, a relative that sd-ort does not export"):
+        open_folder("qwen", tmp_path / "relative")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_embeds": np.ones((1, 3, 64))}, "prompt and prompt_embeds were both given"),
+        ({"prompt": None, "prompt_embeds": np.ones((1, 3, 8))}, r"are no \(B, T, 64\)"),
+        ({"prompt": None, "prompt_embeds": np.ones((1, 3, 64)), "prompt_embeds_mask": np.zeros((1, 3))}, "a token in"),
+        ({"max_sequence_length": 2000}, "between 1 and 1024"),
+        ({"latents": np.zeros((1, 4, 64))}, "latents of shape"),
+        ({"negative_prompt": ["a", "b"]}, "2 prompts were given"),
+    ],
+)
+def test_arguments_are_rejected_by_name(hoisted: QwenImagePipeline, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        hoisted(**{"prompt": "a", **CALL, **arguments})
+
+
+def test_tasks_and_diffusers_classes_are_refused(models: Models, hoisted: QwenImagePipeline) -> None:
+    from sd_ort.integrations.diffusers import accelerate
+
+    for task in ("Img2Img", "Inpaint"):
+        with pytest.raises(InputError, match="Qwen-Image has no"):
+            transformer_pipeline(KIND, task)
+    with pytest.raises(InputError, match=r"generate with sd_ort\.QwenImagePipeline"):
+        accelerate(models.theirs(FAMILY, KIND), hoisted.folder, provider="cpu")
+
+
+def test_preset_is_the_published_model() -> None:
+    """20.4 billion parameters, and the classes of its folder."""
+    with torch.device("meta"):
+        model = build_model(CLASS, PRESETS["qwen-image"].models["transformer"])
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 1) == 20.4
+    index = open_preset("qwen-image", 0).index
+    assert index["text_encoder"] == ["transformers", "Qwen2_5_VLForConditionalGeneration"]
+    assert index["vae"] == ["diffusers", "AutoencoderKLQwenImage"]
