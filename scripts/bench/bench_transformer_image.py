@@ -110,13 +110,17 @@ def main() -> None:
         say(f"optimized in {result['optimize_s']:.1f} s, open in {result['open_s']:.1f} s")
 
         config, edge = PRESETS[options.preset].models["transformer"], options.pixels // 16
-        is_packed = config["_class_name"].startswith("Flux")
-        shape = (1, edge * edge, config["in_channels"]) if is_packed else (1, config["in_channels"], 2 * edge, 2 * edge)
+        channels = config["in_channels"]
+        shape: tuple[int, ...] = (1, channels, 2 * edge, 2 * edge)
+        if config["_class_name"] == "FluxTransformer2DModel":  # takes latents in patches
+            shape = (1, edge * edge, channels)
+        elif config["_class_name"] == "Flux2Transformer2DModel":
+            shape = (1, channels, edge, edge)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
         def generate(pipeline: Any, **changes: Any) -> np.ndarray:
             latents = noise if pipeline is ours else noise.to(DEVICE, torch.bfloat16)
-            image: np.ndarray = pipeline(PROMPT, **arguments | changes, latents=latents).images[0]
+            image: np.ndarray = pipeline(prompt=PROMPT, **arguments | changes, latents=latents).images[0]
             return image
 
         result["first_image_s"] = seconds(lambda: generate(ours))
