@@ -45,8 +45,7 @@ Candidate<Params> library_candidate(int index) {
   };
   const auto run = [=](const Params& p, void* workspace, void* stream) -> const char* {
     char* const library_workspace = static_cast<char*>(workspace) + gemm_bytes(p);
-    const char* error =
-        BlasLt::instance().run(gemm(p, p.gated ? workspace : p.y), index, library_workspace, stream);
+    const char* error = BlasLt::instance().run(gemm(p, p.gated ? workspace : p.y), index, library_workspace, stream);
     if (error != nullptr || !p.gated) return error;
     const BiasSplitGeluParams gate{p.dtype, workspace, p.bias, p.y, p.rows, p.columns / 2};
     return bias_split_gelu_launch(gate, bias_split_gelu_default(gate), stream);
