@@ -259,7 +259,8 @@ class BlasLt {
 #endif
     const int operands = !float8 ? type : p.float8 == Float8::kFnuz ? kFloat8Fnuz : kFloat8;
     const int64_t inner = p.transposed ? p.columns : p.inner, columns = p.transposed ? p.inner : p.columns;
-    if (status == 0) status = create_layout_(&problem.weight, operands, columns, inner, stride(p.weight_stride, columns));
+    if (status == 0)
+      status = create_layout_(&problem.weight, operands, columns, inner, stride(p.weight_stride, columns));
     if (status == 0) status = create_layout_(&problem.x, operands, p.inner, p.rows, stride(p.x_stride, p.inner));
     const int y_type = p.float32_y ? kFloat32 : type;
     if (status == 0) status = create_layout_(&problem.y, y_type, p.columns, p.rows, stride(p.y_stride, p.columns));

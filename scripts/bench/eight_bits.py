@@ -6,7 +6,7 @@
 Generates the same unseen prompts from the same seeds with the fused float32 pipeline and with the U-Net in 8 bits,
 calibrated on 64 prompts of the training's combinations, on the CPU. Images are read back (`sd_ort.demo.fidelity`) and
 compared with float32's. `portable` folders run QuantizeLinear and DequantizeLinear around layers that compute in
-float32; `cpu` folders run QuantizedLinear, the operator of GPU targets, by its reference kernel.
+float32; `cpu` folders run QuantizedLinear, the operator of GPU targets: its kernel, without the op library its body.
 
 The table of layers quantizes one layer (or group of layers) of the float32 graph. Its error is that of its output on
 recorded runs, the U-Net's error that of the noise prediction, both relative (L2), and the PSNR is that of an image with
@@ -103,9 +103,9 @@ def layer_table(work: Path, runs: Path, format_: str, limit: int | None) -> list
     folder = work / "layer"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(work / "float32", folder)
-    (folder / pipeline_folder.MANIFEST).write_text(
-        json.dumps({"stage": "optimize", "options": {"eight_bits": format_}})
-    )
+    manifest = pipeline_folder.read_manifest(folder)  # sessions in float8 have an option of their own
+    manifest = {**manifest, "files": {}, "options": {**manifest["options"], "eight_bits": format_}}
+    (folder / pipeline_folder.MANIFEST).write_text(json.dumps(manifest))
     pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")
     rows_file = work / f"layers-{format_}.json"
     rows: list[dict[str, Any]] = json.loads(rows_file.read_text()) if rows_file.is_file() else []
@@ -170,7 +170,7 @@ def page(result: dict[str, Any]) -> str:
         f"Calibrated on {CALIBRATION_PROMPTS} prompts; percentiles of magnitudes: "
         + ", ".join(f"{name} {percentile:g}" for name, percentile in PERCENTILES.items())
         + ". `float8` and `int8`: linears and convolutions with QDQ, a scale a channel; `operators`: linears by the",
-        "reference kernel of QuantizedLinear, as GPU targets run them, with one scale a weight.",
+        "definition of QuantizedLinear, as GPU targets run them, with one scale a weight.",
         "",
         "| U-Net | right | median PSNR, dB | tenth percentile | worst |",
         "|---|---|---|---|---|",
@@ -186,8 +186,8 @@ def page(result: dict[str, Any]) -> str:
             f"## {format_}: what a layer or a group alone does",
             "",
             f"Relative error of the layer's output and of the U-Net's over {LAYER_RUNS} recorded runs, and PSNR of an "
-            f"image of {LAYER_STEPS} steps, beside float32. The {min(len(layers), 40)} of {len(layers)} layers with "
-            "the largest effect on the U-Net's output.",
+            f"image of {LAYER_STEPS} steps, beside float32."
+            + (f" Single layers: the 40 of {len(layers)} with the largest effect on the U-Net." if layers else ""),
             "",
             "| layer | operator | error | U-Net's error | PSNR, dB |",
             "|---|---|---|---|---|",
@@ -212,8 +212,8 @@ def main() -> None:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     reference, runs = options.work / "float32", options.work / "runs.npz"
-    optimize("demo", reference, target="portable", on_progress=print)
     if not runs.is_file():
+        optimize("demo", reference, target="portable", on_progress=print)
         record_runs(reference, training_prompts(CALIBRATION_PROMPTS), runs)
     prompts = unseen_prompts(options.prompts, 0)
     result: dict[str, Any] = {
@@ -230,8 +230,10 @@ def main() -> None:
     for label in options.engines:
         target, format_ = ENGINES[label]
         folder = options.work / label.replace(" ", "-")
-        optimize("demo", folder, target=target, eight_bits=format_, inputs=runs, on_progress=print)
-        made = images(folder, prompts, options.work / f"{folder.name}-{len(prompts)}.npy")
+        cache = options.work / f"{folder.name}-{len(prompts)}.npy"
+        if not cache.is_file():
+            optimize("demo", folder, target=target, eight_bits=format_, inputs=runs, on_progress=print)
+        made = images(folder, prompts, cache)
         result["rows"].append(fidelity_row(label, prompts, made, expected))
         print(result["rows"][-1], f"{time.perf_counter() - started:.0f} s", flush=True)
         write()

@@ -82,8 +82,7 @@ inline void multiply_float8(mma::Accumulator (&d)[8], uint64_t a_descriptor, uin
   const Matrix a(a_descriptor), b(b_descriptor);
   const auto element = [](const Matrix& matrix, int row, int depth) {
     const uint32_t address = matrix.start + row / 8 * matrix.stride + row % 8 * 128 + depth;
-    return float8_to_float(
-        static_cast<uint8_t>(emulator::dynamic_lds()[address ^ (address >> 7 & 7) << 4]));
+    return float8_to_float(static_cast<uint8_t>(emulator::dynamic_lds()[address ^ (address >> 7 & 7) << 4]));
   };
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   float rows[2][32];

@@ -34,8 +34,8 @@ struct QuantizedLinearBinding : BindingBase<QuantizedLinearParams, quantized_lin
   static void bind(Tensors& tensors, Params& params) {
     const Tensor x = tensors.input(0), weight = tensors.input(1), scale = tensors.input(2), bias = tensors.input(3),
                  skip = tensors.input(4);
-    require(x.type == weight.type && (x.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN ||
-                                      x.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8),
+    require(x.type == weight.type &&
+                (x.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN || x.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8),
             "QuantizedLinear: X and W must both be float8e4m3fn or both int8");
     params.eight_bits = x.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? DType::kInt8 : DType::kFloat8;
     require(!x.shape.empty() && weight.shape.size() == 2 && weight.shape[1] == x.shape.back(),

@@ -10,14 +10,14 @@
 namespace sd_ort {
 
 struct QuantizedLinearParams {
-  DType dtype;          // of bias, skip and Y
-  DType eight_bits;     // of x and weight: kFloat8 or kInt8
-  const void* x;        // (rows, inner)
-  const void* weight;   // (columns, inner)
-  const float* scale;   // (scales)
-  const void* bias;     // (columns)
-  const void* skip;     // (rows, columns) or null
-  void* y;              // (rows, columns), or half the columns if gated
+  DType dtype;         // of bias, skip and Y
+  DType eight_bits;    // of x and weight: kFloat8 or kInt8
+  const void* x;       // (rows, inner)
+  const void* weight;  // (columns, inner)
+  const float* scale;  // (scales)
+  const void* bias;    // (columns)
+  const void* skip;    // (rows, columns) or null
+  void* y;             // (rows, columns), or half the columns if gated
   int64_t rows;
   int64_t inner;    // K
   int64_t columns;  // N

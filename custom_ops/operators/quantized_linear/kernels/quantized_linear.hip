@@ -48,7 +48,7 @@ namespace {
 
 template <class T>
 const char* launch_type(const QuantizedLinearParams& p, void* stream) {
-  const QuantizedLinearShape shape = {p.rows * p.y_columns(), p.inner,       p.columns,    p.y_columns(),
+  const QuantizedLinearShape shape = {p.rows * p.y_columns(),       p.inner,       p.columns,   p.y_columns(),
                                       p.eight_bits == DType::kInt8, p.scales == 1, p.gelu != 0, p.gated != 0};
   if (shape.count == 0) return nullptr;
   return launch(quantized_linear_kernel<T>, dim3(ceil_div(shape.count, 256)), dim3(256), 0, stream,

@@ -109,8 +109,7 @@ struct Shifts {
 template <class T>
 class Group {
  public:
-  __device__ Group(const Lds& lds, char* y_lds, const bulk::Matrix& y, const T* bias, float scale,
-                   const Tiles& tiles)
+  __device__ Group(const Lds& lds, char* y_lds, const bulk::Matrix& y, const T* bias, float scale, const Tiles& tiles)
       : lds_(lds),
         y_(y),
         bias_(bias),
@@ -228,7 +227,8 @@ class Group {
         shifts.right[piece].unpack(right);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          left[j] = (left[j] + scale_ * lefts[tile].x[i + j]) * gelu_by_logit(right[j] + scale_ * rights[tile].x[i + j]);
+          left[j] =
+              (left[j] + scale_ * lefts[tile].x[i + j]) * gelu_by_logit(right[j] + scale_ * rights[tile].x[i + j]);
         }
         char* const to = lds + wgmma::piece_offset(mma::accumulator_row(lane, i), piece);
         Vec<T, 2>::pack(left).store(reinterpret_cast<T*>(to) + lane % 4 * 2);
@@ -257,10 +257,11 @@ class Group {
 }  // namespace
 
 template <class T>
-__global__ __launch_bounds__(kThreads, 1) void quantized_linear_gated_kernel(const __grid_constant__ bulk::Matrix x,
-                                                                        const __grid_constant__ bulk::Matrix weight,
-                                                                        const __grid_constant__ bulk::Matrix y,
-                                                                        const T* bias, const float* scale, Tiles tiles) {
+__global__ __launch_bounds__(kThreads,
+                             1) void quantized_linear_gated_kernel(const __grid_constant__ bulk::Matrix x,
+                                                                   const __grid_constant__ bulk::Matrix weight,
+                                                                   const __grid_constant__ bulk::Matrix y,
+                                                                   const T* bias, const float* scale, Tiles tiles) {
   wait_for_predecessor();
 #if defined(SD_ORT_WGMMA)
   SD_ORT_DYNAMIC_LDS(char, dynamic);
