@@ -131,16 +131,17 @@ class ArithmeticKernel : public BinaryKernel<op> {
   }
 };
 
-class Equal : public Kernel {
+template <Comparison op>
+class Compare : public Kernel {
  public:
-  explicit Equal(const OrtKernelInfo*) {}
+  explicit Compare(const OrtKernelInfo*) {}
   void compute(KernelContext& context) const override {
     const Tensor a = context.input(0), b = context.input(1);
     const std::vector<int64_t> target = broadcast_shape({a.shape, b.shape});
     void* y = context.output(0, target);
     if (element_count(target) == 0) return;
-    check_launch(equal(static_cast<ElementType>(element_type_of(a.type)), make_broadcast(target, a.shape, b.shape, {}),
-                       a.data, b.data, y, context.stream()));
+    check_launch(compare(op, static_cast<ElementType>(element_type_of(a.type)),
+                         make_broadcast(target, a.shape, b.shape, {}), a.data, b.data, y, context.stream()));
   }
 };
 
@@ -238,7 +239,8 @@ void add_elementwise_kernels(KernelSpecs& specs) {
   specs.push_back({"", "Sub", make_kernel<ArithmeticKernel<Binary::kSub>>, unsupported_arithmetic});
   specs.push_back({"", "Where", make_kernel<Where>, unsupported_where});
   specs.push_back({"", "Clip", make_kernel<Clip>, unsupported_clip});
-  specs.push_back({"", "Equal", make_kernel<Equal>, unsupported_equal});
+  specs.push_back({"", "Equal", make_kernel<Compare<Comparison::kEqual>>, unsupported_equal});
+  specs.push_back({"", "Greater", make_kernel<Compare<Comparison::kGreater>>, unsupported_float});  // of masks
   specs.push_back({"", "Cast", make_kernel<Cast>, unsupported_cast});
   specs.push_back({"", "QuantizeLinear", make_kernel<Quantize>, unsupported_quantize});
 }

@@ -79,6 +79,31 @@ class Transpose : public Kernel {
   std::vector<int64_t> perm_;
 };
 
+// Blocks of channels to squares of pixels: (N, C, H, W) -> (N, C / b², H * b, W * b).
+class DepthToSpace : public Kernel {
+ public:
+  explicit DepthToSpace(const OrtKernelInfo* info)
+      : block_(Attributes(info).required_integer("blocksize")),
+        channels_first_(Attributes(info).text("mode", "DCR") == "CRD") {}
+  void compute(KernelContext& context) const override {
+    const Tensor x = context.input(0);
+    const int64_t n = x.shape.at(0), c = x.shape.at(1), h = x.shape.at(2), w = x.shape.at(3);
+    const int64_t b = block_, channels = c / (b * b);
+    require(block_ > 0 && c % (b * b) == 0, "DepthToSpace: the channels are not a multiple of the squared block");
+    void* y = context.output(0, {n, channels, h * b, w * b});
+    const int64_t plane = h * w, channel = plane * (channels_first_ ? b * b : 1),
+                  row = channels_first_ ? b : channels * b;
+    const int64_t column = channels_first_ ? 1 : channels;
+    const std::vector<int64_t> sizes = {n, channels, h, b, w, b};
+    const std::vector<int64_t> from = {c * plane, channel, w, row * plane, 1, column * plane};
+    copy_strided(x, sizes, 0, from, y, 0, strides_of(sizes), context.stream());
+  }
+
+ private:
+  int64_t block_;
+  bool channels_first_;
+};
+
 class Concat : public Kernel {
  public:
   explicit Concat(const OrtKernelInfo* info) : axis_(Attributes(info).required_integer("axis")) {}
@@ -353,6 +378,7 @@ const char* unsupported_resize(const Node& node) {
 
 void add_movement_kernels(KernelSpecs& specs) {
   specs.push_back({"", "Transpose", make_kernel<Transpose>, unsupported_elements});
+  specs.push_back({"", "DepthToSpace", make_kernel<DepthToSpace>, unsupported_elements});
   specs.push_back({"", "Concat", make_kernel<Concat>, unsupported_elements});
   specs.push_back({"", "Split", make_kernel<Split>, unsupported_split, {1}});
   specs.push_back({"", "Slice", make_kernel<Slice>, unsupported_slice, {1, 2, 3, 4}});

@@ -147,6 +147,24 @@ def test_operators_of_transformers(provider: str, batch: int) -> None:
     assert placed(session) == {"SdOrtSimulated": Counter(AdaptiveNorm=1, RotaryEmbedding=1)}
 
 
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+@pytest.mark.parametrize("mode", ["DCR", "CRD"])
+def test_patches_become_pixels(provider: str, mode: str, dtype: str) -> None:
+    """As FLUX.2's decoder begins. A mask of float tokens, as Z-Image's, is compared on the device too."""
+    proto = ir.to_proto(
+        ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["" : 20]>
+        g ({dtype}[B,12,H,W] x, {dtype}[1] bound) => ({dtype}[B,3,a,b] y, bool[B,12,H,W] above) {{
+            y = DepthToSpace <blocksize = 2, mode = "{mode}"> (x)
+            above = Greater (x, bound)
+        }}""")
+    ).SerializeToString()
+    session, cpu = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
+    arrays = as_declared(session, made_up(cpu, {"B": 2, "H": 3, "W": 5}))
+    for got, wanted in zip(session.run(None, arrays), cpu.run(None, arrays), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert placed(session) == {"SdOrtSimulated": Counter(DepthToSpace=1, Greater=1)}
+
+
 @pytest.mark.parametrize("text", [0, 3])
 def test_heads_of_transformers(provider: str, text: int) -> None:
     """Heads of one stream are written over their input, those of two to a tensor of both."""

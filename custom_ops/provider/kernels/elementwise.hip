@@ -212,14 +212,16 @@ SD_ORT_DEVICE float widened(half_t x) { return to_float(x); }
 SD_ORT_DEVICE float widened(bf16_t x) { return to_float(x); }
 
 template <class T>
-struct EqualFunction {
+struct CompareFunction {
+  Comparison op;
   Broadcast shape;
   const T* a;
   const T* b;
   bool* y;
   SD_ORT_DEVICE void operator()(uint32_t i) const {
     const Offsets at(shape, i);
-    y[i] = widened(a[at.a]) == widened(b[at.b]);
+    const auto left = widened(a[at.a]), right = widened(b[at.b]);
+    y[i] = op == Comparison::kEqual ? left == right : left > right;
   }
 };
 
@@ -291,11 +293,13 @@ const char* binary_integers(Binary op, ElementType type, const Broadcast& shape,
   return type == ElementType::kInt32 ? launch(int32_t{}) : launch(int64_t{});
 }
 
-const char* equal(ElementType type, const Broadcast& shape, const void* a, const void* b, void* y, void* stream) {
+const char* compare(Comparison op, ElementType type, const Broadcast& shape, const void* a, const void* b, void* y,
+                    void* stream) {
   return with_element_type(type, [&](auto element) {
     using Element = typename decltype(element)::type;
     using T = std::conditional_t<std::is_same_v<Element, bool>, uint8_t, Element>;
-    const EqualFunction<T> function{shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<bool*>(y)};
+    const CompareFunction<T> function{op, shape, static_cast<const T*>(a), static_cast<const T*>(b),
+                                      static_cast<bool*>(y)};
     return for_each(elements(shape), function, stream);
   });
 }

@@ -123,8 +123,10 @@ enum class ElementType { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt64
 // y = op(a, b) of int32 or int64: Add, Max, Min, Mul and Sub.
 const char* binary_integers(Binary op, ElementType type, const Broadcast& shape, const void* a, const void* b, void* y,
                             void* stream);
-// y = (a == b) as bool, for every ElementType.
-const char* equal(ElementType type, const Broadcast& shape, const void* a, const void* b, void* y, void* stream);
+enum class Comparison { kEqual, kGreater };
+// y = op(a, b) as bool, for every ElementType.
+const char* compare(Comparison op, ElementType type, const Broadcast& shape, const void* a, const void* b, void* y,
+                    void* stream);
 // y = x clipped to the device scalars low and high; null means no bound.
 const char* clip(DType dtype, const void* x, const void* low, const void* high, void* y, int64_t count, void* stream);
 const char* where(const Broadcast& shape, const void* condition, const void* a, const void* b, void* y,
