@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """The page results/transformers.md from what scripts/bench/bench_transformer_step.py measured.
 
+    python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
+    python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
     python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
 
 Standard library only.
@@ -14,6 +16,13 @@ from pathlib import Path
 from typing import Any
 
 GOALS = {"flux-dev": 0.88, "flux2-klein-4b": 0.85, "sd35-medium": 0.80}  # of torch.compile
+IMAGE_GOALS = {"flux2-klein-4b": 0.85, "z-image-turbo": 0.82}
+IMAGES = """
+## Whole images as called, 1024 x 1024
+
+From the prompt to a PIL image, text encoder and VAE included, bfloat16, random weights, medians of three rounds in
+turn (`scripts/bench/bench_transformer_image.py`). PSNR to torch's image in bfloat16.
+"""
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
 Made by `scripts/bench/transformer_table.py` from `{folder}/`, one file per run of
@@ -36,6 +45,8 @@ TAIL = """
     python scripts/bench/bench_transformer_step.py flux-dev --profile 30
     python scripts/bench/bench_transformer_step.py flux2-klein-4b --profile 30
     python scripts/bench/bench_transformer_step.py sd35-medium --rows 2 --profile 30
+    python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
+    python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
     python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
 """
 
@@ -46,7 +57,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
-    text = HEAD.format(folder=options.folder) + "".join(map(section, runs)) + TAIL
+    steps, images = ([run for run in runs if ("optimize_s" in run) is whole] for whole in (False, True))
+    text = HEAD.format(folder=options.folder) + "".join(map(section, steps)) + image_section(images) + TAIL
     options.out.write_text(text)
 
 
@@ -69,6 +81,28 @@ def section(run: dict[str, Any]) -> str:
         cells = [row["engine"], f"{row['device_ms']:.1f}", *ours, str(goal), str(row["ready_s"]), first, shown]
         lines.append(" | ".join(cells))
     return "\n".join([*lines, *roofline(run), ""])
+
+
+def image_section(runs: list[dict[str, Any]]) -> str:
+    """The part of the page about whole images."""
+    lines = [IMAGES, "model | steps | engine | its s | ours s | ratio | goal | PSNR", "--- | " * 7 + "---"]
+    for run in runs:
+        for row in run["engines"]:
+            goal = str(IMAGE_GOALS.get(run["preset"], "")) if "compile" in row["engine"] else ""
+            cells = [
+                f"{row['theirs_s']:.3f}",
+                f"{row['ours_s']:.3f}",
+                f"{row['ratio']:.3f}",
+                goal,
+                f"{row['psnr_db']:.1f} dB",
+            ]
+            lines.append(" | ".join([run["preset"], str(run["steps"]), row["engine"], *cells]))
+    lines.append("")
+    for run in runs:
+        name = ", ".join(run["machine"].get("gpus") or [run["machine"]["cpu"]])
+        first = f"folder made in {run['optimize_s']:.0f} s, first image with tuning {run['first_image_s']:.0f} s"
+        lines.append(f"{run['preset']}: {name}, commit {run['commit'][:8]}; {first}.")
+    return "\n".join([*lines, ""])
 
 
 def roofline(run: dict[str, Any]) -> list[str]:
