@@ -116,4 +116,5 @@ def test_howto(page: Path, command: str, workplace: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(workplace)
     words = [FILES.get(word, word) for word in shlex.split(command)]
     words += SMALL if words[0] == "generate" else []
+    words += ["--steps", "10"] if "--cache" in words else []  # the fewest
     assert not cli.main(words, standalone_mode=False)

@@ -38,6 +38,7 @@ MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
 # Components that run in every denoising step, and their graphs if they are hoisted. The step graph has the name of the
 # component.
 HOISTED = {name: {"prompt": f"{name}_prompt", "time": f"{name}_time", "step": name} for name in ("unet", "transformer")}
+DEEP_FEATURES = "deep_features"  # with DeepCache: output of the graph of full steps, input of that of shallow ones
 COMPONENTS = (
     "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "unet", "transformer", "controlnet",
     "vae_encoder", "vae_decoder",

@@ -18,9 +18,8 @@ import onnx_ir.passes.common as common
 from fusion_passes import value_queries
 from fusion_passes.shapes.infer import annotate
 from sd_ort.core.errors import InputError
+from sd_ort.core.pipeline_folder import DEEP_FEATURES
 from sd_ort.graphs.hoist import all_inputs, input_like
-
-DEEP_FEATURES = "deep_features"  # output of the graph of full steps, input of that of shallow ones
 
 
 def return_deep_features(model: ir.Model, branch: int) -> None:

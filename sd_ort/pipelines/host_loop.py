@@ -15,14 +15,13 @@ import numpy as np
 
 from sd_ort.checkpoints.linear_schedule import LinearSchedule
 from sd_ort.core.errors import InputError
+from sd_ort.core.pipeline_folder import DEEP_FEATURES
 from sd_ort.core.progress import step_bar
 from sd_ort.pipelines.controlnet_inputs import MIDDLE, ControlNetInput
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.runtime.session import Model
-
-DEEP_FEATURES = "deep_features"  # as in `graphs.step_cache`, which imports onnx
 
 if TYPE_CHECKING:
     from sd_ort.checkpoints.schedule import NonlinearSchedule

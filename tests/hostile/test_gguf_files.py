@@ -57,7 +57,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a language model": (
         lambda d: d.replace(b"flux", b"bert").replace(b"double_blocks.0", b"double_block_.0"), "architecture 'bert'"
     ),
-    "another transformer": (lambda d: d.replace(b"img_in.weight", b"txt_norm.____"), "Qwen-Image"),
+    "another transformer": (lambda d: d.replace(b"img_in.weight", b"llm_adapter.w"), "Anima or Cosmos"),
     "fill": (lambda d: d, "64 input channels|cannot be fetched|give a diffusers folder"),
 }  # fmt: skip
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
+from sd_ort.core.pipeline_folder import DEEP_FEATURES
 from sd_ort.core.progress import step_bar
 from sd_ort.graphs import sampling_graphs
-from sd_ort.graphs.step_cache import DEEP_FEATURES
 from sd_ort.pipelines.device.conditioning import DeviceConditioning
 from sd_ort.pipelines.device.controlnet import ControlNets
 from sd_ort.pipelines.device.schedule import DeviceSchedule
