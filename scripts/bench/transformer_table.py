@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The page results/transformers.md from what scripts/bench/bench_transformer_step.py measured.
 
+    python scripts/bench/bench_transformer_image.py flux-dev --steps 28
     python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
     python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
     python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 GOALS = {"flux-dev": 0.88, "flux2-klein-4b": 0.85, "sd35-medium": 0.80}  # of torch.compile
-IMAGE_GOALS = {"flux2-klein-4b": 0.85, "z-image-turbo": 0.82}
+IMAGE_GOALS = {"flux-dev": 0.85, "flux2-klein-4b": 0.85, "z-image-turbo": 0.82}
 IMAGES = """
 ## Whole images as called, 1024 x 1024
 
 From the prompt to a PIL image, text encoder and VAE included, bfloat16, random weights, medians of three rounds in
-turn (`scripts/bench/bench_transformer_image.py`). PSNR to torch's image in bfloat16.
+turn (`scripts/bench/bench_transformer_image.py`). PSNR to torch's image in bfloat16: rounding errors of random weights
+grow from step to step, most in 28 steps of FLUX.1. In float32 tiny models agree to 60 dB and more (`parity.md`).
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
@@ -45,6 +47,7 @@ TAIL = """
     python scripts/bench/bench_transformer_step.py flux-dev --profile 30
     python scripts/bench/bench_transformer_step.py flux2-klein-4b --profile 30
     python scripts/bench/bench_transformer_step.py sd35-medium --rows 2 --profile 30
+    python scripts/bench/bench_transformer_image.py flux-dev --steps 28
     python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
     python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
     python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
