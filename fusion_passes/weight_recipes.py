@@ -135,7 +135,16 @@ UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
 FLOAT32_OPERATIONS = frozenset(
     {"add", "conv1x1_bias", "subpixel_phases", "deviation", "scale", "channel_scale", "times"}
 )
-EIGHT_BIT_OPERATIONS = frozenset({"channel_scale", "quantize"})  # not linear: rounding, and the largest magnitude
+EIGHT_BIT_OPERATIONS = frozenset({"channel_scale", "quantize"})
+# Operations whose result does not change by what they make of a source's delta, and why.
+NOT_LINEAR: Mapping[str, str] = {
+    **dict.fromkeys(
+        weight_storage.OPERATIONS, "a weight that --weights stores in fewer bits is not linear in the tensor"
+    ),
+    **dict.fromkeys(EIGHT_BIT_OPERATIONS, "a weight in 8 bits is not linear in the tensor"),
+    "deviation": "a standard deviation is not linear in the variance",
+    "conv1x1_bias": "a bias multiplied by 1x1 filters changes by the product with its filters",
+}
 ALIASES = {"through": "conv1x1_bias", "phases": "subpixel_phases"}  # operations in folders of earlier versions
 
 
@@ -197,9 +206,7 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
     Operands of `interleave` and `add` have the same shape, so an operand without a delta counts as zeros.
 
     Raises:
-        ValueError: for `conv1x1_bias`, a product of two tensors, of which the other one is not available, and for
-            `deviation` and stored weights, which are not linear.
-            `deviation` and `EIGHT_BIT_OPERATIONS`, which are not linear.
+        ValueError: for an operation of `NOT_LINEAR`.
     """
     if isinstance(recipe, str):
         return deltas.get(recipe)
@@ -208,14 +215,8 @@ def weight_delta(recipe: WeightRecipe, deltas: Mapping[str, np.ndarray]) -> np.n
     first = next((delta for delta in operand_deltas if delta is not None), None)
     if first is None or operation == "cast":
         return first
-    if operation in weight_storage.OPERATIONS:
-        raise ValueError("a weight that --weights stores in fewer bits is not linear in the tensor")
-    if operation == "deviation":
-        raise ValueError("a standard deviation is not linear in the variance")
-    if operation in EIGHT_BIT_OPERATIONS:
-        raise ValueError("a weight in 8 bits is not linear in the tensor")
-    if operation == "conv1x1_bias":
-        raise ValueError("a bias multiplied by 1x1 filters changes by the product with its filters")
+    if operation in NOT_LINEAR:
+        raise ValueError(NOT_LINEAR[operation])
     return OPERATIONS[operation](
         argument, *(np.zeros_like(first) if delta is None else delta for delta in operand_deltas)
     )

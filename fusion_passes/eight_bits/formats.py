@@ -59,9 +59,9 @@ FORMATS: Mapping[str, EightBitFormat] = {
 
 
 def channel_scale(argument: tuple[str, int | None, float], weight: np.ndarray) -> np.ndarray:
-    """Return the scale of each output channel of a weight, or of all of it, times a factor; float32 (channels,) or ().
+    """Return the quantization scale of a weight, float32: one per output channel (channels,), or one for all ().
 
-    argument: [name of the format, axis of the output channels or null, factor].
+    argument: [name of the format, axis of the output channels or null for one scale, factor on the scales].
     """
     name, axis, factor = argument
     others = None if axis is None else tuple(each for each in range(weight.ndim) if each != axis)

@@ -82,7 +82,7 @@ def page() -> str:
 
 
 def _compiled() -> set[str]:
-    """Return the compiled targets: those of the tables of registers, and those that the wheel's targets cover."""
+    """Return the targets that are compiled: by the wheel, or for a table of register use in results/."""
     exact: set[str] = set()
     for path in (ROOT / "results/ops_amd_resources.md", *ROOT.glob("results/amd/resources_*.md")):
         heading = next(line for line in path.read_text().splitlines() if line.startswith("| kernel |"))

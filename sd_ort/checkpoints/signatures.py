@@ -152,7 +152,7 @@ def _qwen3_encoder(config: Mapping[str, Any], penultimate: bool) -> Signature:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a text encoder, whose language model's may be a part of it, as one record."""
+    """Return the config of a text encoder, with the keys of `text_config` if it is a vision-language model's."""
     return {**config, **(config.get("text_config") or {})}
 
 

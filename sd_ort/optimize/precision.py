@@ -268,7 +268,7 @@ def _chain_to_reduction(node: ir.Node | None) -> list[ir.Node]:
 
 
 def _scaled_integers(node: ir.Node) -> set[ir.Node]:
-    """Return the nodes that scale an integer product or convolution `node`, and those that compute its integer bias.
+    """Return the nodes around an integer MatMul or Conv that dequantize its result or quantize its bias.
 
     The product goes through Add and Reshape to a Cast and a Mul by a product of scales. Quantizers before 2020 round
     a bias divided by the scales to int32 in the graph.

@@ -180,7 +180,7 @@ class Denoising:
         return {**values, **self.tensors, "latents": self.sample}
 
     def replace(self, changed: Mapping[str, Any]) -> bool:
-        """Replace tensors by those that a callback returned. Returns whether inputs of the prompt changed."""
+        """Take the tensors that a callback returned; return whether prompt embeddings are among them."""
         if "latents" in changed:
             self.sample = as_array(changed["latents"])
         replaced = {key: as_array(changed[name]) for name, key in PROMPT_TENSORS.items() if name in changed}

@@ -197,8 +197,9 @@ class QwenImagePipeline(TransformerPipeline):
         return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
 
     def _prompts(self, call: SimpleNamespace, prefix: str, count: int | None) -> Embeddings:
-        """Return the embeddings of the prompts, or with prefix "negative_" of the negative ones, of which `count`.
+        """Return the prompt embeddings of a call and their mask, for `count` prompts.
 
+        prefix: "" for the prompts, "negative_" for the negative prompts.
         Raises InputError for embeddings and masks that do not fit.
         """
         prompt, embeds = getattr(call, f"{prefix}prompt"), getattr(call, f"{prefix}prompt_embeds")

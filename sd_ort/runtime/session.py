@@ -163,8 +163,7 @@ def _open(
     """Open a session; the weights of `override` are all in the data file."""
     entry = provider_named(provider)
     ort_options = _ort_options(provider, options)
-    float8 = read_manifest(model_path.parent.parent).get("options", {}).get("eight_bits") == "float8"
-    if float8 or is_plugin(provider):
+    if is_plugin(provider) or _is_float8(model_path):
         # onnxruntime 1.31 fuses DequantizeLinear and MatMul to an operator of integers, whatever the 8 bits are, and
         # moves QuantizeLinear before a Reshape with a DequantizeLinear behind, for which our provider has no kernel.
         ort_options.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -189,6 +188,11 @@ def _open(
     session.shared = {**shared, **(prefetched.values if prefetched else {})}
     session.prefetched = prefetched
     return keep(session, (session.shared, prefetched, override.updatable))
+
+
+def _is_float8(model_path: Path) -> bool:
+    """Return whether a component of a pipeline folder has layers in float8."""
+    return read_manifest(model_path.parent.parent).get("options", {}).get("eight_bits") == "float8"
 
 
 def _refusal(model: Path, provider: str, error: Exception) -> str:
