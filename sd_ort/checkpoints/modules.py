@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusion_passes.weight_recipes import position_axis
+from sd_ort.checkpoints.causal_text import causal_mask_and_positions
 from sd_ort.checkpoints.qwen_image_modules import (
     QwenImageTransformer,
     QwenTextEncoder,
@@ -77,12 +78,7 @@ class Qwen3TextEncoder(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         model = self._stack()
         hidden = model.embed_tokens(input_ids)
-        length = input_ids.shape[1]
-        tokens = torch.arange(length, device=input_ids.device)
-        attends = (tokens[None, :] <= tokens[:, None])[None, None] & attention_mask.bool()[:, None, None, :]
-        mask = torch.zeros_like(attends, dtype=hidden.dtype).masked_fill(~attends, torch.finfo(hidden.dtype).min)
-        # A row of positions for each prompt: ONNX Runtime's RotaryEmbedding takes no tables of one row for several.
-        positions = tokens[None].expand(input_ids.shape[0], length)
+        mask, positions = causal_mask_and_positions(attention_mask, hidden.dtype)
         rotary = model.rotary_emb(hidden, positions)
         states = {}
         for number, layer in enumerate(model.layers, 1):

@@ -18,6 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
 )
 from diffusers.models.embeddings import apply_rotary_emb
 
+from sd_ort.checkpoints.causal_text import causal_mask_and_positions
 from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -131,12 +132,7 @@ class QwenTextEncoder(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         model: Any = self.model.model.language_model
         hidden = model.embed_tokens(input_ids)
-        length = input_ids.shape[1]
-        tokens = torch.arange(length, device=input_ids.device)
-        attends = (tokens[None, :] <= tokens[:, None])[None, None] & attention_mask.bool()[:, None, None, :]
-        mask = torch.zeros_like(attends, dtype=hidden.dtype).masked_fill(~attends, torch.finfo(hidden.dtype).min)
-        # A row of positions for each prompt: ONNX Runtime's RotaryEmbedding takes no tables of one row for several.
-        positions = tokens[None].expand(input_ids.shape[0], length)
+        mask, positions = causal_mask_and_positions(attention_mask, hidden.dtype)
         angles = positions[..., None].float() * model.rotary_emb.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         for layer in model.layers:

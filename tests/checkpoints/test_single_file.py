@@ -156,16 +156,22 @@ def test_float8_with_scales(checkpoints: Callable, tmp_path: Path, scale_name: s
         streamed(source, name, plain.load(name))
 
 
-def test_a_unet_without_the_prefix_of_a_whole_checkpoint(checkpoints: Callable, tmp_path: Path) -> None:
-    file, _ = checkpoints("sd15")
-    own = {n.removeprefix("model.diffusion_model."): t for n, t in load_file(file).items() if n.startswith("model.")}
-    save_file(own, tmp_path / "unet.safetensors")
+def diffusers_folder(tmp_path: Path) -> tuple[Path, Checkpoint]:
+    """Write a diffusers folder of the checkpoint's preset with other random weights; return it and its source."""
     whole = tmp_path / "whole"
     whole.mkdir()
     source = open_preset("sd15-one", 4)
     source.write_configs(whole)
     for name in source.configs:
         source.load(name).save_pretrained(whole / name)
+    return whole, source
+
+
+def test_a_unet_without_the_prefix_of_a_whole_checkpoint(checkpoints: Callable, tmp_path: Path) -> None:
+    file, _ = checkpoints("sd15")
+    own = {n.removeprefix("model.diffusion_model."): t for n, t in load_file(file).items() if n.startswith("model.")}
+    save_file(own, tmp_path / "unet.safetensors")
+    whole, _ = diffusers_folder(tmp_path)
     mixed = open_single_file(tmp_path / "unet.safetensors", whole)
     assert models_in(tmp_path / "unet.safetensors", mixed) == {"unet"}
     equal(mixed.load("unet"), open_preset("sd15-one", 3).load("unet"))
@@ -178,12 +184,7 @@ def test_vae_and_encoders_from_elsewhere(checkpoints: Callable, tmp_path: Path) 
     save_file({n: t for n, t in tensors.items() if n.startswith("model.")}, tmp_path / "unet.safetensors")
     with pytest.raises(InputError, match="has no text encoder: give a whole"):
         open_single_file(tmp_path / "unet.safetensors", base)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    source = open_preset("sd15-one", 4)
-    source.write_configs(whole)
-    for name in source.configs:
-        source.load(name).save_pretrained(whole / name)
+    whole, source = diffusers_folder(tmp_path)
     mixed = open_single_file(tmp_path / "unet.safetensors", whole)
     assert models_in(tmp_path / "unet.safetensors", mixed) == {"unet"}
     equal(mixed.load("vae"), source.load("vae"))
