@@ -74,8 +74,11 @@ def operators_page() -> Iterator[str]:
 
 
 def targets_page() -> Iterator[str]:
-    """Yield the lines of the page of targets: the providers, dtypes, passes and operators of ONNX Runtime of each."""
-    yield "# Targets\n\nA target names what will run the optimized model: `sd-ort optimize IN OUT --target NAME`."
+    """Yield the lines of the page of targets and of the manifest.
+
+    Each target has its providers, dtypes, passes and operators of ONNX Runtime.
+    """
+    yield "# Targets and the manifest\n\nA target names what will run the optimized model: `sd-ort optimize IN OUT --target NAME`."
     for name, target in TARGETS.items():
         providers = [each for each, provider in PROVIDERS.items() if (provider.target or each) == name]
         yield f"## {name}\n\nProviders: {_names(tuple(providers)) or 'any, by function bodies in the model'}."
@@ -84,18 +87,13 @@ def targets_page() -> Iterator[str]:
         )
         contrib = _names(tuple(target.contrib_constraints)) or "none"
         yield f"Operators of ONNX Runtime where its kernel takes them: {contrib}."
-
-
-def manifest_page() -> Iterator[str]:
-    """Yield the lines of the page of the manifest."""
-    yield f"# Manifest\n\n`{MANIFEST}` in each pipeline folder, JSON."
+    yield f"## The manifest\n\n`{MANIFEST}` in each pipeline folder, JSON."
     yield "\n".join(f"- `{key}`: {_escape(text)}" for key, text in MANIFEST_KEYS.items())
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "cli.md": cli_page,
     "python.md": python_page,
-    "manifest.md": manifest_page,
     "operators.md": operators_page,
     "targets.md": targets_page,
 }

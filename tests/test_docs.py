@@ -26,6 +26,10 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_docs_have_few_pages() -> None:
+    assert len([page for page in PAGES if page.is_relative_to(ROOT / "docs")]) <= 15
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#|mailto:)([^)\s#]+)", page.read_text())

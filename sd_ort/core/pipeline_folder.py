@@ -63,7 +63,7 @@ _MANIFEST = record_type(
     },
 )
 
-# What the keys of a manifest mean; docs/reference/manifest.md is made of it.
+# What the keys of a manifest mean; docs/reference/targets.md has them.
 MANIFEST_KEYS = {
     "format": "Version of this format, 1.",
     "stage": "`export`, `optimize` or `merge`.",
