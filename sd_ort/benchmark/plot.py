@@ -1,4 +1,4 @@
-"""Plots as inline SVG: horizontal bars with their spread, and lines. The text has the page's color."""
+"""Plots as inline SVG: horizontal bars with their spread, stacked bars, and lines. The text has the page's color."""
 
 from __future__ import annotations
 
@@ -43,6 +43,42 @@ def bars(rows: Sequence[Bar]) -> Markup:
             parts.append(path.format(LABELS + scale * row.low, middle, LABELS + end))
         parts.append(_text(LABELS + max(length, end) + 6, middle + 4, row.text))
     return _svg(max(1, len(rows)) * ROW, parts)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One part of a stacked bar: its name in the legend, and its length."""
+
+    name: str
+    value: float
+    color: str
+
+
+def stacked_bars(rows: Sequence[tuple[str, tuple[Segment, ...]]], unit: str) -> Markup:
+    """Return horizontal bars of segments, each row with its label and sum in `unit`, and a legend below."""
+    scale = BARS / (max((sum(part.value for part in segments) for _, segments in rows), default=0) or 1)
+    parts: list[Markup] = []
+    for i, (label, segments) in enumerate(rows):
+        end = float(LABELS)
+        parts.append(_text(LABELS - 8, i * ROW + ROW / 2 + 4, label, "end"))
+        for segment in segments:
+            parts.append(_rectangle(end, i * ROW + 3, scale * segment.value, segment.color, segment))
+            end += scale * segment.value
+        total = sum(segment.value for segment in segments)
+        parts.append(_text(end + 6, i * ROW + ROW / 2 + 4, f"{total:.3g} {unit}"))
+    legend = {segment.name: segment.color for _, segments in rows for segment in segments}
+    columns = 4
+    for i, (name, color) in enumerate(legend.items()):
+        x, y = LABELS + i % columns * 150, (len(rows) + i // columns) * ROW + 3
+        parts += [_rectangle(x, y, ROW - 6, color), _text(x + ROW, y + 13, name)]
+    return _svg((len(rows) + -(-len(legend) // columns)) * ROW, parts)
+
+
+def _rectangle(x: float, y: float, width: float, color: str, segment: Segment | None = None) -> Markup:
+    title = Markup("<title>{}: {:.3g}</title>").format(segment.name, segment.value) if segment else ""
+    return Markup('<rect x="{:.1f}" y="{}" width="{:.1f}" height="{}" fill="{}">{}</rect>').format(
+        x, y, width, ROW - 6, color, title
+    )
 
 
 @dataclass(frozen=True)

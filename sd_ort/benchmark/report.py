@@ -1,8 +1,8 @@
 """Self-contained HTML page of a results folder, and a comparison of two runs.
 
-Plots are inline SVG, images base64. Sources are the JSON files of `sd-ort benchmark` in the folder: benchmark,
-ablation, mlperf, profile. The page is the template report.html.jinja, which escapes every string; its policy lets a
-browser load nothing.
+Plots are inline SVG, images base64. Sources are the JSON files of `sd-ort benchmark` in the folder (benchmark,
+ablation, mlperf, profile), or those of scripts/bench: calls and images beside peers. The page is the template
+report.html.jinja, which escapes every string; its policy lets a browser load nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,14 @@ from markupsafe import Markup
 
 from sd_ort.benchmark import plot
 from sd_ort.benchmark.report_file import COLUMNS, FORMAT, PAGE, format_speedup, ratio_note, results_folder
+from sd_ort.benchmark.report_parts import OTHER, OURS, RAW, TORCH, Block, TableRow
+from sd_ort.benchmark.step_report import read_steps, step_blocks
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files
 from sd_ort.core.errors import InputError
 from sd_ort.core.image_file import read_image
 from sd_ort.pipelines.png import png_bytes
 
-OURS, TORCH, OTHER, RAW = "#d9480f", "#4263eb", "#868e96", "#ced4da"
 STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
@@ -43,31 +43,6 @@ Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 LOCAL_FILE = re.compile(r"\w[\w .+-]*")  # a trace beside the page; all else is no link
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """Cells of a table row, and why the engine failed, in place of the others."""
-
-    cells: Sequence[object]
-    failure: str = ""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A part of a section: title, note, plot, table, images (label, PNG in base64), in this order.
-
-    link: file of a trace beside the page. is_aside: whether the note is in small print.
-    """
-
-    title: str = ""
-    note: str = ""
-    plot: Markup | None = None
-    columns: Sequence[str] = ()
-    rows: Sequence[TableRow] = ()
-    images: Sequence[tuple[str, str]] = ()
-    link: str = ""
-    is_aside: bool = False
 
 
 def read(folder: Path) -> dict[str, Row]:
@@ -91,9 +66,9 @@ def write(folder: Path, overwrite: bool = False) -> Path:
 
     Raises InputError if there are none, OutputError for a page that sd-ort did not write, unless `overwrite`.
     """
-    reports = read(folder)
+    steps = read_steps(folder) if folder.is_dir() else {}
     with files.parsing(folder, "benchmark results"):  # any of a hundred fields
-        text = page(reports, folder)
+        text = _steps_page(steps) if steps else page(read(folder), folder)
     return results_folder(folder, overwrite).write(PAGE, text.encode())
 
 
@@ -112,11 +87,25 @@ def page(reports: dict[str, Row], folder: Path) -> str:
         })  # fmt: skip
     models = sorted({str(row["model"]) for row in first["engines"] if "model" in row})
     random_weights = " (random weights)" if any(row.get("random_weights") for row in first["engines"]) else ""
+    return _render(f"sd-ort: {', '.join(models)}{random_weights}", _summary(first), sections)
+
+
+def _steps_page(reports: dict[str, Row]) -> str:
+    """Return the page of a folder of scripts/bench: a section for each file."""
+    sections = [
+        {"title": name, "finished": True, "blocks": step_blocks(report), "lines": _machine(report), "command": ""}
+        for name, report in reports.items()
+    ]
+    presets = sorted({str(report["preset"]) for report in reports.values()})
+    return _render("sd-ort: calls and images beside peers", f"{', '.join(presets)}; random weights", sections)
+
+
+def _render(title: str, summary: str, sections: Sequence[Row]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     text: str = environment.from_string(TEMPLATE.read_text()).render(
-        title=f"sd-ort: {', '.join(models)}{random_weights}", summary=_summary(first), sections=sections,
-        style=Markup(STYLE), style_hash=f"sha256-{digest}",
+        title=title, summary=summary, sections=sections, style=Markup(STYLE),
+        style_hash=f"sha256-{digest}",
     )  # fmt: skip
     return text.lstrip() + "\n"
 
@@ -132,10 +121,13 @@ def _summary(report: Row) -> str:
 
 
 def _about(report: Row) -> list[str]:
+    return [*report["notes"], str(report["date"]), *_machine(report)]
+
+
+def _machine(report: Row) -> list[str]:
     machine = report["machine"]
     return [
-        *report["notes"],
-        f"{report['date']}, commit {report['commit'] or 'unknown'}",
+        f"commit {report.get('commit') or 'unknown'}",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_GB']} GB, {machine['system']}",
         "; ".join(machine["gpus"]) or "no GPU",
         ", ".join(f"{name} {version}" for name, version in report["versions"].items()),

@@ -21,6 +21,8 @@ def command(
 ) -> None:
     """Write DIR/report.html for each results folder: plots and images inline, one file.
 
+    DIR is what `benchmark --out` wrote, or a folder of scripts/bench: results/transformers, results/gpu_step.
+
     With --compare, say what got slower, bigger or less exact from OLD to NEW; the exit code is 4 when anything did.
     """
     from sd_ort.benchmark import report

@@ -338,3 +338,50 @@ def test_command_exits_with_4_when_something_is_worse(sd_ort: Cli, tmp_path: Pat
 
 def test_command_writes_the_page(sd_ort: Cli, folder: Path) -> None:
     assert sd_ort("report", folder) == (0, f"{folder / 'report.html'}\n", "")
+
+
+def calls(**more: Any) -> dict[str, Any]:
+    """A file as scripts/bench/bench_transformer_step.py writes it."""
+    profile = {"classes_ms": {"matrix product": 30.0, "attention": 9.0, "<memcpy>": 1.0}}
+    return {
+        "preset": "flux-dev",
+        "commit": "abc1234",
+        "machine": {"cpu": "A CPU", "cores": 2, "memory_GB": 8.0, "gpus": ["A GPU"], "system": "Linux"},
+        "versions": {"onnxruntime": "1.31.1"},
+        "limits": {"matrix_tflops": 500.0},
+        "tflop": {"mm": 10.0, "attention": 5.0},
+        "engines": [
+            {"engine": "torch <eager>", "device_ms": 50.0, "profile": profile},
+            {"engine": "sd-ort", "device_ms": 40.0},
+        ],
+        **more,
+    }
+
+
+def test_calls_beside_peers_have_roofline_and_classes(tmp_path: Path) -> None:
+    (tmp_path / "flux-dev_1024.json").write_text(json.dumps(calls()))
+    images = [
+        {"engine": "torch", "theirs_s": 0.4, "ratio": 0.75, "rounds": {"ours": [0.3, 0.31], "theirs": [0.4, 0.5]}}
+    ]
+    (tmp_path / "flux-dev_image.json").write_text(json.dumps(calls(engines=images)))
+    text = report.write(tmp_path).read_text()
+    page = Balanced(text)
+    assert page.count["svg"] == 3
+    for expected in ("torch &lt;eager&gt;", "40 ms  0.80", "30 ms  0.60", "0.4 s; sd-ort takes 0.75 of it", "A GPU"):
+        assert expected in text  # the roofline: 15 TFLOP at 500 TFLOP/s
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="18" fill="[^"]+"><title>', text)]
+    assert [round(width / widths[2]) for width in widths] == [30, 9, 1]
+
+
+def test_calls_without_limits_have_no_roofline(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(calls(limits={})))
+    assert "roofline" not in report.write(tmp_path).read_text()
+
+
+def test_damaged_calls_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(calls(machine=3)))
+    with pytest.raises(InputError, match="benchmark results"):
+        report.write(tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps({"engines": [3]}))
+    with pytest.raises(InputError, match=r"has no benchmark\.json"):
+        report.write(tmp_path)
