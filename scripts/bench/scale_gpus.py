@@ -3,6 +3,9 @@
     scale_gpus.py FOLDER --gpus 2 --provider sdcuda               all stages, a replica on each GPU
     scale_gpus.py FOLDER --replicas 2                             a dry run on the CPU, whose replicas share its cores
     scale_gpus.py FOLDER --make sdxl                              make FOLDER first: random weights, optimized
+    scale_gpus.py WORK --presets sd15 sdxl --gpus 4 --provider sdcuda --out results/serving
+                                                                  make and measure these, and write the page
+    scale_gpus.py WORK --presets demo --replicas 2 --out WORK     its dry run
     scale_gpus.py FOLDER --gpus 2 --provider cuda --without-ray --stages scale     replicas in plain processes
     scale_gpus.py --check results/serving/scale_*_h200x2.json     the model beside results that are there
     scale_gpus.py --page results/serving/ray_*.json --out results/serving/ray.md   a page of results
@@ -12,8 +15,8 @@ Stages, after each of which the JSON file is written; one that fails says why an
     scale    rounds of 1, 2, 4, ... replicas take turns, each of as many images a replica; a speed-up is the ratio
              within a round. Images are PNG files, handed out by the dispatcher. Latencies, CPU time and memory
     kill     the process of a replica is killed under load: every image must come, with the bytes it has without
-    loadgen  MLPerf's scenarios on 1 and on all replicas; Server also at the load whose 99th percentile should be
-             `LATENCY_GOAL` times a call
+    loadgen  MLPerf's scenarios on 1 and on all replicas; Server at 80 % of Offline's rate, and at the load that the
+             model says to keep the 99th percentile at `LATENCY_GOAL` times a call
     split    guidance split between two GPUs, and decoding on the other one (scripts/bench/two_gpus.py)
 
 Beside each number stands what `sd_ort.serving.scaling` makes of the times of one replica.
@@ -28,6 +31,7 @@ import datetime
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -58,7 +62,15 @@ from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo, Replic
 
 GOALS = {2: 1.95, 4: 3.85, 8: 7.6}  # times one GPU's images a second
 LATENCY_GOAL = 1.3  # times a call: 99th percentile under load
-SERVER_SECONDS = 25  # of arrivals in LoadGen's Server scenario
+SERVER_SECONDS, SERVER_QUERIES = 40, 100  # at most, in LoadGen's Server scenario
+SERVER_LOAD = 0.8  # of Offline's rate
+SUSTAINED_PERCENTILE = 99.5  # by which the model chooses the sustained load: a run has too few images for the 99th
+# What `--presets` measures of each.
+PRESETS = {
+    "sd15": "--side 512 --steps 25 --images 24 --queries 80",
+    "sdxl": "--side 1024 --steps 20 --guidance 8 --images 6 --queries 24",
+    "demo": "--side 64 --steps 2 --images 2 --queries 8 --rounds 2 --warm-up 1 --compared 2",
+}
 STAGES = ("scale", "kill", "loadgen", "split")
 actor = here.Actor()  # of a process of `PlainReplica`
 
@@ -359,10 +371,10 @@ def with_loadgen(
         options.provider, steps=settings.steps, height=settings.height, width=settings.width, guidance=settings.guidance
     )
     rows: list[dict[str, Any]] = []
-    service = median(seconds for one in loaded for seconds in one.seconds)
+    service = 0.0  # seconds of a call: SingleStream's median, which comes first
 
     def run(backend: ReplicaBackend, count: int, scenario: str, rate: float = 1.0, load: float = 0.0) -> dict[str, Any]:
-        asked = min(queries, max(8, int(SERVER_SECONDS * rate))) if scenario == "Server" else queries
+        asked = max(8, min(SERVER_QUERIES, int(SERVER_SECONDS * rate))) if scenario == "Server" else queries * count
         of_all = loadgen.LoadGenSettings(scenario, len(prompts), 1, asked, rate, callers=4 * count)
         if scenario == "SingleStream":
             of_all = loadgen.LoadGenSettings(scenario, len(prompts), 1, max(8, queries // 4))
@@ -370,7 +382,7 @@ def with_loadgen(
             found = loadgen.run(backend, of_all, Path(logs))
         row = {"replicas": count, "scenario": scenario, **found}
         if scenario == "Server":
-            row |= {"rate_per_s": rate, "load": load}
+            row |= {"rate_per_s": rate, "load": load, "p99_times_call": found["latency_s"]["p99"] / service}
         rows.append(row)
         print(json.dumps(row), flush=True)
         return found
@@ -381,17 +393,25 @@ def with_loadgen(
             backend.warm_up()
             if count == 1:
                 single = run(backend, count, "SingleStream")
-                service = single["latency_s"]["mean"]
+                service = single["latency_s"]["p50"]
             offline = run(backend, count, "Offline")["images_per_s"]
             if count > 1:
-                goal = scaling.poisson_load(service, count, LATENCY_GOAL * service)
-                for load in (0.8, goal):
+                sustained = scaling.poisson_load(service, count, LATENCY_GOAL * service, SUSTAINED_PERCENTILE)
+                for load in (SERVER_LOAD, sustained):
                     run(backend, count, "Server", load * offline, load)
     return rows
 
 
 def make(preset: str, folder: Path, provider: str) -> None:
-    """Write `folder`: a preset with random weights, through a checkpoint in float16, optimized for the provider."""
+    """Write `folder`: a preset with random weights, through a checkpoint in float16, optimized for the provider.
+
+    "demo" is the demo model.
+    """
+    if preset == "demo":
+        from sd_ort.stages import optimize
+
+        optimize("demo", folder, target="cpu" if provider == "cpu" else "gpu")
+        return
     import torch
 
     from scripts.bench.default_pipeline import device_of, models
@@ -474,6 +494,29 @@ def run_stages(options: argparse.Namespace, report: Report, openings: Sequence[h
         report.add("split", lambda: two_gpus.measure(options.folder, options.provider, arguments, options.rounds))
 
 
+def measure_presets(options: argparse.Namespace) -> int:
+    """Make the folders of `--presets` at once, measure one after the other in its own process, and write the page."""
+    script = [sys.executable, str(Path(__file__).resolve())]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    provider = ["--provider", options.provider]
+    folders = {preset: options.folder / preset for preset in options.presets}
+    missing = [preset for preset, folder in folders.items() if not (folder / "model_index.json").is_file()]
+    makers = [subprocess.Popen([*script, str(folders[preset]), "--make", preset, *provider]) for preset in missing]
+    if sum(maker.wait() != 0 for maker in makers):
+        raise SdOrtError(f"{options.folder}: a folder could not be made.")
+    count = ["--gpus", str(options.gpus)] if options.gpus else ["--replicas", str(options.replicas or 1)]
+    gpus = machine.gpus() if options.gpus else []
+    device = f"{gpus[0].split()[1].lower()}x{options.gpus}" if gpus else "cpu"  # "NVIDIA H100 80GB HBM3, ..."
+    code, results = 0, [options.out / f"ray_{preset}_{device}.json" for preset in options.presets]
+    for preset, result in zip(options.presets, results, strict=True):
+        result.unlink(missing_ok=True)
+        settings = [*PRESETS[preset].split(), *provider, *count, "--stages", *options.stages, "--out", str(result)]
+        code |= subprocess.run([*script, str(folders[preset]), *settings], check=False).returncode
+    if written := sorted(options.out.glob("ray_*.json")):
+        files.write_text(options.out / "ray.md", page(written))
+    return code
+
+
 def failures(values: Mapping[str, Any], gpus: int | None) -> list[str]:
     """Return what of a report misses a goal or went wrong; speeds count only with a GPU for each replica."""
     found = [f"{stage}: {reason}" for stage, reason in values["failures"].items()]
@@ -481,6 +524,9 @@ def failures(values: Mapping[str, Any], gpus: int | None) -> list[str]:
         found += [f"kill: {len(kill['lost'])} lost"] if kill["lost"] else []
         found += [f"kill: {kill['differing']} differ"] if kill["differing"] else []
         found += [] if kill["restarts"] else ["kill: no restart"]
+    for row in values.get("loadgen", []) if gpus else []:
+        if row.get("load", SERVER_LOAD) != SERVER_LOAD and row["p99_times_call"] > LATENCY_GOAL:
+            found.append(f"Server at {row['load']:.0%}: p99 {row['p99_times_call']:.2f} times a call")
     for row in values.get("rows", []) if gpus else []:
         goal = GOALS.get(row["replicas"])
         if goal and row["speedup"]["median"] < goal:
@@ -493,12 +539,17 @@ def failures(values: Mapping[str, Any], gpus: int | None) -> list[str]:
 def page(paths: Sequence[Path]) -> str:
     """Return a Markdown page of results."""
     reports = [files.read_json(path) for path in paths]
-    first = reports[0]
-    gpus = first["machine"]["gpus"] or [first["machine"]["cpu"]]
     lines = [
         "# Replicas through Ray on several devices", "",
-        f"{'; '.join(gpus)}; commit {first['commit']}, {first['date']}. Random weights, one image at a time on each "
-        "replica. By `scripts/bench/scale_gpus.py`.", "",
+        "Random weights, one image at a time on each replica. By `scripts/bench/scale_gpus.py`.", "",
+    ]  # fmt: skip
+    for path, report in zip(paths, reports, strict=True):
+        gpus = report["machine"]["gpus"] or [report["machine"]["cpu"]]
+        devices = "; ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus))
+        lines.append(f"- {path.stem}: {devices}; commit {report['commit']}, {report['date']}")
+        lines += [f"    - not measured: {stage}: {reason}" for stage, reason in report["failures"].items()]
+    lines += [
+        "",
         "## Data parallel", "",
         "| | provider | replicas | images/s | times one | model | p50 | p99 | p99 / call "
         "| CPU ms an image: front, Ray, replica | kill: lost of, differing |",
@@ -517,21 +568,24 @@ def page(paths: Sequence[Path]) -> str:
                 f"| {row['latency_s']['p50']:.3f} s | {row['latency_s']['p99']:.3f} s "
                 f"| {row['latency_p99_times_call']:.2f} | {cpu} | {text if row['replicas'] > 1 else ''} |"
             )
-    lines += ["", "## MLPerf's LoadGen", "", "| | replicas | scenario | images/s | p50 | p99 | load | model p99 |",
-              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += ["", "## MLPerf's LoadGen", "",
+              "| | replicas | scenario | images/s | p50 | p99 | p99 / call | load | model p99 |",
+              "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for path, report in zip(paths, reports, strict=True):
         for row in report.get("loadgen", []):
             latency = row["latency_s"]
-            load = modeled = ""
+            load = modeled = times = ""
             if row["scenario"] == "SingleStream":
-                service = latency["mean"]
-            elif row["scenario"] == "Server":
+                service = latency["p50"]
+            if row["scenario"] != "Offline":
+                times = f"{latency['p99'] / service:.2f}"
+            if row["scenario"] == "Server":
                 p99 = scaling.poisson_latency(service, row["replicas"], row["rate_per_s"], row["queries"])
                 load, modeled = f"{row['load']:.0%} of {row['replicas']} replicas", f"{p99:.3f} s"
             images_s = row.get("images_per_s", 1 / latency["mean"])
             lines.append(
                 f"| {path.stem} | {row['replicas']} | {row['scenario']} | {images_s:.3f} "
-                f"| {latency['p50']:.3f} s | {latency['p99']:.3f} s | {load} | {modeled} |"
+                f"| {latency['p50']:.3f} s | {latency['p99']:.3f} s | {times} | {load} | {modeled} |"
             )
     lines += ["", "## One image on two devices", "",
               "| | step | split | | model | image | split | | PSNR | decoding on the other: steps, images/s, model |",
@@ -561,6 +615,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--page", type=Path, nargs="+", help="only write a page of these results to --out")
     parser.add_argument("--make", help="only make the folder: a preset with random weights")
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, help="make and measure these below the folder")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to measure (all)")
     parser.add_argument("--gpus", type=int, help="a replica on each of so many GPUs")
     parser.add_argument("--replicas", type=int, help="so many on the CPU: a dry run")
@@ -582,6 +637,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("give a pipeline folder")
     if options.page and not options.out:
         parser.error("--page needs --out")
+    if options.presets and not options.out:
+        parser.error("--presets needs --out: a folder")
     return options
 
 
@@ -596,6 +653,8 @@ def main() -> int:
     if options.page:
         files.write_text(options.out, page(options.page))
         return 0
+    if options.presets:
+        return measure_presets(options)
     if options.make:
         make(options.make, options.folder, options.provider)
         return 0
