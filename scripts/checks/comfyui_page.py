@@ -4,7 +4,8 @@
 
 WORK is what `comfyui.py --work WORK` left: models and our nodes. Needs ComfyUI's requirements (its page is the package
 comfyui-frontend-package), `pip install playwright` and a Chromium. ComfyUI's own server is started on a port of this
-machine, the workflow is loaded and queued as a user would, and the page is taken once the picture is drawn.
+machine, the workflow is loaded and queued as a user would, and the page is taken once the picture is drawn. With
+--without-browser the workflow is sent to its API, and no page is taken.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import click
 
 from scripts.checks.browser import free_port, opened
+from scripts.checks.comfyui_host import as_prompt
 from scripts.checks.stubs import stub_missing
 
 HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "integrations" / "comfyui"
@@ -81,6 +83,14 @@ def wait_for_picture(address: str) -> None:
         time.sleep(1)
 
 
+def queue(address: str, workflow: dict[str, Any]) -> None:
+    """Send a workflow to the server, and return once its picture is drawn. Raises ClickException when that failed."""
+    body = json.dumps({"prompt": as_prompt(workflow)}).encode()
+    request = urllib.request.Request(f"{address}/prompt", body, {"Content-Type": "application/json"})
+    urllib.request.urlopen(request).read()
+    wait_for_picture(address)
+
+
 def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
     """The page once the workflow was loaded, queued and its picture was there."""
     with opened(address, 1440, 800, 300) as page:
@@ -100,16 +110,21 @@ def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
 @click.option("--work", type=click.Path(path_type=Path, exists=True), required=True, help="Of comfyui.py --work.")
 @click.option("--workflow", default="text_to_image", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=HERE / "graph.png", show_default=True)
+@click.option("--without-browser", is_flag=True, help="Queue the workflow through ComfyUI's API, and take no page.")
 @click.option("--serve", "port", hidden=True)
-def main(comfyui: Path, work: Path, workflow: str, out: Path, port: str | None) -> None:
+def main(comfyui: Path, work: Path, workflow: str, out: Path, without_browser: bool, port: str | None) -> None:
     """Run a workflow from ComfyUI's page and photograph it."""
     comfyui, work = comfyui.absolute(), work.absolute()
     if port:
         serve(comfyui, work, port)
         return
     prepared(work)
+    content = json.loads((HERE / "workflows" / f"{workflow}.json").read_text())
     with served(comfyui, work) as address:
-        photographed(address, json.loads((HERE / "workflows" / f"{workflow}.json").read_text()), out)
+        if without_browser:
+            queue(address, content)
+            return
+        photographed(address, content, out)
     if out.stat().st_size > LARGEST:
         raise click.ClickException(f"{out} has {out.stat().st_size} bytes: take a smaller page.")
 
