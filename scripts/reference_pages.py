@@ -78,7 +78,8 @@ def targets_page() -> Iterator[str]:
 
     Each target has its providers, dtypes, passes and operators of ONNX Runtime.
     """
-    yield "# Targets and the manifest\n\nA target names what will run the optimized model: `sd-ort optimize IN OUT --target NAME`."
+    yield "# Targets and the manifest"
+    yield "A target names what will run the optimized model: `sd-ort optimize IN OUT --target NAME`."
     for name, target in TARGETS.items():
         providers = [each for each, provider in PROVIDERS.items() if (provider.target or each) == name]
         yield f"## {name}\n\nProviders: {_names(tuple(providers)) or 'any, by function bodies in the model'}."

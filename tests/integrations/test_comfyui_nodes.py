@@ -131,10 +131,12 @@ def test_diffusion_model(comfy: Path, small_export: Path) -> None:
     model = importlib.import_module("sd_ort.integrations.comfyui.model")
     models = TorchComponentSessions(small_export, "cpu")
     name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
-    ours = model.DiffusionModel(models, {name: "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"})
+    width = models.unet_config["cross_attention_dim"]
+    theirs = "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
+    to_comfy = {name: theirs, "a weight that ComfyUI's UNet lacks": "other"}
+    ours = model.DiffusionModel(models, to_comfy, {theirs: torch.empty(4, width, device="meta")})
     wrapped = torch.nn.ModuleDict({"diffusion_model": ours})
     (key,) = wrapped.state_dict()
-    width = models.unet_config["cross_attention_dim"]
     assert ours.names == {key: name}
     assert tuple(wrapped.state_dict()[key].shape)[1] == width
     generator = torch.Generator().manual_seed(0)

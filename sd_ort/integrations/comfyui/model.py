@@ -48,7 +48,10 @@ def open_model(models: TorchComponentSessions) -> GraphPatcher:
             f"{models.folder} predicts {schedule['prediction_type']}, which ComfyUI's samplers do not support."
         )
     model = base(description, model_type=getattr(comfy.model_base.ModelType, prediction))
-    model.diffusion_model = DiffusionModel(models, comfy.utils.unet_to_diffusers(description.unet_config))
+    renamed = comfy.utils.unet_to_diffusers(description.unet_config)
+    # It lists class_embedding, refused above, beside the add_embedding that has the same names in ComfyUI.
+    to_comfy = {name: theirs for name, theirs in renamed.items() if not name.startswith("class_embedding.")}
+    model.diffusion_model = DiffusionModel(models, to_comfy, _meta_weights(description.unet_config))
     if config["in_channels"] == 9:
         model.set_inpaint()
     patcher = GraphPatcher(model, load_device=device, offload_device=device, size=1)  # ONNX Runtime has the weights
@@ -157,13 +160,14 @@ class DiffusionModel(torch.nn.Module):
     `names`: ComfyUI's name of a weight -> its name in the weight recipes.
     """
 
-    def __init__(self, models: TorchComponentSessions, to_comfy: dict[str, str]) -> None:
-        """Open the UNet. `to_comfy`: diffusers' name of a weight -> ComfyUI's."""
+    def __init__(
+        self, models: TorchComponentSessions, to_comfy: dict[str, str], weights: dict[str, torch.Tensor]
+    ) -> None:
+        """Open the UNet. `to_comfy`: diffusers' name of a weight -> ComfyUI's. `weights`: shapes by ComfyUI's names."""
         super().__init__()
         self.models, self.runner, self.dtype = models, UNetRunner(models), models.dtype("unet")
-        shapes = _shapes(models.config("unet"))
-        self.names = {f"diffusion_model.{to_comfy[n]}": n for n in shapes if n in to_comfy}
-        self.meta_weights = {to_comfy[n]: torch.empty(s, device="meta") for n, s in shapes.items() if n in to_comfy}
+        self.names = {f"diffusion_model.{theirs}": name for name, theirs in to_comfy.items() if theirs in weights}
+        self.meta_weights = {theirs: weights[theirs] for theirs in to_comfy.values() if theirs in weights}
 
     def forward(
         self,
@@ -203,10 +207,14 @@ class DiffusionModel(torch.nn.Module):
         return destination
 
 
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a diffusers UNet's weights by name, without allocating them."""
-    from diffusers import UNet2DConditionModel
+def _meta_weights(unet_config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights of ComfyUI's own UNet by name, on torch's meta device: shapes without data."""
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
+    config = {key: value for key, value in unet_config.items() if key != "disable_unet_model_creation"}
     with torch.device("meta"):
-        model = UNet2DConditionModel.from_config(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        unet = UNetModel(
+            **config, image_size=32, num_head_channels=config["model_channels"], use_spatial_transformer=True,
+            legacy=False, num_classes="sequential" if config["adm_in_channels"] else None, device="meta",
+        )  # fmt: skip
+    return dict(unet.state_dict())
