@@ -212,9 +212,14 @@ def _meta_weights(unet_config: dict[str, Any]) -> dict[str, torch.Tensor]:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     config = {key: value for key, value in unet_config.items() if key != "disable_unet_model_creation"}
+    config |= {
+        "image_size": 32,
+        "num_heads": -1,
+        "num_head_channels": config["model_channels"],  # divides all channels; heads change no shape
+        "use_spatial_transformer": True,
+        "legacy": False,
+        "num_classes": "sequential" if config["adm_in_channels"] else None,
+    }
     with torch.device("meta"):
-        unet = UNetModel(
-            **config, image_size=32, num_head_channels=config["model_channels"], use_spatial_transformer=True,
-            legacy=False, num_classes="sequential" if config["adm_in_channels"] else None, device="meta",
-        )  # fmt: skip
+        unet = UNetModel(**config, device="meta")
     return dict(unet.state_dict())
