@@ -21,6 +21,7 @@ $SD_ORT_COMMIT where there is no git. Without a GPU all runs on the host, to see
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import gc
 import json
@@ -113,7 +114,7 @@ class Contender:
 
 
 def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Contender]:
-    """torch in float16, channels last: eager under a CUDA graph, and torch.compile with its own graphs.
+    """torch in float16, channels last: eager under a CUDA graph, torch.compile with its own graphs, torchao's float8.
 
     Converts `net` in place.
     """
@@ -135,18 +136,37 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
             Contender("torch eager, CUDA graph", graph.replay, lambda: output, time.perf_counter() - started)
         )
     if "compile" in which:
+        engines.append(compiled_engine("torch.compile", net, arguments, time.perf_counter()))
+    if "torchao" in which:
         started = time.perf_counter()
-        compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True)
-        last: list[torch.Tensor] = []
-
-        def run() -> None:
-            last[:] = [compiled(*arguments)]
-
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-        engines.append(Contender("torch.compile", run, lambda: last[0], time.perf_counter() - started))
+        engines.append(compiled_engine("torchao float8", float8_linears(copy.deepcopy(net)), arguments, started))
     return engines
+
+
+def compiled_engine(name: str, net: torch.nn.Module, arguments: list[torch.Tensor], started: float) -> Contender:
+    """Return a module under torch.compile, with its own CUDA graphs."""
+    compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True)
+    last: list[torch.Tensor] = []
+
+    def run() -> None:
+        last[:] = [compiled(*arguments)]
+
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    return Contender(name, run, lambda: last[0], time.perf_counter() - started)
+
+
+def float8_linears(net: torch.nn.Module) -> torch.nn.Module:
+    """Quantize the linears of the blocks to float8 by torchao: weights by row, activations dynamically by row."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    def takes_float8(module: torch.nn.Module, name: str) -> bool:
+        sizes = (module.in_features, module.out_features) if isinstance(module, torch.nn.Linear) else (1,)
+        return "transformer_blocks" in name and all(size % 16 == 0 for size in sizes)
+
+    quantize_(net, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), filter_fn=takes_float8)
+    return net
 
 
 def half(name: str, value: torch.Tensor) -> torch.Tensor:

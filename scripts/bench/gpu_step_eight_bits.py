@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""One U-Net call on a GPU in float16 beside float8: our provider, and ONNX Runtime's CUDA provider with our operators.
+"""One U-Net call on a GPU in float16 beside float8: our provider, ONNX Runtime's CUDA provider, torch and torchao.
 
     python scripts/bench/gpu_step_eight_bits.py --preset sdxl --batch 2 --size 128
     python scripts/bench/gpu_step_eight_bits.py --preset sd15 --batch 2 --size 64 --profile 25
+    python scripts/bench/gpu_step_eight_bits.py --peers compile torchao       # ratios are to torch.compile then
 
 writes <out>/<preset>_b<batch>_<size>.json. Weights are random. The float8 graph is calibrated on one small random input
 on the CPU, so that its error says nothing about a trained model; times do not depend on the values. All engines are
@@ -23,7 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.bench.bench_gpu_step import VENDOR, Contender, profile, session_engine, synchronize, time_rounds
+from scripts.bench.bench_gpu_step import (
+    VENDOR,
+    Contender,
+    profile,
+    session_engine,
+    synchronize,
+    time_rounds,
+    torch_engines,
+)
 from scripts.bench.gpu_models import export_raw, fill, limits, random_inputs, random_module
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
@@ -69,6 +78,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128, help="edge of the latent")
     parser.add_argument("--graph", type=Path, help="raw export without weights (export_without_weights.py)")
     parser.add_argument("--engines", nargs="*", choices=("provider", "cuda"), default=["provider"])
+    parser.add_argument("--peers", nargs="*", choices=("compile", "torchao"), default=[], help="torch in this run")
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
     parser.add_argument("--out", type=Path, default=Path("results/gpu_step_eight_bits"))
@@ -101,6 +111,8 @@ def main() -> None:
             for name in options.engines
             for dtype in (None, "float8")
         ]
+        if options.peers:
+            engines = [*torch_engines(net, inputs, options.peers), *engines]
         times = time_rounds(engines, options.calls)
         rows = []
         for each in engines:
