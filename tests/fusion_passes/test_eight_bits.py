@@ -252,6 +252,7 @@ PRODUCERS = {
     "activation = 1, channels_last = 1> (image, c, d, image)",
     "MultiHeadAttention": "a = sd_ort.MultiHeadAttention <num_heads = 2, scale = 0.2> (x, other, x)",
     "BiasSplitGelu": "a = sd_ort.BiasSplitGelu (x, b)",
+    "AdaptiveNorm": "a, sum = sd_ort.AdaptiveNorm <epsilon = 1.0e-5, rms = 0> (x, g, b)",
 }
 FLOAT8 = "QuantizeLinear <output_dtype = 17>"
 SCALES = (

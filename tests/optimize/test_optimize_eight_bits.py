@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +105,8 @@ def test_int8_beside_float16(recorded: Path, tmp_path: Path) -> None:
 
 
 def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
-    """Linears become QuantizedLinear, gated ones with their gate; convolutions stay in float16."""
+    """Linears become QuantizedLinear, gated ones with their gate; convolutions stay in float16. Only the activations
+    that a product writes are quantized by a node: before the last layer of each transformer."""
     optimize(
         "demo", tmp_path / "out", target="gpu", components=["unet"], dtype="float16", calibrate=False,
         eight_bits="float8", inputs=recorded,
@@ -118,6 +120,14 @@ def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
     assert {node.inputs[2].dtype for node in nodes if node.inputs[2]} == {ir.DataType.FLOAT}
     assert {node.inputs[3].dtype for node in nodes if node.inputs[3]} == {ir.DataType.FLOAT16}
     assert not any(node.op_type == "DequantizeLinear" for node in graph)
+    quantizations = [node for node in graph if node.op_type == "QuantizeLinear"]
+    assert (len(entry["eight_bits"]["ranges"]), entry["eight_bits"]["written_by_producers"]) == (128, 112)
+    assert len(quantizations) == 16
+    written = Counter(node.op_type for node in graph if "quantized_scale" in node.attributes)
+    assert written == {
+        "SkipLayerNormalization": 48, "MultiHeadAttention": 32, "QuantizedLinear": 16,
+        "GroupNorm": 8, "SkipGroupNorm": 8,
+    }  # fmt: skip
     result = verify_weights("demo", tmp_path / "out", components=["unet"])
     assert result["passed"], result
 
