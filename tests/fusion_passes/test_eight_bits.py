@@ -24,13 +24,13 @@ ALL = CONVOLUTIONS | LINEARS
 def test_scales_are_float16_numbers_that_reach_the_largest_magnitude(name: str) -> None:
     format_ = FORMATS[name]
     largest = np.concatenate([np.geomspace(1e-6, 1e4, 999), [0.0]]).astype(np.float32)
-    scales = format_.scale(largest)
+    scales = format_.scale(largest, round_up=True)
     assert (scales.astype(np.float16).astype(np.float32) == scales).all()
     assert (scales * format_.limit >= largest * (1 - 1e-6)).all()
     assert scales[-1] == 1
-    with pytest.raises(ValueError, match="too large for 8 bits"):
+    with pytest.raises(ValueError, match="too large for"):
         format_.scale(1e8)
-    with pytest.raises(ValueError, match="too large for 8 bits"):
+    with pytest.raises(ValueError, match="too large for"):
         format_.scale(np.inf)
 
 

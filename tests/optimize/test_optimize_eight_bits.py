@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 
+from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
 from sd_ort.cli.optimize import command
@@ -20,9 +21,16 @@ from sd_ort.demo.styles import lora_path
 from sd_ort.graphs.load import load
 from sd_ort.inspect.weight_verification import check_weights, verify_weights
 from sd_ort.optimize.activation_ranges import measure_ranges
+from sd_ort.optimize.calibration import Calibration
+from sd_ort.optimize.eight_bits import EightBits
+from sd_ort.optimize.optimizer import rewrite
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.optimize.unoptimized import UnoptimizedComponent
 from sd_ort.pipelines.calibration_runs import STEPS_PER_PROMPT, record_runs
 from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
+
+SDXL = "sdxl-tiny-dynamo-20.unet"  # the blocks of SDXL with few channels
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +138,18 @@ def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     result = verify_weights("demo", tmp_path / "out", components=["unet"])
     assert result["passed"], result
+
+
+def test_quantizations_of_sdxl() -> None:
+    """Norms, attentions and gates write float8. A quantization stays before the last layer of each transformer, whose
+    input a product writes."""
+    source = UnoptimizedComponent("unet", lambda: ir.from_proto(graph_fixtures.load(SDXL)), dict, 0)
+    ranges = EightBits("float8", lambda _, names: dict.fromkeys(names, 3.0))
+    parts, entry = rewrite(source, "unet", TARGETS["gpu"], "float16", lambda _: Calibration(""), quantization=ranges)
+    counts = Counter(node.op_type for node in parts["unet"].graph)
+    assert (counts["QuantizedLinear"], counts["QuantizeLinear"]) == (442, 11)
+    assert entry["eight_bits"]["written_by_producers"] == 431
+    assert counts["SkipLayerNormalization"] == 210  # as in float16, as all others
 
 
 @pytest.mark.parametrize("format_", ["float8", "int8"])

@@ -7,7 +7,7 @@
 #include "common/tunable.h"
 #include "common/vendors/which.h"
 #include "operators/multi_head_attention/op.h"
-#include "operators/quantized_linear/op.h"
+#include "operators/quantize_float8/op.h"
 #include "operators/softmax/op.h"
 #if !SD_ORT_HIP
 #include "operators/multi_head_attention/cudnn.h"
@@ -164,7 +164,8 @@ Candidate<MultiHeadAttentionParams> then_float8(Candidate<MultiHeadAttentionPara
             const Params in_half = unquantized(p, workspace);
             SD_ORT_RETURN_ERROR(library.run(in_half, static_cast<char*>(workspace) + bytes(p), stream));
             if (p.quantized.data == nullptr) return static_cast<const char*>(nullptr);
-            return float8_launch(p.dtype, in_half.output, p.quantized, count(p), stream);
+            const QuantizeFloat8Params quantize = {p.dtype, in_half.output, p.quantized, count(p)};
+            return quantize_float8_launch(quantize, quantize_float8_supports_vectors(quantize), stream);
           },
           [=](const Params& p) { return bytes(p) + library.workspace_bytes(unquantized(p, nullptr)); }};
 }

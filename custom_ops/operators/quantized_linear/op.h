@@ -42,9 +42,6 @@ struct QuantizedLinearParams {
 // Generic kernel: one thread per element, any shape, slow.
 const char* quantized_linear_launch(const QuantizedLinearParams& params, void* stream);
 
-// Writes `count` elements of x in float8.
-const char* float8_launch(DType dtype, const void* x, const Float8Output& to, int64_t count, void* stream);
-
 // The e4m3 of the current device's matrix units: that of OCP, or AMD's FNUZ, in which the same bits mean half of the
 // value; none for devices without.
 enum class Float8Units : int32_t { kNone, kOcp, kFnuz };

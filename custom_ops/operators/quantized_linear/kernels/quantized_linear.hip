@@ -1,8 +1,6 @@
 // QuantizedLinear without matrix instructions: one thread per element of Y. Used if no library takes the call.
 //
-// float8_kernel: one vector of kVec elements per thread.
-//
-// Launch: block (256, 1, 1), grid (ceil(rows * columns of Y / 256), 1, 1) or (ceil(vectors / 256), 1, 1), no LDS.
+// Launch: block (256, 1, 1), grid (ceil(rows * columns of Y / 256), 1, 1), no LDS.
 #include "common/float8.h"
 #include "common/gpu.h"
 #include "common/math.h"
@@ -47,16 +45,6 @@ __global__ __launch_bounds__(256) void quantized_linear_kernel(const uint8_t* x,
   y.store(at, values[0]);
 }
 
-template <class T, int kVec>
-__global__ __launch_bounds__(256) void float8_kernel(const T* x, uint8_t* to, float factor, int64_t vectors) {
-  wait_for_predecessor();
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-  if (at >= vectors) return;
-  float values[kVec];
-  Vec<T, kVec>::load(x + at * kVec).unpack(values);
-  store_float8(to + at * kVec, values, factor);
-}
-
 namespace {
 
 template <class T>
@@ -74,18 +62,6 @@ const char* launch_type(const QuantizedLinearParams& p, void* stream) {
 
 const char* quantized_linear_launch(const QuantizedLinearParams& p, void* stream) {
   return with_type(p.dtype, [&](auto type) { return launch_type<typename decltype(type)::type>(p, stream); });
-}
-
-const char* float8_launch(DType dtype, const void* x, const Float8Output& to, int64_t count, void* stream) {
-  const int wide = 16 / static_cast<int>(size_of(dtype));
-  const bool vectors = count % wide == 0 && are_aligned<16>(x, to.data);
-  if (count == 0) return nullptr;
-  return with_vectors(dtype, vectors ? 16 : static_cast<int>(size_of(dtype)), [&](auto access) {
-    using T = typename decltype(access)::type;
-    constexpr int kVec = decltype(access)::kVec;
-    return launch(float8_kernel<T, kVec>, dim3(ceil_div(count / kVec, 256)), dim3(256), 0, stream,
-                  static_cast<const T*>(x), static_cast<uint8_t*>(to.data), 1.f / to.scale, count / kVec);
-  });
 }
 
 Float8Units quantized_linear_units() {
