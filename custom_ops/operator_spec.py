@@ -35,6 +35,34 @@ def struct_fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
     return [(name, type_) for type_, names in groups for name in names.split()]
 
 
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+QUANTIZED = "quantized"  # the output that has another one in float8, divided by the attribute `quantized_scale`
+
+
+class Float8Output(ctypes.Structure):
+    """struct Float8Output of common/op.h."""
+
+    _fields_ = struct_fields((POINTER, "data"), (FLOAT32, "scale"))
+
+
+def float8_output(case: OperatorCase, address: Mapping[str, int]) -> Float8Output:
+    """Return the Float8Output of a case; its data is null if the case does not request it."""
+    return Float8Output(address.get(QUANTIZED), case.attributes.get("quantized_scale", 0.0))
+
+
+def with_quantized(outputs: dict[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """Return `outputs`, and the first one in float8 if the node has a scale for it."""
+    if "quantized_scale" not in attributes:
+        return outputs
+    scaled = next(iter(outputs.values())) / attributes["quantized_scale"]
+    return outputs | {QUANTIZED: scaled.clip(-448, 448).astype(FLOAT8)}
+
+
+def output_dtype(name: str, dtype: str) -> np.dtype:
+    """Return the NumPy dtype of an output of a call in `dtype`."""
+    return FLOAT8 if name == QUANTIZED else DTYPES[dtype][1]
+
+
 @dataclass(frozen=True)
 class OperatorCase:
     """One call of an operator.
@@ -142,12 +170,16 @@ def nmse(actual: Array, expected: Array) -> float:
 _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-def nmse_limit(case: OperatorCase, dtype: str) -> float:
+def nmse_limit(case: OperatorCase, dtype: str, output: str = "") -> float:
     """Return the NMSE limit: errors of 4 roundoffs of the dtype, in float32 of `float32_roundoffs`.
+
+    Elements of float8 are at least a sixteenth apart, so a relative error e changes the share 16 e of them, each by an
+    eighth at most: an NMSE of e / 4. Truncation in place of rounding would give 3e-3.
 
     For "offset" inputs, 1000 deviations from zero, a float32 mean has 1000 times the relative error.
     """
     roundoff = _ROUNDOFF[dtype]
     if case.distribution == "offset":
         roundoff = max(roundoff, 1000 * _ROUNDOFF["float32"])
-    return ((case.float32_roundoffs if dtype == "float32" else 4) * roundoff) ** 2
+    error = (case.float32_roundoffs if dtype == "float32" else 4) * roundoff
+    return max(error / 4, 2e-4) if output == QUANTIZED else error**2

@@ -10,27 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-# Name -> symmetric elements: dtype and largest element; None for asymmetric ones of float8.
-SYMMETRIC: Mapping[str, tuple[np.dtype, float]] = {
-    "int8": (np.dtype(np.int8), 127.0), "int4": (np.dtype(ml_dtypes.int4), 7.0),
-    "float8": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
-}  # fmt: skip
-ASYMMETRIC: Mapping[str, tuple[np.dtype, float]] = {
-    "int8": (np.dtype(np.uint8), 255.0), "int4": (np.dtype(ml_dtypes.uint4), 15.0),
-}  # fmt: skip
-SMALLEST_SCALE = np.float32(2.0**-24)  # of float16
+from fusion_passes.element_formats import FLOAT8, INT4, INT8, UINT4, UINT8, ElementFormat
+
+SYMMETRIC: Mapping[str, ElementFormat] = {each.name: each for each in (INT8, INT4, FLOAT8)}
+ASYMMETRIC: Mapping[str, ElementFormat] = {each.name: each for each in (UINT8, UINT4)}
 
 # [name, axis, block, symmetric]. block: elements of a scale along `axis`; 0 for one scale an index of `axis`.
 Argument = tuple[str, int, int, bool]
 
 
-def element_dtype(argument: Argument) -> np.dtype:
-    """Return the dtype of the elements and zero points."""
+def element_format(argument: Argument) -> ElementFormat:
+    """Return the format of the elements; zero points have its dtype."""
     name, _, _, symmetric = argument
-    return (SYMMETRIC if symmetric else ASYMMETRIC)[name][0]
+    return (SYMMETRIC if symmetric else ASYMMETRIC)[name]
 
 
 def scale_shape(argument: Argument, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -51,28 +45,20 @@ def _extremes(argument: Argument, weight: np.ndarray) -> tuple[np.ndarray, np.nd
 
 def scales(argument: Argument, weight: np.ndarray) -> np.ndarray:
     """Return the scale of each block or channel, float32. Raises ValueError for one that float16 does not represent."""
-    name, _, _, symmetric = argument
     low, high = _extremes(argument, weight.astype(np.float32, copy=False))
-    if symmetric:
-        exact = np.maximum(-low, high) / np.float32(SYMMETRIC[name][1])
-    else:
-        exact = (np.maximum(high, 0) - np.minimum(low, 0)) / np.float32(ASYMMETRIC[name][1])
-    if not (exact <= float(np.finfo(np.float16).max)).all():
-        raise ValueError(f"a magnitude of {float(np.abs(weight).max()):g} is too large to store in {name}")
-    rounded = exact.astype(np.float16).astype(np.float32)
-    return np.where(exact > 0, np.maximum(rounded, SMALLEST_SCALE), np.float32(1))
+    format_ = element_format(argument)
+    return format_.scale(np.maximum(high, 0) - np.minimum(low, 0) if format_.has_zero_point else np.maximum(-low, high))
 
 
 def zero_points(argument: Argument, weight: np.ndarray) -> np.ndarray:
     """Return the zero point of each block or channel of asymmetric elements."""
-    dtype, largest = ASYMMETRIC[argument[0]]
     low, _ = _extremes(argument, weight.astype(np.float32, copy=False))
-    return np.rint(-np.minimum(low, 0) / scales(argument, weight)).clip(0, largest).astype(dtype)
+    return element_format(argument).quantize(-np.minimum(low, 0), scales(argument, weight))
 
 
 def elements(argument: Argument, weight: np.ndarray) -> np.ndarray:
     """Return the elements of a weight, rounded to nearest even and saturated."""
-    name, axis, block, symmetric = argument
+    _, axis, block, _ = argument
     values = weight.astype(np.float32, copy=False)
 
     def expand(each: np.ndarray) -> np.ndarray:
@@ -80,14 +66,9 @@ def elements(argument: Argument, weight: np.ndarray) -> np.ndarray:
             return np.repeat(each, block, axis)
         return each.reshape([-1 if i == axis else 1 for i in range(values.ndim)])
 
-    scaled = values / expand(scales(argument, weight))
-    if not symmetric:
-        dtype, largest = ASYMMETRIC[name]
-        zero = expand(zero_points(argument, weight).astype(np.float32))
-        return (np.rint(scaled) + zero).clip(0, largest).astype(dtype)
-    dtype, largest = SYMMETRIC[name]
-    clipped = scaled.clip(-largest, largest)
-    return ((clipped if name == "float8" else np.rint(clipped)) + np.float32(0)).astype(dtype)  # no -0
+    format_ = element_format(argument)
+    zero = expand(zero_points(argument, weight).astype(np.float32)) if format_.has_zero_point else 0
+    return format_.quantize(values, expand(scales(argument, weight)), zero)
 
 
 # Operations of weight recipes.

@@ -12,7 +12,16 @@ import numpy as np
 
 from custom_ops.check.memory import Guarded, Memory
 from custom_ops.libraries import GpuLibrary
-from custom_ops.operator_spec import DTYPES, Array, CustomOperator, OperatorCase, generate_inputs, nmse, nmse_limit
+from custom_ops.operator_spec import (
+    DTYPES,
+    Array,
+    CustomOperator,
+    OperatorCase,
+    generate_inputs,
+    nmse,
+    nmse_limit,
+    output_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ def check_case(
     index = 0
     while op_index is None or index < library.c.sd_ort_candidate_count(op_index):
         outputs = {
-            name: Guarded(memory, np.full(shape, np.nan, DTYPES[dtype][1]), shift_bytes)
+            name: Guarded(memory, np.full(shape, np.nan, output_dtype(name, dtype)), shift_bytes)
             for name, shape in shapes.items()
         }
         if alias_output:
@@ -70,14 +79,14 @@ def check_case(
             size = library.workspace_bytes(op_index, index, params)
             workspace = Guarded(memory, np.full(size, 0xFF, np.uint8))
             name = library.candidates(op_index)[index]
-            failure, error, limit = "", 0.0, nmse_limit(case, dtype)
+            failure, error, limits = "", 0.0, {output: nmse_limit(case, dtype, output) for output in outputs}
             try:
                 library.run(op_index, index, params, workspace.address)
                 memory.synchronize()
-                error, failure = _compare(inputs, arrays, outputs, expected, workspace, limit)
+                error, failure = _compare(inputs, arrays, outputs, expected, workspace, limits)
             except RuntimeError as raised:
                 failure = str(raised)
-            yield CandidateResult(operator.name, case.name, dtype, name, error, limit, failure)
+            yield CandidateResult(operator.name, case.name, dtype, name, error, max(limits.values()), failure)
         index += 1
 
 
@@ -92,7 +101,7 @@ def _compare(
     outputs: dict[str, Guarded],
     expected: dict[str, Array],
     workspace: Guarded,
-    limit: float,
+    limits: dict[str, float],
 ) -> tuple[float, str]:
     """Return the largest NMSE and the failure, "" if there is none."""
     largest, failure = 0.0, ""
@@ -102,8 +111,8 @@ def _compare(
         largest = max(largest, error)
         if not intact:
             failure = f"{name}: wrote out of bounds"
-        elif not error < limit:
-            failure = f"{name}: NMSE {error:.2e}, allowed {limit:.2e}"
+        elif not error < limits[name]:
+            failure = f"{name}: NMSE {error:.2e}, allowed {limits[name]:.2e}"
     for name, guarded in inputs.items():
         actual, intact = guarded.read()
         if not intact or actual.tobytes() != arrays[name].tobytes():

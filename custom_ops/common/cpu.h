@@ -15,6 +15,7 @@
 #include <immintrin.h>
 #endif
 
+#include "common/float8.h"
 #include "common/op.h"
 
 #ifndef SD_ORT_ISA
@@ -244,6 +245,35 @@ inline void store_some(float* to, Floats values, int64_t count) {
   _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), (__m512)values);
 }
 #endif
+
+// Where a kernel writes Y: in T, in float8, or in both; either pointer may be null.
+template <class T>
+struct QuantizedOutput {
+  T* y;
+  uint8_t* float8;
+  float scale;
+
+  QuantizedOutput(void* to, const Float8Output& quantized)
+      : y(static_cast<T*>(to)), float8(static_cast<uint8_t*>(quantized.data)), scale(quantized.scale) {}
+
+  QuantizedOutput operator+(int64_t offset) const {
+    QuantizedOutput at = *this;
+    if (y != nullptr) at.y += offset;
+    if (float8 != nullptr) at.float8 += offset;
+    return at;
+  }
+};
+template <class T, class Vector>
+inline void store_some(const QuantizedOutput<T>& to, Vector values, int64_t count) {
+  if (to.y != nullptr) store_some(to.y, values, count);
+  if (to.float8 == nullptr) return;
+  for (int64_t i = 0; i < count; ++i) to.float8[i] = float_to_float8(values[i] / to.scale);
+}
+template <class T>
+inline void store(const QuantizedOutput<T>& to, Floats values) {
+  if (to.y != nullptr) store(to.y, values);
+  if (to.float8 != nullptr) store_some(QuantizedOutput<T>(nullptr, {to.float8, to.scale}), values, kLanes);
+}
 
 inline Floats select(Ints mask, Floats if_true, Floats if_false) {
   return (Floats)((mask & (Ints)if_true) | (~mask & (Ints)if_false));

@@ -14,7 +14,7 @@ namespace sd_ort {
 #if defined(__CUDACC__) || defined(__HIP__) || defined(SD_ORT_EMULATED)
 #define SD_ORT_HOST_DEVICE __host__ __device__ inline
 #else
-#define SD_ORT_HOST_DEVICE inline
+#define SD_ORT_HOST_DEVICE static inline  // compiled once per instruction set
 #endif
 
 SD_ORT_HOST_DEVICE float float8_to_float(uint8_t bits) {

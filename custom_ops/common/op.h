@@ -36,6 +36,16 @@ bool are_aligned(Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % kBytes == 0) && ...);
 }
 
+// An output in float8 (e4m3fn) beside or instead of Y: Y / scale, rounded to nearest even and saturated. `data` is null
+// if it is not requested.
+struct Float8Output {
+  void* data;
+  float scale;
+
+  // Suffix of a call's signature; `y` is null if Y itself is not requested.
+  const char* suffix(const void* y) const { return data == nullptr ? "" : y == nullptr ? "_float8" : "_and_float8"; }
+};
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A thread pool: parallel(count, body) runs body(i) for i in [0, count) and returns when all have finished.

@@ -59,9 +59,9 @@ OrtStatus* guarded(F&& body) {
 }
 
 // An input or output. kT has the element type of the registered kernel. kU is float32 or bfloat16, with a registration
-// for each. kAny is an input of any type that bind() checks.
+// for each. kAny is an input of any type that bind() checks. kFloat8 is float8e4m3fn.
 struct Port {
-  enum Type { kT, kU, kAny } type = kT;
+  enum Type { kT, kU, kAny, kFloat8 } type = kT;
   bool optional = false;
 };
 
@@ -191,6 +191,9 @@ class Shapes {
     check(ort_api->GetTensorElementType(typed, &type));
     set_typed_output(index, std::move(dims), type);
   }
+  void set_float8_output(size_t index, std::vector<Dim> dims) {
+    set_typed_output(index, std::move(dims), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN);
+  }
   void set_typed_output(size_t index, std::vector<Dim> dims, ONNXTensorElementDataType type) {
     static std::atomic<int> unknown{0};
     for (Dim& dim : dims) {
@@ -304,6 +307,13 @@ class Tensors {
 
   // Treats outputs as not requested; one bit for each of the first 32.
   void skip_outputs(uint32_t outputs) { skipped_outputs_ = outputs; }
+
+  // Allocates output `index` in float8, if it is requested. Its scale is the node's attribute `quantized_scale`.
+  Float8Output float8_output(size_t index, const std::vector<int64_t>& shape, float scale) {
+    void* const data = output(index, shape);
+    require(data == nullptr || scale > 0.f, "the output in float8 needs a positive quantized_scale");
+    return {data, scale};
+  }
 
   // Memory info of the outputs.
   const OrtMemoryInfo* memory() const { return memory_; }
@@ -457,6 +467,7 @@ class CustomOp : public OrtCustomOp {
 
   ONNXTensorElementDataType element_type(const Port& port) const {
     if (port.type == Port::kAny) return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    if (port.type == Port::kFloat8) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN;
     const DType type = port.type == Port::kU ? second_ : dtype_;
     return type == DType::kFloat32   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
            : type == DType::kFloat16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16

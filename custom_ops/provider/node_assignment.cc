@@ -69,7 +69,7 @@ Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support, Prefetc
       assignment.host_readers.push_back(ort_node);
     }
     if (definition != nullptr) assignment.assigned.push_back(ort_node);
-    for (size_t i = 1; definition != nullptr && i < node.outputs.size(); ++i) {
+    for (size_t i = 0; definition != nullptr && i < node.outputs.size(); ++i) {
       const NodeValue& output = node.outputs[i];
       if (output.exists && !is_used(output)) assignment.unused_outputs.insert(output.name);
     }

@@ -18,7 +18,7 @@ struct UnassignedNode {
 struct Assignment {
   std::vector<const OrtNode*> assigned;
   std::vector<UnassignedNode> unassigned;
-  std::set<std::string> unused_outputs;      // outputs of assigned nodes, other than the first, without a consumer
+  std::set<std::string> unused_outputs;      // outputs of assigned nodes without a consumer
   std::vector<const OrtNode*> host_readers;  // nodes that would read a prefetched weight on the host
 };
 

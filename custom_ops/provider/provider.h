@@ -27,7 +27,7 @@ class Provider : public OrtEp {
   Provider(const Provider&) = delete;
   Provider& operator=(const Provider&) = delete;
 
-  // Whether an output other than a node's first has a consumer. Unused outputs are not written.
+  // Whether an output of a node has a consumer. Unused outputs are not written.
   bool is_used(const std::string& output) const { return unused_outputs_.count(output) == 0; }
 
   const std::shared_ptr<Pool>& pool() const { return pool_; }

@@ -35,7 +35,7 @@ uint32_t unused_outputs(const OrtKernelInfo* info) {
   size_t count = 0;
   check(ort_api->KernelInfo_GetOutputCount(info, &count));
   uint32_t unused = 0;
-  for (size_t i = 1; i < count && i < 32; ++i) {
+  for (size_t i = 0; i < count && i < 32; ++i) {
     if (!provider_of(info).is_used(name_by(ort_api->KernelInfo_GetOutputName, info, i))) unused |= 1u << i;
   }
   return unused;

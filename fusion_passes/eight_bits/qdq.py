@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes.eight_bits.formats import EightBitFormat
 from fusion_passes.eight_bits.layers import Layer
+from fusion_passes.element_formats import ElementFormat
 from fusion_passes.graph_edits import new_derived_initializer, new_initializer
 
 FLOAT = ir.DataType.FLOAT
@@ -24,7 +24,7 @@ FLOAT = ir.DataType.FLOAT
 def insert_qdq(
     graph: ir.Graph,
     layers: Sequence[Layer],
-    format_: EightBitFormat,
+    format_: ElementFormat,
     largest: Mapping[str, float],
     per_channel: bool = True,
 ) -> None:
@@ -52,11 +52,11 @@ def insert_qdq(
 
 
 def _quantized_activation(
-    graph: ir.Graph, first: ir.Node, x: ir.Value, format_: EightBitFormat, largest: float
+    graph: ir.Graph, first: ir.Node, x: ir.Value, format_: ElementFormat, largest: float
 ) -> ir.Value:
     """Insert both nodes before `first`, the first consumer in the graph's order."""
-    scale = new_initializer(graph, f"{x.name}.scale", np.asarray(format_.scale(largest), np.float32))
-    onnx_type = ir.DataType[format_.onnx_dtype]
+    scale = new_initializer(graph, f"{x.name}.scale", np.asarray(format_.scale(largest, round_up=True), np.float32))
+    onnx_type = ir.DataType.from_numpy(format_.dtype)
     quantize = ir.node("QuantizeLinear", [x, scale], {"output_dtype": int(onnx_type)})
     dequantize = ir.node("DequantizeLinear", [quantize.outputs[0], scale])
     for node, suffix, dtype in ((quantize, "quantized", onnx_type), (dequantize, "dequantized", FLOAT)):
@@ -66,7 +66,7 @@ def _quantized_activation(
     return dequantize.outputs[0]
 
 
-def _quantized_weight(graph: ir.Graph, layer: Layer, format_: EightBitFormat, axis: int | None) -> ir.Value:
+def _quantized_weight(graph: ir.Graph, layer: Layer, format_: ElementFormat, axis: int | None) -> ir.Value:
     weight = layer.weight
     assert weight.const_value is not None
     shape = [int(size) for size in weight.const_value.shape.numpy()]
@@ -75,7 +75,7 @@ def _quantized_weight(graph: ir.Graph, layer: Layer, format_: EightBitFormat, ax
     scale = new_derived_initializer(graph, f"{name}.scale", [weight], count, "channel_scale", [format_.name, axis, 1.0])
     elements = new_derived_initializer(
         graph, f"{name}.{format_.name}", [weight], shape, "quantize", [format_.name, axis],
-        ir.DataType[format_.onnx_dtype],
+        ir.DataType.from_numpy(format_.dtype),
     )  # fmt: skip
     node = ir.node("DequantizeLinear", [elements, scale], {} if axis is None else {"axis": axis})
     value = node.outputs[0]

@@ -33,4 +33,4 @@ def shapes(node: ir.Node, info: ShapeInfo) -> list[Shape]:
     return [input_shape(node, 0, info)] * len(node.outputs)
 
 
-OPERATOR = FusedOperator("AdaptiveNorm", shapes, body, ("epsilon", "rms"))
+OPERATOR = FusedOperator("AdaptiveNorm", shapes, body, ("epsilon", "rms"), float8_output=2)

@@ -30,4 +30,4 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape]:
     return [(*x[:-1], x[-1] // 2)]
 
 
-OPERATOR = FusedOperator("BiasSplitGelu", shape, body, has_cpu_kernel=never)
+OPERATOR = FusedOperator("BiasSplitGelu", shape, body, has_cpu_kernel=never, float8_output=1)

@@ -9,6 +9,9 @@ import onnx_ir as ir
 
 from fusion_passes.shapes.shape_info import Shape, ShapeInfo
 
+# Attribute of nodes with an output in float8: the number that it is divided by.
+QUANTIZED_SCALE = "quantized_scale"
+
 
 def always(node: ir.Node) -> bool:
     """Return True: ONNX Runtime's CPU provider has a kernel, or the operator is never moved to `CONTRIB`."""
@@ -38,6 +41,8 @@ class FusedOperator:
         internal_node: internal_node(node) returns a standard node whose output a kernel may round to the node's dtype
             before computing its own output.
         dtype_input: index of the input whose dtype the outputs have.
+        float8_output: index of the output that has the first one in float8, after those of the body. A node with
+            attribute `QUANTIZED_SCALE` has it (`lower/float8_output.py`).
     """
 
     name: str
@@ -52,3 +57,4 @@ class FusedOperator:
     in_summary: bool = True
     internal_node: Callable[[ir.Node], ir.Node] | None = None
     dtype_input: int = 0
+    float8_output: int | None = None

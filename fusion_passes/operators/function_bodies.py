@@ -9,6 +9,7 @@ Targets without a kernel inline the same functions (`lower/inline_fused_ops.py`)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import onnx
@@ -16,6 +17,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes.operators import BY_NAME
+from fusion_passes.operators.definition import QUANTIZED_SCALE
 
 
 def attach(model: ir.Model, nodes: Iterable[ir.Node]) -> None:
@@ -24,6 +26,8 @@ def attach(model: ir.Model, nodes: Iterable[ir.Node]) -> None:
     overloads: dict[str, dict[tuple[str, ...], str]] = {}
     for node in nodes:
         overload, body = BY_NAME[node.op_type].body(node)
+        if QUANTIZED_SCALE in node.attributes:
+            overload, body = "_".join(filter(None, (overload, "float8"))), _with_float8_output(body)
         variants = overloads.setdefault(node.op_type, {})
         name = overload or "plain"
         while name in variants.values():
@@ -33,6 +37,17 @@ def attach(model: ir.Model, nodes: Iterable[ir.Node]) -> None:
         if key not in model.functions:
             model.functions[key] = _function(node, body, version)
     model.graph.opset_imports.setdefault(DOMAIN, 1)
+
+
+def _with_float8_output(body: str) -> str:
+    """Return a function body with another output: the first one in float8, divided by the attribute of its scale."""
+    head, outputs, statements = re.fullmatch(r"(.*?=>\s*)\(([^)]*)\)(.*)\}\s*", body, re.DOTALL).groups()  # type: ignore[union-attr]
+    first = outputs.split(",")[0].strip()
+    return f"""{head}({outputs}, quantized) {statements}
+        divisor_number = Constant <value_float: float = @{QUANTIZED_SCALE}> ()
+        divisor = CastLike (divisor_number, {first})
+        quantized = QuantizeLinear <output_dtype = {int(ir.DataType.FLOAT8E4M3FN)}> ({first}, divisor)
+    }}"""
 
 
 def _function(node: ir.Node, body: str, version: int) -> ir.Function:

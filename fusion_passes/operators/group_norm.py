@@ -27,4 +27,5 @@ OPERATOR = FusedOperator(
     image_inputs=(0,),
     float32_inputs=(1, 2),
     has_cpu_kernel=never,
+    float8_output=1,
 )

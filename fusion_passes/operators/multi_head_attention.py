@@ -82,5 +82,10 @@ def is_unpacked(node: ir.Node) -> bool:
 
 
 OPERATOR = FusedOperator(
-    "MultiHeadAttention", shape, body, ("num_heads", "scale", "unidirectional"), has_cpu_kernel=is_unpacked
+    "MultiHeadAttention",
+    shape,
+    body,
+    ("num_heads", "scale", "unidirectional"),
+    has_cpu_kernel=is_unpacked,
+    float8_output=1,
 )

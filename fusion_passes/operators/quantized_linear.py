@@ -47,4 +47,12 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     return [(*x[:-1], weight[0] // 2 if node.attributes.get_int("gated", 0) else weight[0])]
 
 
-OPERATOR = FusedOperator("QuantizedLinear", shape, body, ("gelu", "gated"), float32_inputs=(2,), dtype_input=3)
+OPERATOR = FusedOperator(
+    "QuantizedLinear",
+    shape,
+    body,
+    ("gelu", "gated"),
+    float32_inputs=(2,),
+    dtype_input=3,
+    float8_output=1,
+)

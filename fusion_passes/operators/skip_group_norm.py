@@ -31,4 +31,5 @@ OPERATOR = FusedOperator(
     image_inputs=(0, 3),
     float32_inputs=(1, 2),
     has_cpu_kernel=never,
+    float8_output=2,
 )

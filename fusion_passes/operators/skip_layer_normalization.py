@@ -1,4 +1,4 @@
-"""SkipLayerNormalization(X, skip, gamma, beta, bias?) -> y, mean, inverse deviation, s.
+"""SkipLayerNormalization(X, skip, gamma, beta, bias?) -> y, mean, inverse deviation, s, y in float8?.
 
 y is the layer normalization (Ba et al., 2016) of s = X + bias + skip over the last axis.
 """
@@ -21,5 +21,5 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 OPERATOR = FusedOperator(
-    "SkipLayerNormalization", skip_normalization_shapes, body, ("epsilon",), float32_outputs=(1, 2)
+    "SkipLayerNormalization", skip_normalization_shapes, body, ("epsilon",), float32_outputs=(1, 2), float8_output=4
 )

@@ -31,7 +31,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from custom_ops.libraries import GpuLibrary
-from custom_ops.operator_spec import CustomOperator, OperatorCase, load
+from custom_ops.operator_spec import QUANTIZED, CustomOperator, OperatorCase, load
 from scripts.bench.torch_ops import ATTENTION, TORCH, Tensors
 from sd_ort.runtime import build
 
@@ -105,7 +105,12 @@ class Call:
             dtypes = {name: torch.float32 if name in operator.float32_inputs else torch.float16 for name in case.inputs}
             inputs.append({n: torch.randn(s, device="cuda", dtype=dtypes[n]) for n, s in case.inputs.items()})
         outputs = [
-            {name: torch.empty(shape, device="cuda", dtype=torch.float16) for name, shape in shapes.items()}
+            {
+                name: torch.empty(
+                    shape, device="cuda", dtype=torch.float8_e4m3fn if name == QUANTIZED else torch.float16
+                )
+                for name, shape in shapes.items()
+            }
             for _ in range(sets)
         ]
         return cls(operator, case, inputs, outputs, moved)
@@ -229,7 +234,9 @@ def contrib_model(call: Call) -> bytes:
 
 def onnxruntime_times(call: Call) -> dict[str, float | str]:
     """ "ORT" where it has the operator and, for attention, "ORT unfused"; an error tells why a kernel did not run."""
-    variants: dict[str, dict[str, int]] = {} if call.operator.folder in NOT_IN_CONTRIB else {"ORT": {}}
+    variants: dict[str, dict[str, int]] = (
+        {} if call.operator.folder in NOT_IN_CONTRIB or QUANTIZED in call.outputs[0] else {"ORT": {}}
+    )
     if call.operator.folder == ATTENTION:
         variants["ORT unfused"] = {"sdpa_kernel": UNFUSED}
     times: dict[str, float | str] = {}

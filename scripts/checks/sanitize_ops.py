@@ -26,7 +26,7 @@ import numpy as np
 from onnx import helper
 
 from custom_ops import CPU_OPERATORS
-from custom_ops.operator_spec import CustomOperator, OperatorCase, generate_inputs, load
+from custom_ops.operator_spec import CustomOperator, OperatorCase, generate_inputs, load, output_dtype
 from sd_ort.runtime.machine import commit, machine, versions
 
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
@@ -107,7 +107,6 @@ def run(operator: CustomOperator, case: OperatorCase, dtype: str, library: Path,
         for array in inputs.values():
             if array.size and array.dtype.kind == "f":
                 array.flat[0], array.flat[-1] = np.nan, np.inf
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     names = [name if name in inputs else "" for name in operator.inputs]
     outputs = [
         name if name in (case.outputs or operator.output_shapes(operator.cases[0])) else "" for name in operator.outputs
@@ -118,7 +117,8 @@ def run(operator: CustomOperator, case: OperatorCase, dtype: str, library: Path,
         [node], "one",
         [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim)
          for name, array in inputs.items()],
-        [helper.make_tensor_value_info(name, kind, None) for name in filter(None, outputs)],
+        [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(output_dtype(name, dtype)), None)
+         for name in filter(None, outputs)],
     )  # fmt: skip
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("sd_ort", 1)]
     options = ort.SessionOptions()

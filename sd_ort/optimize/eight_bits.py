@@ -14,7 +14,7 @@ import onnx_ir.passes.common as common
 from fusion_passes.eight_bits.formats import FORMATS
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
-from fusion_passes.lower import quantized_linear
+from fusion_passes.lower import float8_output, quantized_linear
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
 from sd_ort.core.errors import InputError
 from sd_ort.optimize.activation_ranges import PERCENTILES, measure_ranges
@@ -33,6 +33,9 @@ TARGET_FORMATS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("cuda", "hip", "gpu"), ("float8",)),
 }
 QDQ_TARGETS = frozenset({"portable", "migraphx"})
+# Targets of our provider alone, whose kernels write activations in float8. ONNX Runtime's CUDA provider has kernels of
+# its own for two of these operators, and would write the outputs that nothing reads.
+FLOAT8_OUTPUT_TARGETS = frozenset({"hip", "gpu"})
 
 # find_ranges(model, names) returns the largest magnitude of each value of a lowered graph.
 FindRanges = Callable[[ir.Model, Sequence[str]], Mapping[str, float]]
@@ -51,13 +54,15 @@ class Quantization:
     """Result of `quantize`.
 
     ranges: largest magnitude of each activation that was quantized. layers: number of quantized layers by operator.
-    not_quantized: number of other linears and convolutions by reason.
+    not_quantized: number of other linears and convolutions by reason. written_by_producers: number of activations that
+    the operator before writes in 8 bits, of those in `ranges`.
     """
 
     format: str
     ranges: dict[str, float] = field(default_factory=dict)
     layers: Counter[str] = field(default_factory=Counter)
     not_quantized: Counter[str] = field(default_factory=Counter)
+    written_by_producers: int = 0
 
     def options(self) -> dict[str, Any]:
         """Return what the metadata of the graph records, from which `recorded_ranges` finds the ranges again."""
@@ -69,6 +74,7 @@ class Quantization:
             "format": self.format,
             "layers": dict(self.layers),
             "not_quantized": dict(self.not_quantized.most_common()),
+            "written_by_producers": self.written_by_producers,
             "ranges": self.ranges,
         }
 
@@ -101,6 +107,8 @@ def quantize(
     if target not in QDQ_TARGETS:
         lowered = quantized_linear.quantized_linear(model)
         assert lowered.counts["quantized_linear"] == len(found.accepted), lowered.reason_counts()
+    if target in FLOAT8_OUTPUT_TARGETS:
+        result.written_by_producers = float8_output.float8_outputs(model).counts["float8_output"]
     return result
 
 

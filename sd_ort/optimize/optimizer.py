@@ -43,7 +43,7 @@ from sd_ort.weights.recipes import fill
 # Operators in `op_counts` of the manifest: nodes of the lowered graph, in any domain.
 COUNTED = (
     *(operator.name for operator in OPERATORS if operator.in_summary),
-    *("Attention", "LayerNormalization", "Conv", "Transpose"),
+    *("Attention", "LayerNormalization", "Conv", "Transpose", "QuantizeLinear"),
 )
 # Operators that exporters use for attention and group normalization, which passes fuse.
 FUSED_SITES = {

@@ -143,7 +143,7 @@ def _derived(graph: ir.Graph, source: ir.Value, argument: weight_storage.Argumen
     if operation != "stored_elements":
         shape = weight_storage.scale_shape(argument, shape)
     is_scale = operation == "stored_scales"
-    dtype = tensor.dtype if is_scale else ir.DataType.from_numpy(weight_storage.element_dtype(argument))
+    dtype = tensor.dtype if is_scale else ir.DataType.from_numpy(weight_storage.element_format(argument).dtype)
 
     def evaluate() -> ir.Tensor:
         values = contiguous(weight_storage.OPERATIONS[operation](argument, tensor_values(tensor)))

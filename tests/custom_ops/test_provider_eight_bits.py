@@ -60,3 +60,52 @@ def test_a_gated_layer(name: str, dtype: str, columns: int, provider: str) -> No
     expected = left * 0.5 * right * (1 + erf(right / np.sqrt(2)))
     tolerance = 1e-5 if dtype == "float32" else 2e-3
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_norm_writes_float8(dtype: str, provider: str) -> None:
+    """Only the output in float8 is read: the kernel is not asked for the other one. A Reshape of float8 is a view."""
+    random = np.random.default_rng(0)
+    x, skip, gamma, beta = (random.standard_normal(shape).astype(dtype) for shape in ((2, 5, 16), (2, 5, 16), 16, 16))
+    constants = [
+        helper.make_tensor(name, FLOATS[dtype], array.shape, array.tobytes(), raw=True)
+        for name, array in (("g", gamma), ("b", beta))
+    ]
+    constants.append(helper.make_tensor("row", TensorProto.INT64, [2], [-1, 16]))
+    weight = FORMATS["float8"].quantize(random.standard_normal((8, 16)).astype(np.float32) * 20, np.float32(1))
+    constants += [
+        helper.make_tensor("w", ELEMENTS["float8"], weight.shape, weight.tobytes(), raw=True),
+        helper.make_tensor("scale", TensorProto.FLOAT, [], [0.0625 / 16]),
+        helper.make_tensor("bias", FLOATS[dtype], [8], np.zeros(8, dtype).tobytes(), raw=True),
+    ]
+    nodes = [
+        helper.make_node(
+            "SkipLayerNormalization",
+            ["x", "skip", "g", "b"],
+            ["n", "m", "i", "sum", "q"],
+            domain="sd_ort",
+            epsilon=1e-5,
+            quantized_scale=0.0625,
+        ),
+        helper.make_node("Reshape", ["q", "row"], ["r"]),
+        helper.make_node("QuantizedLinear", ["r", "w", "scale", "bias"], ["y"], domain="sd_ort", gelu=0, gated=0),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "norm",
+        [helper.make_tensor_value_info(name, FLOATS[dtype], ["n", "s", 16]) for name in ("x", "skip")],
+        [helper.make_tensor_value_info("y", FLOATS[dtype], None)],
+        constants,
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sd_ort", 1)]
+    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    function_bodies.attach(model, [node for node in model.graph if node.domain == "sd_ort"])
+    session = session_of(ir.to_proto(model).SerializeToString(), provider)
+    assert sum(placed(session)["SdOrtSimulated"].values()) == 3
+    (y,) = session.run(None, {"x": x, "skip": skip})
+    v = x.astype(np.float64) + skip
+    normalized = (v - v.mean(-1, keepdims=True)) / np.sqrt(v.var(-1, keepdims=True) + 1e-5) * gamma + beta
+    q = (normalized / 0.0625).astype(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(-1, 16)
+    expected = q @ weight.astype(np.float64).T * (0.0625 / 16)
+    tolerance = 1e-5 if dtype == "float32" else 2e-3
+    np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())

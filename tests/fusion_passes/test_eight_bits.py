@@ -13,7 +13,7 @@ from fusion_passes import DOMAIN, weight_recipes
 from fusion_passes.eight_bits.formats import FORMATS, channel_scale, quantize_weight
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
-from fusion_passes.lower import quantized_linear
+from fusion_passes.lower import float8_output, quantized_linear
 from fusion_passes.operators import function_bodies
 from fusion_passes.shapes.infer import annotate
 
@@ -24,13 +24,13 @@ ALL = CONVOLUTIONS | LINEARS
 def test_scales_are_float16_numbers_that_reach_the_largest_magnitude(name: str) -> None:
     format_ = FORMATS[name]
     largest = np.concatenate([np.geomspace(1e-6, 1e4, 999), [0.0]]).astype(np.float32)
-    scales = format_.scale(largest)
+    scales = format_.scale(largest, round_up=True)
     assert (scales.astype(np.float16).astype(np.float32) == scales).all()
     assert (scales * format_.limit >= largest * (1 - 1e-6)).all()
     assert scales[-1] == 1
-    with pytest.raises(ValueError, match="too large for 8 bits"):
+    with pytest.raises(ValueError, match="too large for"):
         format_.scale(1e8)
-    with pytest.raises(ValueError, match="too large for 8 bits"):
+    with pytest.raises(ValueError, match="too large for"):
         format_.scale(np.inf)
 
 
@@ -241,3 +241,134 @@ def test_other_linears_are_not_lowered(reason: str, body: str) -> None:
     outcome = quantized_linear.quantized_linear(model)
     assert reason in "; ".join(rejection.reason for rejection in outcome.rejections)
     assert [node.op_type for node in model.graph] == before
+
+
+# Producers of a float32 value `a` from x and `other` (N, S, 64), with an output in float8.
+PRODUCERS = {
+    "SkipLayerNormalization": "a, m, i, sum = sd_ort.SkipLayerNormalization <epsilon = 1.0e-5> (x, other, g, b)",
+    "GroupNorm": "image = Reshape (x, four)  a = sd_ort.GroupNorm <groups = 4, epsilon = 1.0e-5, activation = 0, "
+    "channels_last = 1> (image, c, d)",
+    "SkipGroupNorm": "image = Reshape (x, four)  a, sum = sd_ort.SkipGroupNorm <groups = 4, epsilon = 1.0e-5, "
+    "activation = 1, channels_last = 1> (image, c, d, image)",
+    "MultiHeadAttention": "a = sd_ort.MultiHeadAttention <num_heads = 2, scale = 0.2> (x, other, x)",
+    "BiasSplitGelu": "a = sd_ort.BiasSplitGelu (x, b)",
+    "AdaptiveNorm": "a, sum = sd_ort.AdaptiveNorm <epsilon = 1.0e-5, rms = 0> (x, g, b)",
+}
+FLOAT8 = "QuantizeLinear <output_dtype = 17>"
+SCALES = (
+    "float s = {0.0625}, float t = {0.125}, float[2] two = {0.1, 0.2}, float8e4m3fn z = {0}, int64[3] row = {0, -1, 4}"
+)
+SCALES += ", int64[4] four = {0, -1, 4, 16}"
+
+
+def float8_model(body: str, end: str) -> ir.Model:
+    """A graph of `body` and `end`, which computes y; constants are around 1, distinct."""
+    proto = onnx.parser.parse_model(
+        f"<ir_version: 10, opset_import: {OPSETS}> "
+        f"g (float[N,S,64] x, float[N,S,64] other, float v) => (float[] y) <{SCALES}> {{ {body}  {end} }}"
+    )
+    random = np.random.default_rng(0)
+    for name, count in (("g", 64), ("b", 64), ("c", 16), ("d", 16)):
+        numbers = random.normal(1, 0.3, count).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(numbers, name))
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    model = ir.from_proto(proto)
+    annotate(model.graph)
+    return model
+
+
+def float8_feed() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(5)
+    feed = {name: random.standard_normal((2, 8, 64)).astype(np.float32) for name in ("x", "other")}
+    return feed | {"v": np.array(0.0625, np.float32)}
+
+
+@pytest.mark.parametrize("reshape", ["", "r = Reshape (a, row)  "])
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_producers_write_float8(name: str, reshape: str) -> None:
+    """The same numbers by one node less; a Reshape before the quantization follows it."""
+    end = f"{reshape}q = {FLOAT8} ({'r' if reshape else 'a'}, s)  y = DequantizeLinear (q, s)"
+    model = float8_model(PRODUCERS[name], end)
+    expected = run_with_bodies(model, float8_feed())
+    assert float8_output.float8_outputs(model).counts == {"float8_output": 1}
+    nodes = [node for node in model.graph if node.op_type != "Reshape"]
+    assert [node.op_type for node in nodes] == [name, "DequantizeLinear"]
+    assert nodes[0].attributes["quantized_scale"].as_float() == 0.0625
+    assert nodes[0].outputs[-1].dtype == ir.DataType.FLOAT8E4M3FN
+    assert not nodes[0].outputs[0].uses()
+    np.testing.assert_array_equal(run_with_bodies(model, float8_feed()), expected)
+
+
+def test_a_producer_whose_output_is_read_elsewhere_writes_both() -> None:
+    """Two quantizations by one scale become one output."""
+    end = f"q = {FLOAT8} (a, s)  p = {FLOAT8} (a, s)  u = DequantizeLinear (q, s)  w = DequantizeLinear (p, s)"
+    model = float8_model(PRODUCERS["SkipLayerNormalization"], f"{end}  e = Add (u, w)  y = Sub (a, e)")
+    expected = run_with_bodies(model, float8_feed())
+    assert float8_output.float8_outputs(model).counts == {"float8_output": 2}
+    (norm,) = (node for node in model.graph if node.op_type == "SkipLayerNormalization")
+    assert [len(list(output.uses())) for output in norm.outputs] == [1, 0, 0, 0, 2]
+    np.testing.assert_array_equal(run_with_bodies(model, float8_feed()), expected)
+
+
+NORM = "SkipLayerNormalization <epsilon = 1.0e-5> (x, other, g, b)"
+NOT_FUSED = [
+    ("not computed by an operator", "a = Add (x, other)", f"q = {FLOAT8} (a, s)"),
+    ("not computed by an operator", "a = sd_ort.BiasAdd (x, b, other)", f"q = {FLOAT8} (a, s)"),
+    ("not computed by an operator", "", f"q = {FLOAT8} (x, s)"),
+    ("another output", f"n, m, i, a = sd_ort.{NORM}", f"q = {FLOAT8} (a, s)"),
+    ("not a constant number", PRODUCERS["BiasSplitGelu"], f"q = {FLOAT8} (a, v)"),
+    ("not a constant number", "a = sd_ort.BiasSplitGelu (x, b)  h = Reshape (a, two_columns)",
+     "q = QuantizeLinear <output_dtype = 17, axis = 0> (h, two)"),
+    ("zero point", PRODUCERS["MultiHeadAttention"], "q = QuantizeLinear (a, s, z)"),
+    ("not float8e4m3fn", PRODUCERS["GroupNorm"], "q = QuantizeLinear <output_dtype = 3> (a, s)"),
+    ("not float8e4m3fn", PRODUCERS["GroupNorm"], "q = QuantizeLinear <output_dtype = 19> (a, s)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "body", "end"), NOT_FUSED)
+def test_other_quantizations_stay(reason: str, body: str, end: str) -> None:
+    model = float8_model(body.replace("two_columns", "row"), f"{end}  y = DequantizeLinear (q, s)")
+    before = [(node.op_type, len(node.outputs)) for node in model.graph]
+    outcome = float8_output.float8_outputs(model)
+    assert [reason in rejection.reason for rejection in outcome.rejections] == [True]
+    assert not outcome.counts
+    assert [(node.op_type, len(node.outputs)) for node in model.graph] == before
+
+
+def test_a_second_scale_stays_a_quantization() -> None:
+    end = f"q = {FLOAT8} (a, s)  p = {FLOAT8} (a, t)  u = DequantizeLinear (q, s)  w = DequantizeLinear (p, t)"
+    model = float8_model(PRODUCERS["BiasSplitGelu"], f"{end}  y = Sub (u, w)")
+    expected = run_with_bodies(model, float8_feed())
+    outcome = float8_output.float8_outputs(model)
+    assert outcome.counts == {"float8_output": 1}
+    assert "another scale" in outcome.rejections[0].reason
+    np.testing.assert_array_equal(run_with_bodies(model, float8_feed()), expected)
+
+
+PRODUCTS = {
+    "gated": ("a = sd_ort.LinearSplitGelu (x, w, b)  y = MatMul (a, k)", 1, ""),
+    "read elsewhere": (
+        "a = sd_ort.LinearSplitGelu (x, w, b)  e = MatMul (a, k)  y = Add (a, e)", 0, "other consumers"
+    ),
+    "without a gate": ("a = sd_ort.LinearAdd (x, k2, c, skip)  y = MatMul (a, k)", 0, "a product without a gate"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_write_float8_behind_their_gate(name: str) -> None:
+    body, fused, reason = PRODUCTS[name]
+    weights = "float[64,64] w, float[64] b, float[32,32] k, float[64,32] k2, float[32] c"
+    model = model_of(body, weights, LINEAR_INPUTS, OPSETS)
+    weight_recipes.init_recipes(model)
+    layers = find_layers(model.graph, quantized_linear.LINEARS).accepted
+    insert_qdq(model.graph, layers, FORMATS["float8"], {"x": 3.0, "a": 4.0}, per_channel=False)
+    quantized_linear.quantized_linear(model)
+    random = np.random.default_rng(3)
+    feed = {"x": random.standard_normal((2, 5, 64)), "skip": random.standard_normal((2, 5, 32))}
+    feed = {key: value.astype(np.float32) for key, value in feed.items()}
+    expected = run_with_bodies(model, feed)
+    outcome = float8_output.float8_outputs(model)
+    assert outcome.counts["float8_output"] == fused
+    assert sum(node.op_type == "QuantizeLinear" for node in model.graph) == 2 - fused
+    assert (reason in "; ".join(rejection.reason for rejection in outcome.rejections)) is True
+    np.testing.assert_array_equal(run_with_bodies(model, feed), expected)

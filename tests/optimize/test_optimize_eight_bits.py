@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 
+from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
 from sd_ort.cli.optimize import command
@@ -19,9 +21,16 @@ from sd_ort.demo.styles import lora_path
 from sd_ort.graphs.load import load
 from sd_ort.inspect.weight_verification import check_weights, verify_weights
 from sd_ort.optimize.activation_ranges import measure_ranges
+from sd_ort.optimize.calibration import Calibration
+from sd_ort.optimize.eight_bits import EightBits
+from sd_ort.optimize.optimizer import rewrite
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.optimize.unoptimized import UnoptimizedComponent
 from sd_ort.pipelines.calibration_runs import STEPS_PER_PROMPT, record_runs
 from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
+
+SDXL = "sdxl-tiny-dynamo-20.unet"  # the blocks of SDXL with few channels
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +113,8 @@ def test_int8_beside_float16(recorded: Path, tmp_path: Path) -> None:
 
 
 def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
-    """Linears become QuantizedLinear, gated ones with their gate; convolutions stay in float16."""
+    """Linears become QuantizedLinear, gated ones with their gate; convolutions stay in float16. Only the activations
+    that a product writes are quantized by a node: before the last layer of each transformer."""
     optimize(
         "demo", tmp_path / "out", target="gpu", components=["unet"], dtype="float16", calibrate=False,
         eight_bits="float8", inputs=recorded,
@@ -118,8 +128,28 @@ def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
     assert {node.inputs[2].dtype for node in nodes if node.inputs[2]} == {ir.DataType.FLOAT}
     assert {node.inputs[3].dtype for node in nodes if node.inputs[3]} == {ir.DataType.FLOAT16}
     assert not any(node.op_type == "DequantizeLinear" for node in graph)
+    quantizations = [node for node in graph if node.op_type == "QuantizeLinear"]
+    assert (len(entry["eight_bits"]["ranges"]), entry["eight_bits"]["written_by_producers"]) == (128, 112)
+    assert len(quantizations) == 16
+    written = Counter(node.op_type for node in graph if "quantized_scale" in node.attributes)
+    assert written == {
+        "SkipLayerNormalization": 48, "MultiHeadAttention": 32, "QuantizedLinear": 16,
+        "GroupNorm": 8, "SkipGroupNorm": 8,
+    }  # fmt: skip
     result = verify_weights("demo", tmp_path / "out", components=["unet"])
     assert result["passed"], result
+
+
+def test_quantizations_of_sdxl() -> None:
+    """Norms, attentions and gates write float8. A quantization stays before the last layer of each transformer, whose
+    input a product writes."""
+    source = UnoptimizedComponent("unet", lambda: ir.from_proto(graph_fixtures.load(SDXL)), dict, 0)
+    ranges = EightBits("float8", lambda _, names: dict.fromkeys(names, 3.0))
+    parts, entry = rewrite(source, "unet", TARGETS["gpu"], "float16", lambda _: Calibration(""), quantization=ranges)
+    counts = Counter(node.op_type for node in parts["unet"].graph)
+    assert (counts["QuantizedLinear"], counts["QuantizeLinear"]) == (442, 11)
+    assert entry["eight_bits"]["written_by_producers"] == 431
+    assert counts["SkipLayerNormalization"] == 210  # as in float16, as all others
 
 
 @pytest.mark.parametrize("format_", ["float8", "int8"])

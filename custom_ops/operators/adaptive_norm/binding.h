@@ -13,11 +13,12 @@ struct AdaptiveNormBinding : BindingBase<AdaptiveNormParams, adaptive_norm_cpu> 
   static constexpr const char* kName = "AdaptiveNorm";
   // X, scale, shift, gate, skip
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT, true}, {Port::kT, true}, {Port::kT, true}};
-  static constexpr Port kOutputs[] = {{Port::kT}, {Port::kT, true}};  // Y, sum
+  static constexpr Port kOutputs[] = {{Port::kT, true}, {Port::kT, true}, {Port::kFloat8, true}};  // Y, sum, quantized
 
   static Params attributes(const Attributes& attributes) {
     Params params{};
     params.epsilon = attributes.real("epsilon", 1e-5f);
+    params.quantized.scale = attributes.real("quantized_scale", 0.f);
     params.rms = static_cast<int32_t>(attributes.integer("rms", 0));
     return params;
   }
@@ -26,6 +27,7 @@ struct AdaptiveNormBinding : BindingBase<AdaptiveNormParams, adaptive_norm_cpu> 
     if (!shapes.has(0)) return;
     shapes.set_output(0, shapes.input(0));
     shapes.set_output(1, shapes.input(0));
+    shapes.set_float8_output(2, shapes.input(0));
   }
 
   static void bind(Tensors& tensors, Params& params) {
@@ -45,6 +47,7 @@ struct AdaptiveNormBinding : BindingBase<AdaptiveNormParams, adaptive_norm_cpu> 
     params.skip = skip.data;
     params.y = tensors.output(0, x.shape);
     params.sum = tensors.output(1, x.shape);
+    params.quantized = tensors.float8_output(2, x.shape, params.quantized.scale);
   }
 
  private:

@@ -9,7 +9,8 @@ namespace {
 using Params = AdaptiveNormParams;
 
 bool supports_vectors(const Params& p) {
-  return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.scale, p.shift, p.gate, p.skip, p.y, p.sum);
+  return p.channels * size_of(p.dtype) % 16 == 0 &&
+         are_aligned<16>(p.x, p.scale, p.shift, p.gate, p.skip, p.y, p.sum, p.quantized.data);
 }
 
 Candidate<Params> candidate(const char* name, AdaptiveNormConfig config) {

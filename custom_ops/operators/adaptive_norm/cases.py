@@ -8,11 +8,25 @@ from math import prod
 
 import numpy as np
 
-from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+from custom_ops.operator_spec import (
+    DTYPES,
+    FLOAT32,
+    INT32,
+    INT64,
+    POINTER,
+    QUANTIZED,
+    Array,
+    Float8Output,
+    OperatorCase,
+    Shape,
+    float8_output,
+    struct_fields,
+    with_quantized,
+)
 
 NAME = "AdaptiveNorm"
 INPUTS = ("X", "scale", "shift", "gate", "skip")
-OUTPUTS = ("Y", "sum")
+OUTPUTS = ("Y", "sum", QUANTIZED)
 
 
 class Params(ctypes.Structure):
@@ -24,6 +38,7 @@ class Params(ctypes.Structure):
         (INT64, "rows channels scale_rows gate_rows"),
         (FLOAT32, "epsilon"),
         (INT32, "rms"),
+        (Float8Output, "quantized"),
     )
 
 
@@ -38,7 +53,7 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         shift=address.get("shift"),
         gate=address.get("gate"),
         skip=address.get("skip"),
-        y=address["Y"],
+        y=address.get("Y"),
         sum=address.get("sum"),
         rows=rows,
         channels=shape[-1],
@@ -46,12 +61,13 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         gate_rows=max(rows, 1) // prod(gate[:-1]) if gate else 1,
         epsilon=case.attributes["epsilon"],
         rms=case.attributes["rms"],
+        quantized=float8_output(case, address),
     )
 
 
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
-    """Both outputs have the shape of X."""
-    return dict.fromkeys(case.outputs or OUTPUTS, case.inputs["X"])
+    """All outputs have the shape of X."""
+    return dict.fromkeys(case.outputs or OUTPUTS[:2], case.inputs["X"])
 
 
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
@@ -61,20 +77,25 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     centered = total if attributes.get("rms", 0) else total - total.mean(axis=-1, keepdims=True)
     variance = np.square(centered).mean(axis=-1, keepdims=True)
     normal = centered / np.sqrt(variance + attributes.get("epsilon", 1e-5))
-    return {"Y": normal * arrays["scale"] + arrays.get("shift", 0.0), "sum": total}
+    return with_quantized({"Y": normal * arrays["scale"] + arrays.get("shift", 0.0), "sum": total}, attributes)
 
 
 def _case(
     shape: Shape, parts: str = "", rms: bool = False, image: bool = True, total: bool = False,
-    distribution: str = "normal", benchmark: bool = False,
+    distribution: str = "normal", benchmark: bool = False, quantized: tuple[str, ...] = (),
 ) -> OperatorCase:  # fmt: skip
-    """parts: optional inputs. image: scale, shift and gate have a row for each image."""
+    """parts: optional inputs. image: scale, shift and gate have a row for each image. quantized:
+    the outputs beside the sum, one of them in float8."""
     vector = (shape[0], *[1] * (len(shape) - 2), shape[-1]) if image else shape[-1:]
     inputs = {"X": shape, "scale": vector}
     inputs |= {name: shape if name == "skip" else vector for name in INPUTS[2:] if name in parts.split()}
     name = "-".join(("x".join(map(str, shape)), *parts.split(), *("rms",) * rms, *("image",) * image, distribution))
-    outputs = OUTPUTS if total else OUTPUTS[:1]
-    return OperatorCase(name, inputs, {"epsilon": 1e-5, "rms": int(rms)}, outputs, distribution, benchmark)
+    outputs = (*(quantized or ("Y",)), *(("sum",) if total else ()))
+    attributes: dict[str, int | float] = {"epsilon": 1e-5, "rms": int(rms)}
+    if quantized:
+        attributes["quantized_scale"] = 0.03125
+        name += "-" + "-".join(quantized)
+    return OperatorCase(name, inputs, attributes, outputs, distribution, benchmark)
 
 
 CASES = [
@@ -96,6 +117,9 @@ CASES = [
     _case((2, 9, 20), "shift", rms=True),
     *(_case((2, 16, 64), "shift gate skip", distribution=each) for each in ("large", "tiny", "offset", "constant")),
     *(_case((2, 16, 64), "shift", rms=True, image=False, distribution=each) for each in ("large", "tiny", "offset")),
+    _case((2, 5, 96), "shift gate skip", total=True, quantized=(QUANTIZED,)),
+    _case((3, 13, 97), "shift", quantized=("Y", QUANTIZED)),
+    _case((1, 3, 2048), "shift skip", quantized=(QUANTIZED,)),
     _case((1, 4608, 24, 128), rms=True, image=False, benchmark=True),
     _case((2, 4429, 24, 64), rms=True, image=False, benchmark=True),
     _case((1, 4608, 3072), "shift", benchmark=True),

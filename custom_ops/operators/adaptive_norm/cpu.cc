@@ -57,7 +57,7 @@ void normalize(const AdaptiveNormParams& p, int64_t row, float* values) {
   const float factor = 1.f / __builtin_sqrtf(total<true>(values, p.channels, mean) / p.channels + p.epsilon);
   const T* scale = vector_of<T>(p.scale, row, p.scale_rows, p.channels);
   const T* shift = vector_of<T>(p.shift, row, p.scale_rows, p.channels);
-  T* y = static_cast<T*>(p.y) + row * p.channels;
+  const auto y = QuantizedOutput<T>(p.y, p.quantized) + row * p.channels;
   int64_t c = 0;
   for (; c + kLanes <= p.channels; c += kLanes) {
     Floats v = (load(values + c) - mean) * factor * load(scale + c);
@@ -66,7 +66,7 @@ void normalize(const AdaptiveNormParams& p, int64_t row, float* values) {
   }
   for (; c < p.channels; ++c) {
     const float v = (values[c] - mean) * factor * to_float(scale[c]);
-    y[c] = from_float<T>(v + (shift == nullptr ? 0.f : to_float(shift[c])));
+    store_some(y + c, splat(v + (shift == nullptr ? 0.f : to_float(shift[c]))), 1);
   }
 }
 

@@ -11,8 +11,14 @@ SD_ORT_CPU_KERNEL(bias_split_gelu, BiasSplitGeluParams)
 
 struct BiasSplitGeluBinding : BindingBase<BiasSplitGeluParams, bias_split_gelu_cpu> {
   static constexpr const char* kName = "BiasSplitGelu";
-  static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}};  // X, bias
-  static constexpr Port kOutputs[] = {{Port::kT}};             // Y
+  static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}};                    // X, bias
+  static constexpr Port kOutputs[] = {{Port::kT, true}, {Port::kFloat8, true}};  // Y, quantized
+
+  static Params attributes(const Attributes& attributes) {
+    Params params{};
+    params.quantized.scale = attributes.real("quantized_scale", 0.f);
+    return params;
+  }
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0)) return;
@@ -20,6 +26,7 @@ struct BiasSplitGeluBinding : BindingBase<BiasSplitGeluParams, bias_split_gelu_c
     Dim& last = dims.back();
     last = last.known() ? Dim{last.value / 2, ""} : Dim{};  // half of a symbol has no name
     shapes.set_output(0, dims);
+    shapes.set_float8_output(1, dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {
@@ -33,6 +40,7 @@ struct BiasSplitGeluBinding : BindingBase<BiasSplitGeluParams, bias_split_gelu_c
     std::vector<int64_t> shape = x.shape;
     shape.back() = params.half;
     params.y = tensors.output(0, shape);
+    params.quantized = tensors.float8_output(1, shape, params.quantized.scale);
   }
 };
 

@@ -6,7 +6,7 @@ namespace sd_ort {
 namespace {
 
 bool supports_vectors(const BiasSplitGeluParams& p) {
-  return p.half * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.bias, p.y);
+  return p.half * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.bias, p.y, p.quantized.data);
 }
 
 Candidate<BiasSplitGeluParams> candidate(const char* name, BiasSplitGeluConfig config) {

@@ -8,7 +8,7 @@ namespace SD_ORT_ISA {
 namespace {
 
 template <class T>
-void gate_row(const T* x, const T* bias, T* y, int64_t half) {
+void gate_row(const T* x, const T* bias, const QuantizedOutput<T>& y, int64_t half) {
   int64_t i = 0;
   for (; i + kLanes <= half; i += kLanes) {
     store(y + i, (load(x + i) + load(bias + i)) * gelu(load(x + half + i) + load(bias + half + i)));
@@ -27,7 +27,7 @@ void run(const BiasSplitGeluParams& p, const Parallel& parallel) {
   parallel(ceil_div(p.rows, rows_a_task), [&](size_t task) {
     for (int64_t row = task * rows_a_task; row < p.rows && row < int64_t(task + 1) * rows_a_task; ++row) {
       gate_row(static_cast<const T*>(p.x) + row * 2 * p.half, static_cast<const T*>(p.bias),
-               static_cast<T*>(p.y) + row * p.half, p.half);
+               QuantizedOutput<T>(p.y, p.quantized) + row * p.half, p.half);
     }
   });
 }

@@ -1,5 +1,6 @@
-// BiasSplitGelu(X, bias) -> Y: with V = X + bias split in halves along the last axis, left * gelu(right), gelu by the
-// error function. X is (N, S, D), bias (D), Y (N, S, D / 2), for any even D. As com.microsoft::BiasSplitGelu.
+// BiasSplitGelu(X, bias; quantized_scale) -> Y?, quantized?: with V = X + bias split in halves along the last axis,
+// left * gelu(right), gelu by the error function. X is (N, S, D), bias (D), Y (N, S, D / 2), for any even D; quantized
+// is Y / quantized_scale in float8. As com.microsoft::BiasSplitGelu.
 #pragma once
 
 #include "common/op.h"
@@ -8,16 +9,21 @@ namespace sd_ort {
 
 struct BiasSplitGeluParams {
   DType dtype;
-  const void* x;     // (rows, 2 * half)
-  const void* bias;  // (2 * half)
-  void* y;           // (rows, half)
-  int64_t rows;      // N * S
-  int64_t half;      // D / 2
+  const void* x;                // (rows, 2 * half)
+  const void* bias;             // (2 * half)
+  void* y;                      // (rows, half) or null
+  int64_t rows;                 // N * S
+  int64_t half;                 // D / 2
+  Float8Output quantized = {};  // as y
 
   std::string signature() const {
-    return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(2 * half);
+    return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(2 * half) +
+           quantized.suffix(y);
   }
-  std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * half), dtype}}; }
+  std::vector<Output> outputs() const {
+    const size_t count = static_cast<size_t>(rows * half);
+    return {{y, count, dtype}, {quantized.data, count, DType::kFloat8}};
+  }
 };
 
 struct BiasSplitGeluConfig {

@@ -8,11 +8,25 @@ from math import prod
 
 import numpy as np
 
-from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+from custom_ops.operator_spec import (
+    DTYPES,
+    FLOAT32,
+    INT32,
+    INT64,
+    POINTER,
+    QUANTIZED,
+    Array,
+    Float8Output,
+    OperatorCase,
+    Shape,
+    float8_output,
+    struct_fields,
+    with_quantized,
+)
 
 NAME = "GroupNorm"
 INPUTS = ("X", "gamma", "beta")
-OUTPUTS = ("Y",)
+OUTPUTS = ("Y", QUANTIZED)
 FLOAT32_INPUTS = ("gamma", "beta")
 
 
@@ -25,6 +39,7 @@ class Params(ctypes.Structure):
         (INT64, "batch spatial channels groups"),
         (INT32, "activation channels_last skip_broadcast"),
         (FLOAT32, "epsilon"),
+        (Float8Output, "quantized"),
     )
 
 
@@ -41,7 +56,7 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         bias=address.get("bias"),
         gamma=address["gamma"],
         beta=address["beta"],
-        y=address["Y"],
+        y=address.get("Y"),
         sum=address.get("S"),
         batch=shape[0],
         spatial=prod(shape[1:]) // channels,
@@ -51,18 +66,19 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         channels_last=channels_last,
         skip_broadcast=int("skip" in case.inputs and case.inputs["skip"] != shape),
         epsilon=case.attributes.get("epsilon", 1e-5),
+        quantized=float8_output(case, address),
     )
 
 
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
-    """Y has the shape of X."""
-    return {"Y": case.inputs["X"]}
+    """Both outputs have the shape of X."""
+    return dict.fromkeys(case.outputs or ("Y",), case.inputs["X"])
 
 
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
     """X (N, ..., C), or (N, C, ...) with channels_last 0; gamma, beta (C) -> Y as X."""
     x, gamma, beta = (inputs[name].astype(np.float64) for name in ("X", "gamma", "beta"))
-    return {"Y": group_norm(x, gamma, beta, attributes)}
+    return with_quantized({"Y": group_norm(x, gamma, beta, attributes)}, attributes)
 
 
 def group_norm(x: Array, gamma: Array, beta: Array, attributes: Mapping[str, int | float]) -> Array:
@@ -82,18 +98,21 @@ def group_norm(x: Array, gamma: Array, beta: Array, attributes: Mapping[str, int
 
 
 def _case(
-    shape: Shape, groups: int, activation: int = 1, distribution: str = "normal", nchw: bool = False
-) -> OperatorCase:
-    """`shape` is channels last; `nchw` moves the channels."""
+    shape: Shape, groups: int, activation: int = 1, distribution: str = "normal", nchw: bool = False,
+    quantized: tuple[str, ...] = (),
+) -> OperatorCase:  # fmt: skip
+    """`shape` is channels last; `nchw` moves the channels. `quantized`: the outputs, one of them in float8."""
     channels = shape[-1]
     attributes: dict[str, int | float] = {"groups": groups, "activation": activation, "epsilon": 1e-5}
     if nchw:
         shape = (shape[0], channels, *shape[1:-1])
         attributes["channels_last"] = 0
     name = "x".join(map(str, shape)) + f"-g{groups}-a{activation}-{distribution}" + ("-nchw" if nchw else "")
-    return OperatorCase(
-        name, {"X": shape, "gamma": (channels,), "beta": (channels,)}, attributes, distribution=distribution
-    )
+    if quantized:
+        attributes["quantized_scale"] = 0.03125
+        name += "-" + "-".join(quantized)
+    inputs = {"X": shape, "gamma": (channels,), "beta": (channels,)}
+    return OperatorCase(name, inputs, attributes, quantized or None, distribution)
 
 
 def _benchmark(n: int, h: int, c: int) -> OperatorCase:
@@ -119,6 +138,12 @@ SHAPES: tuple[tuple[Shape, int], ...] = (
 CASES = [
     *(_case(shape, groups, activation=index % 2) for index, (shape, groups) in enumerate(SHAPES)),
     *(_case(shape, groups, activation=1 - index % 2, nchw=True) for index, (shape, groups) in enumerate(SHAPES)),
+    *(
+        _case(shape, groups, 1 - index % 2, quantized=outputs)
+        for index, (shape, groups) in enumerate(SHAPES[1::3])
+        for outputs in (((QUANTIZED,), ("Y", QUANTIZED))[index % 2],)
+    ),
+    _case((2, 9, 8, 64), 8, nchw=True, quantized=(QUANTIZED,)),
     *(_case((2, 9, 8, 64), 8, distribution=distribution) for distribution in ("large", "tiny", "offset", "constant")),
     *(
         _case((2, 9, 8, 64), 8, distribution=distribution, nchw=True)

@@ -79,7 +79,7 @@ class GroupNorm {
         x(static_cast<const T*>(p.x)),
         skip(static_cast<const T*>(p.skip)),
         bias(static_cast<const T*>(p.bias)),
-        y(static_cast<T*>(p.y)),
+        y(p.y, p.quantized),
         stored_sum(static_cast<T*>(p.sum)),
         channels_per_group(p.channels / p.groups) {}
 
@@ -150,7 +150,8 @@ class GroupNorm {
     return buffer;
   }
 
-  void normalize_row(const float* values, T* to, int64_t count, float mean, float gamma, float beta) const {
+  void normalize_row(const float* values, const QuantizedOutput<T>& to, int64_t count, float mean, float gamma,
+                     float beta) const {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store(to + i, activate((load(values + i) - mean) * gamma + beta));
     if (i < count) store_some(to + i, activate((load_some(values + i, count - i) - mean) * gamma + beta), count - i);
@@ -236,7 +237,7 @@ class GroupNorm {
     for (int64_t c = 0; c < p.channels; ++c) betas[c] = affine(p.beta, p.affine_dtype, c);
     for (int64_t at = first; at < last; ++at) {
       pixel_values(n, at, offsets, buffer, false);
-      T* to = y + (n * p.spatial + at) * p.channels;
+      const auto to = y + (n * p.spatial + at) * p.channels;
       int64_t c = 0;
       for (; c + kLanes <= p.channels; c += kLanes) {
         store(to + c, activate((load(buffer + c) - load(means + c)) * load(factors + c) + load(betas + c)));
@@ -308,7 +309,7 @@ class GroupNorm {
   const T* x;
   const T* skip;
   const T* bias;
-  T* y;
+  QuantizedOutput<T> y;
   T* stored_sum;
   int64_t channels_per_group;
 };

@@ -23,7 +23,7 @@ constexpr GroupNormConfig kClusterConfigs[] = {{GroupNormConfig::kCluster, 320, 
 
 bool supports_bytes(const GroupNormParams& p, int bytes) {
   return bytes == static_cast<int>(size_of(p.dtype)) ||
-         (p.channels * size_of(p.dtype) % bytes == 0 && are_aligned<16>(p.x, p.skip, p.y, p.sum));
+         (p.channels * size_of(p.dtype) % bytes == 0 && are_aligned<16>(p.x, p.skip, p.y, p.sum, p.quantized.data));
 }
 
 // Widest access of at most `limit` bytes for a span of groups: no slice crosses the end of the span or touches three
@@ -118,7 +118,8 @@ GroupNormLaunch channels_first_launch(const GroupNormParams& p) {
   GroupNormLaunch launch;
   const int64_t wide = 16 / static_cast<int64_t>(size_of(p.dtype));
   if (p.channels_last) return launch;
-  const bool vectors = p.spatial % wide == 0 && are_aligned<16>(p.x, p.skip_broadcast ? nullptr : p.skip, p.y, p.sum);
+  const bool vectors =
+      p.spatial % wide == 0 && are_aligned<16>(p.x, p.skip_broadcast ? nullptr : p.skip, p.y, p.sum, p.quantized.data);
   launch.vector_bytes = vectors ? 16 : static_cast<int>(size_of(p.dtype));
   return launch;
 }

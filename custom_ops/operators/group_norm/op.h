@@ -1,4 +1,5 @@
-// GroupNorm(X, gamma, beta) -> Y and SkipGroupNorm(X, gamma, beta, skip, bias?) -> Y, S?, as in com.microsoft.
+// GroupNorm(X, gamma, beta; quantized_scale) -> Y?, quantized? and SkipGroupNorm(X, gamma, beta, skip, bias?;
+// quantized_scale) -> Y?, S?, quantized?, as in com.microsoft; quantized is Y / quantized_scale in float8.
 //
 // V = X + skip + bias; Y = activation((V - mean) / sqrt(variance + epsilon) * gamma + beta), mean and variance over the
 // spatial positions and channels of a group, variance over n. S = V.
@@ -16,7 +17,7 @@ struct GroupNormParams {
   const void* bias;    // (channels) or null
   const void* gamma;   // (channels)
   const void* beta;    // (channels)
-  void* y;             // as x
+  void* y;             // as x, or null
   void* sum;           // as x, or null if S is not requested
   int64_t batch;
   int64_t spatial;  // H * W
@@ -26,6 +27,7 @@ struct GroupNormParams {
   int32_t channels_last;
   int32_t skip_broadcast;
   float epsilon;
+  Float8Output quantized;  // as x
 
   std::string signature() const {
     return std::string(name_of(dtype)) + "_" + std::to_string(batch) + "x" + std::to_string(spatial) + "x" +
@@ -33,11 +35,11 @@ struct GroupNormParams {
            (skip == nullptr  ? ""
             : skip_broadcast ? "_broadcast"
                              : "_skip") +
-           (sum == nullptr ? "" : "_sum");
+           (sum == nullptr ? "" : "_sum") + quantized.suffix(y);
   }
   std::vector<Output> outputs() const {
     const size_t count = static_cast<size_t>(batch * spatial * channels);
-    return {{y, count, dtype}, {sum, count, dtype}};
+    return {{y, count, dtype}, {sum, count, dtype}, {quantized.data, count, DType::kFloat8}};
   }
 };
 

@@ -16,13 +16,14 @@ struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_h
   // query, key, value, bias, key_padding_mask, attention_bias
   static constexpr Port kInputs[] = {{Port::kT},       {Port::kT, true},   {Port::kT, true},
                                      {Port::kT, true}, {Port::kAny, true}, {Port::kT, true}};
-  static constexpr Port kOutputs[] = {{Port::kT}};
+  static constexpr Port kOutputs[] = {{Port::kT, true}, {Port::kFloat8, true}};  // output, quantized
 
   static Params attributes(const Attributes& attributes) {
     Params params{};
     params.heads = attributes.required_integer("num_heads");
     require(params.heads > 0, "MultiHeadAttention: num_heads must be positive");
     params.scale = attributes.real("scale", 0.f);
+    params.quantized.scale = attributes.real("quantized_scale", 0.f);
     params.causal = attributes.integer("unidirectional", 0) != 0;
     return params;
   }
@@ -35,6 +36,7 @@ struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_h
       dims = {dims[0], dims[1], known ? Dim{dims[2].value * dims[4].value, ""} : Dim{}};
     }
     shapes.set_output(0, dims);
+    shapes.set_float8_output(1, dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {
@@ -73,7 +75,9 @@ struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_h
     params.sequence = query.shape[1];
     if (params.scale == 0.f) params.scale = 1.f / std::sqrt(static_cast<float>(params.head_size));
     bind_attention_bias(tensors.input(5), params);
-    params.output = tensors.output(0, {params.batch, params.sequence, params.heads * params.head_size});
+    const std::vector<int64_t> shape = {params.batch, params.sequence, params.heads * params.head_size};
+    params.output = tensors.output(0, shape);
+    params.quantized = tensors.float8_output(1, shape, params.quantized.scale);
   }
 
  private:

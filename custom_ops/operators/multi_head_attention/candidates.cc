@@ -7,6 +7,7 @@
 #include "common/tunable.h"
 #include "common/vendors/which.h"
 #include "operators/multi_head_attention/op.h"
+#include "operators/quantize_float8/op.h"
 #include "operators/softmax/op.h"
 #if !SD_ORT_HIP
 #include "operators/multi_head_attention/cudnn.h"
@@ -144,6 +145,31 @@ Candidate<MultiHeadAttentionParams> library_candidate(int index) {
 }
 #endif
 
+// A candidate of a library, which writes the output in T alone: a second kernel quantizes it, from the workspace if the
+// output itself is not requested.
+Candidate<MultiHeadAttentionParams> then_float8(Candidate<MultiHeadAttentionParams> library) {
+  using Params = MultiHeadAttentionParams;
+  constexpr int64_t kAlignment = 256;
+  const auto count = [](const Params& p) { return p.batch * p.sequence * p.heads * p.head_size; };
+  const auto bytes = [=](const Params& p) -> size_t {
+    return p.output != nullptr ? 0 : ceil_div(count(p) * size_of(p.dtype), kAlignment) * kAlignment;
+  };
+  const auto unquantized = [](Params p, void* output) {
+    p.quantized = {};
+    if (p.output == nullptr) p.output = output;
+    return p;
+  };
+  return {library.name, [=](const Params& p) { return library.is_supported(unquantized(p, nullptr)); },
+          [=](const Params& p, void* workspace, void* stream) {
+            const Params in_half = unquantized(p, workspace);
+            SD_ORT_RETURN_ERROR(library.run(in_half, static_cast<char*>(workspace) + bytes(p), stream));
+            if (p.quantized.data == nullptr) return static_cast<const char*>(nullptr);
+            const QuantizeFloat8Params quantize = {p.dtype, in_half.output, p.quantized, count(p)};
+            return quantize_float8_launch(quantize, quantize_float8_supports_vectors(quantize), stream);
+          },
+          [=](const Params& p) { return bytes(p) + library.workspace_bytes(unquantized(p, nullptr)); }};
+}
+
 constexpr struct {
   const char* name;
   Kernel kernel;
@@ -167,15 +193,21 @@ std::vector<Candidate<MultiHeadAttentionParams>> candidates() {
                      return multi_head_attention_launch(p, kernel, stream);
                    }});
   }
-  all.push_back(gemm_candidate("gemm", kScoresBytes));
-  all.push_back(gemm_candidate("gemm_in_cache", kScoresInCacheBytes));
+  all.push_back(then_float8(gemm_candidate("gemm", kScoresBytes)));
+  all.push_back(then_float8(gemm_candidate("gemm_in_cache", kScoresInCacheBytes)));
 #if !SD_ORT_HIP
-  for (int index = 0; index < kPlans; ++index) all.push_back(library_candidate(index));
+  for (int index = 0; index < kPlans; ++index) all.push_back(then_float8(library_candidate(index)));
 #endif
   return all;
 }
 
-std::string default_name(const MultiHeadAttentionParams& p) {
+std::string default_name(const MultiHeadAttentionParams& call) {
+  // A library's output in float8 takes another launch: our kernel is ahead where the attention itself is short.
+  if (call.quantized.data != nullptr && multi_head_attention_supports(call, Kernel::kShortWarpgroup)) {
+    return "short_warpgroup";
+  }
+  MultiHeadAttentionParams p = call;
+  p.quantized = {};
 #if !SD_ORT_HIP
   if (p.head_size <= kMaxCudnnHead && CudnnAttention(p).supports(0)) return "cudnn_0";
 #endif

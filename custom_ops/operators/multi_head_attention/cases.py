@@ -7,11 +7,25 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+from custom_ops.operator_spec import (
+    DTYPES,
+    FLOAT32,
+    INT32,
+    INT64,
+    POINTER,
+    QUANTIZED,
+    Array,
+    Float8Output,
+    OperatorCase,
+    Shape,
+    float8_output,
+    struct_fields,
+    with_quantized,
+)
 
 NAME = "MultiHeadAttention"
 INPUTS = ("query", "key", "value", "bias", "key_padding_mask", "attention_bias")
-OUTPUTS = ("output",)
+OUTPUTS = ("output", QUANTIZED)
 
 
 class HeadsView(ctypes.Structure):
@@ -30,6 +44,7 @@ class Params(ctypes.Structure):
         (INT64, "batch heads sequence kv_sequence head_size bias_batch_stride bias_head_stride"),
         (FLOAT32, "scale"),
         (INT32, "causal"),
+        (Float8Output, "quantized"),
     )
 
 
@@ -68,7 +83,7 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         key=key,
         value=value,
         attention_bias=address.get("attention_bias", 0),
-        output=address["output"],
+        output=address.get("output"),
         batch=batch,
         heads=heads,
         sequence=sequence,
@@ -78,13 +93,14 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         bias_head_stride=sequence * kv_sequence if bias[1] > 1 else 0,
         scale=case.attributes.get("scale", 0.0) or head_size**-0.5,
         causal=int(case.attributes.get("unidirectional", 0)),
+        quantized=float8_output(case, address),
     )
 
 
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
-    """output is (B, S, N * H)."""
+    """Both outputs are (B, S, N * H)."""
     batch, heads, sequence, _, head_size = _sizes(case)
-    return {"output": (batch, sequence, heads * head_size)}
+    return dict.fromkeys(case.outputs or ("output",), (batch, sequence, heads * head_size))
 
 
 def heads_view(inputs: Mapping[str, Array], heads: int) -> tuple[Array, Array, Array]:
@@ -121,7 +137,7 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     total = weights.sum(axis=-1, keepdims=True)
     weights /= np.where(total == 0.0, 1.0, total)
     output = (weights @ value).transpose(0, 2, 1, 3)
-    return {"output": output.reshape(batch, sequence, heads * head_size)}
+    return with_quantized({"output": output.reshape(batch, sequence, heads * head_size)}, attributes)
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:
@@ -156,10 +172,11 @@ def attention_case(
     distribution: str = "normal",
     benchmark: bool = False,
     roundoffs: float = 0.0,
+    quantized: tuple[str, ...] = (),
     **attributes: int | float,
 ) -> OperatorCase:
     """`packed` is "", "kv" or "qkv"; `bias` gives the batch and head axes of attention_bias. `roundoffs`: of float32,
-    for a kernel that computes in a narrower type."""
+    for a kernel that computes in a narrower type. `quantized`: the outputs, one of them in float8."""
     query, keys = (batch, sequence, heads * head_size), (batch, kv_sequence, heads * head_size)
     inputs: dict[str, Shape] = {"query": query, "key": keys, "value": keys}
     if packed == "qkv":
@@ -172,6 +189,9 @@ def attention_case(
     words = [f"scale{attributes['scale']}" if word == "scale" else word for word in words]
     words += [distribution] if distribution != "normal" else []
     words += [f"bias{bias[0]}{bias[1]}"] if bias else []
+    if quantized:
+        words += quantized
+        attributes["quantized_scale"] = 0.00390625
     name = "-".join(word for word in words if word)
     # Softmax turns a score's absolute error into a weight's relative one, and n-term sums lose about sqrt(n) roundoffs.
     largest_score = abs(attributes.get("scale", 0.0) or head_size**-0.5) * head_size**0.5
@@ -179,7 +199,8 @@ def attention_case(
         name,
         inputs,
         {"num_heads": heads, **attributes},
-        distribution=distribution,
+        quantized or None,
+        distribution,
         benchmark=benchmark,
         float32_roundoffs=roundoffs or 4 * max(1.0, largest_score) + max(head_size, kv_sequence) ** 0.5,
     )
@@ -231,6 +252,13 @@ CASES = [
     attention_case(1, 1, 21, 128, 64, distribution="peaked"),  # no row with two keys of nearly the same score
     attention_case(1, 1, 40, 70, 512, distribution="peaked"),
     attention_case(1, 1, 20, 50, 64, scale=1e-6),
+    # outputs in float8: of every kernel, and of products of a library by a kernel after them
+    attention_case(2, 2, 70, 77, 40, packed="kv", quantized=("output", QUANTIZED)),
+    attention_case(1, 2, 131, 192, 64, packed="qkv" if False else "", quantized=(QUANTIZED,)),
+    attention_case(2, 2, 33, 70, 40, bias=(2, 1), quantized=(QUANTIZED,)),
+    attention_case(1, 2, 29, 31, 37, quantized=("output", QUANTIZED)),
+    attention_case(1, 1, 70, 131, 512, quantized=(QUANTIZED,)),
+    attention_case(2, 2, 21, 24, 192, packed="kv", quantized=(QUANTIZED,)),
     # SD 1.5 at 512 x 512 and SDXL at 1024 x 1024, with guidance; the VAE
     attention_case(2, 8, 4096, 4096, 40, packed="qkv", benchmark=True),
     attention_case(2, 8, 4096, 77, 40, packed="kv", benchmark=True),
@@ -243,6 +271,11 @@ CASES = [
     attention_case(2, 10, 4096, 77, 64, packed="kv", benchmark=True),
     attention_case(2, 20, 1024, 1024, 64, packed="qkv", benchmark=True),
     attention_case(2, 20, 1024, 77, 64, packed="kv", benchmark=True),
+    *(
+        attention_case(2, heads, queries, keys, 64, packed=packed, benchmark=True, quantized=(QUANTIZED,))
+        for heads, queries in ((10, 4096), (20, 1024))
+        for keys, packed in ((queries, "qkv"), (77, "kv"))
+    ),
     attention_case(2, 12, 77, 77, 64, unidirectional=1, benchmark=True),
     attention_case(1, 1, 4096, 4096, 512, benchmark=True),
     attention_case(1, 1, 16384, 16384, 512, benchmark=True),

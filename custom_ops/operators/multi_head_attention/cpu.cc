@@ -259,7 +259,8 @@ void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int6
   for (int64_t r = 0; r < count; ++r) {
     const Floats inverse = splat(states[r].sum == 0.f ? 0.f : 1.f / states[r].sum);
     const float* from = buffers.output + r * padded;
-    T* to = static_cast<T*>(p.output) + ((batch * p.sequence + first + r) * p.heads + head) * p.head_size;
+    const auto to =
+        QuantizedOutput<T>(p.output, p.quantized) + ((batch * p.sequence + first + r) * p.heads + head) * p.head_size;
     int64_t i = 0;
     for (; i + kLanes <= p.head_size; i += kLanes) store(to + i, load(from + i) * inverse);
     if (i < p.head_size) store_some(to + i, load(from + i) * inverse, p.head_size - i);

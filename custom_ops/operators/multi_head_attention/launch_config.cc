@@ -32,8 +32,8 @@ bool multi_head_attention_supports(const MultiHeadAttentionParams& p, Kernel ker
     return false;
   }
   return p.dtype != DType::kFloat32 && p.kv_sequence > 0 && p.head_size % 8 == 0 && p.head_size <= Limits::kMaxHead &&
-         are_aligned<16>(p.output) && supports_vectors(p.query, p.sequence) && supports_vectors(p.key, p.kv_sequence) &&
-         supports_vectors(p.value, p.kv_sequence);
+         are_aligned<16>(p.output, p.quantized.data) && supports_vectors(p.query, p.sequence) &&
+         supports_vectors(p.key, p.kv_sequence) && supports_vectors(p.value, p.kv_sequence);
 }
 
 Kernel multi_head_attention_default(const MultiHeadAttentionParams& p) {

@@ -1,7 +1,8 @@
 // MultiHeadAttention: softmax(scale * Q K^T + attention_bias) V per head, as com.microsoft::MultiHeadAttention.
 //
 // Query (B, S, N * H), key and value (B, L, N * H); or one packed (B, S, N, 3, H); or query and packed (B, L, N, 2, H).
-// Kernels get three pointers with strides, which read packed tensors in place.
+// Kernels get three pointers with strides, which read packed tensors in place. The second output is the first one
+// / quantized_scale in float8.
 // A row whose scores are all -infinity (every key masked) gives zeros.
 #pragma once
 
@@ -23,7 +24,7 @@ struct MultiHeadAttentionParams {
   HeadsView key;               // (batch, kv_sequence, heads, head_size)
   HeadsView value;             // as key
   const void* attention_bias;  // added to the scores: a row of kv_sequence per query; or null
-  void* output;                // (batch, sequence, heads * head_size), contiguous
+  void* output;                // (batch, sequence, heads * head_size), contiguous; or null
   int64_t batch;
   int64_t heads;
   int64_t sequence;
@@ -32,7 +33,8 @@ struct MultiHeadAttentionParams {
   int64_t bias_batch_stride;  // 0 if attention_bias is broadcast
   int64_t bias_head_stride;
   float scale;
-  int32_t causal;  // a query attends to keys up to its own position
+  int32_t causal;          // a query attends to keys up to its own position
+  Float8Output quantized;  // as output
 
   std::string signature() const {
     std::string text = name_of(dtype);
@@ -40,10 +42,11 @@ struct MultiHeadAttentionParams {
     if (query.row_stride != heads * head_size) text += "_qkv";
     if (attention_bias != nullptr) text += "_bias";
     if (causal) text += "_causal";
-    return text;
+    return text + quantized.suffix(output);
   }
   std::vector<Output> outputs() const {
-    return {{output, static_cast<size_t>(batch * sequence * heads * head_size), dtype}};
+    const size_t count = static_cast<size_t>(batch * sequence * heads * head_size);
+    return {{output, count, dtype}, {quantized.data, count, DType::kFloat8}};
   }
 };
 

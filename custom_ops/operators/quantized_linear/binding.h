@@ -13,13 +13,14 @@ struct QuantizedLinearBinding : BindingBase<QuantizedLinearParams, quantized_lin
   static constexpr const char* kName = "QuantizedLinear";
   // X, W, scale, bias, skip
   static constexpr Port kInputs[] = {{Port::kAny}, {Port::kAny}, {Port::kAny}, {Port::kT}, {Port::kT, true}};
-  static constexpr Port kOutputs[] = {{Port::kT}};  // Y
-  static constexpr size_t kTypedBy = 3;             // T is the type of bias
+  static constexpr Port kOutputs[] = {{Port::kT, true}, {Port::kFloat8, true}};  // Y, quantized
+  static constexpr size_t kTypedBy = 3;                                          // T is the type of bias
 
   static Params attributes(const Attributes& attributes) {
     Params params{};
     params.gelu = attributes.integer("gelu", 0) != 0;
     params.gated = attributes.integer("gated", 0) != 0;
+    params.quantized.scale = attributes.real("quantized_scale", 0.f);
     return params;
   }
 
@@ -29,6 +30,7 @@ struct QuantizedLinearBinding : BindingBase<QuantizedLinearParams, quantized_lin
     dims.back() = shapes.input(1).front();
     if (shapes.integer("gated", 0) != 0) dims.back() = dims.back().known() ? Dim{dims.back().value / 2, ""} : Dim{};
     shapes.set_output(0, dims, kTypedBy);
+    shapes.set_float8_output(1, dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {
@@ -58,7 +60,8 @@ struct QuantizedLinearBinding : BindingBase<QuantizedLinearParams, quantized_lin
     params.bias = bias.data;
     params.skip = skip.data;
     params.y = tensors.output(0, shape);
-    params.rows = Tensor{params.y, shape}.rows();
+    params.quantized = tensors.float8_output(1, shape, params.quantized.scale);
+    params.rows = Tensor{params.x, shape}.rows();
   }
 };
 

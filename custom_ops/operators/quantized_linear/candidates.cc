@@ -35,9 +35,11 @@ size_t gemm_bytes(const Params& p) {
   return p.gated ? ceil_div(p.rows * p.columns * size_of(p.dtype), kAlignment) * kAlignment : 0;
 }
 
-// cuBLASLt takes no bias in float32 beside float8, and its sums have fewer bits than float32.
+// cuBLASLt takes no bias in float32 beside float8, and its sums have fewer bits than float32. It is not asked for an
+// output in float8: there the gate's kernel writes it.
 bool library_takes(const Params& p) {
-  return p.dtype != DType::kFloat32 && p.eight_bits == DType::kFloat8 && p.scales == 1 && units() != Float8Units::kNone;
+  return (p.quantized.data == nullptr || p.gated) && p.dtype != DType::kFloat32 && p.eight_bits == DType::kFloat8 &&
+         p.scales == 1 && units() != Float8Units::kNone;
 }
 
 Candidate<Params> library_candidate(int index) {
@@ -48,7 +50,7 @@ Candidate<Params> library_candidate(int index) {
     char* const library_workspace = static_cast<char*>(workspace) + gemm_bytes(p);
     const char* error = BlasLt::instance().run(gemm(p, p.gated ? workspace : p.y), index, library_workspace, stream);
     if (error != nullptr || !p.gated) return error;
-    const BiasSplitGeluParams gate{p.dtype, workspace, p.bias, p.y, p.rows, p.columns / 2};
+    const BiasSplitGeluParams gate{p.dtype, workspace, p.bias, p.y, p.rows, p.columns / 2, p.quantized};
     return bias_split_gelu_launch(gate, bias_split_gelu_default(gate), stream);
   };
   const auto bytes = [=](const Params& p) {

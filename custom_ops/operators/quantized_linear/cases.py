@@ -9,12 +9,25 @@ from math import prod
 import ml_dtypes
 import numpy as np
 
-from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+from custom_ops.operator_spec import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    QUANTIZED,
+    Array,
+    Float8Output,
+    OperatorCase,
+    Shape,
+    float8_output,
+    struct_fields,
+    with_quantized,
+)
 from custom_ops.operators.bias_split_gelu.cases import gelu_gate
 
 NAME = "QuantizedLinear"
 INPUTS = ("X", "W", "scale", "bias", "skip")
-OUTPUTS = ("Y",)
+OUTPUTS = ("Y", QUANTIZED)
 FLOAT32_INPUTS = ("scale",)
 INTEGERS = {"X": "8 bits", "W": "8 bits"}
 FORMATS = {"float8": (3, np.dtype(ml_dtypes.float8_e4m3fn)), "int8": (4, np.dtype(np.int8))}
@@ -28,6 +41,7 @@ class Params(ctypes.Structure):
         (POINTER, "x weight scale bias skip y"),
         (INT64, "rows inner columns"),
         (INT32, "scales gelu gated"),
+        (Float8Output, "quantized"),
     )
 
 
@@ -42,19 +56,21 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         scale=address["scale"],
         bias=address["bias"],
         skip=address.get("skip", 0),
-        y=address["Y"],
+        y=address.get("Y"),
         rows=prod(shape[:-1]),
         inner=inner,
         columns=columns,
         scales=int(case.inputs["scale"] == (1,)),
         gelu=case.attributes["gelu"],
         gated=case.attributes["gated"],
+        quantized=float8_output(case, address),
     )
 
 
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
-    """Y has the shape of X, its last axis W's first, or half of it if gated."""
-    return {"Y": (*case.inputs["X"][:-1], case.inputs["W"][0] // (2 if case.attributes["gated"] else 1))}
+    """The outputs have the shape of X, their last axis W's first, or half of it if gated."""
+    shape = (*case.inputs["X"][:-1], case.inputs["W"][0] // (2 if case.attributes["gated"] else 1))
+    return dict.fromkeys(case.outputs or ("Y",), shape)
 
 
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
@@ -68,7 +84,7 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     if attributes["gated"]:
         left, right = np.split(y, 2, axis=-1)
         y = gelu_gate(left, right)
-    return {"Y": y}
+    return with_quantized({"Y": y}, attributes)
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array:
@@ -90,17 +106,21 @@ def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generat
 
 def _case(
     *shape: int, n: int, form: str = "float8", channels: bool = False, skip: bool = False, gelu: bool = False,
-    gated: bool = False, benchmark: bool = False,
+    gated: bool = False, benchmark: bool = False, quantized: tuple[str, ...] = (),
 ) -> OperatorCase:  # fmt: skip
-    """X of `shape`, `n` rows of W."""
+    """X of `shape`, `n` rows of W. `quantized`: the outputs, one of them in float8."""
     inputs: dict[str, Shape] = {"X": shape, "W": (n, shape[-1]), "scale": (n if channels else 1,), "bias": (n,)}
     if skip:
         inputs["skip"] = (*shape[:-1], n)
     words = [form, *(word for word, used in (("channels", channels), ("skip", skip), ("gelu", gelu), ("gated", gated))
                      if used)]  # fmt: skip
     name = "x".join(map(str, shape)) + f"-n{n}-" + "-".join(words)
+    attributes: dict[str, int | float] = {"gelu": int(gelu), "gated": int(gated)}
+    if quantized:
+        attributes["quantized_scale"] = 0.015625
+        name += "-" + "-".join(quantized)
     return OperatorCase(
-        name, inputs, {"gelu": int(gelu), "gated": int(gated)}, distribution=form, benchmark=benchmark,
+        name, inputs, attributes, quantized or None, distribution=form, benchmark=benchmark,
         float32_roundoffs=80 + shape[-1] ** 0.5,
     )  # fmt: skip
 
@@ -120,13 +140,20 @@ CASES = [
     _case(3, 41, 400, n=176, gated=True),
     _case(60, 656, n=560, gated=True),
     _case(2, 35, 512, n=336, gated=True),
+    _case(2, 9, 48, n=32, skip=True, quantized=("Y", QUANTIZED)),
+    _case(3, 7, n=6, form="int8", channels=True, quantized=(QUANTIZED,)),
+    _case(2, 5, 32, n=64, gated=True, quantized=("Y", QUANTIZED)),
+    _case(60, 656, n=544, gated=True, quantized=(QUANTIZED,)),
+    _case(2, 150, 512, n=352, gated=True, quantized=(QUANTIZED,)),
     _case(8192, 640, n=640, benchmark=True),
     _case(8192, 640, n=640, skip=True, benchmark=True),
     _case(8192, 640, n=1920, benchmark=True),
     _case(8192, 640, n=5120, gated=True, benchmark=True),
+    _case(8192, 640, n=5120, gated=True, benchmark=True, quantized=(QUANTIZED,)),
     _case(8192, 2560, n=640, skip=True, benchmark=True),
     _case(2048, 1280, n=1280, skip=True, benchmark=True),
     _case(2048, 1280, n=3840, benchmark=True),
     _case(2048, 1280, n=10240, gated=True, benchmark=True),
+    _case(2048, 1280, n=10240, gated=True, benchmark=True, quantized=(QUANTIZED,)),
     _case(2048, 5120, n=1280, skip=True, benchmark=True),
 ]

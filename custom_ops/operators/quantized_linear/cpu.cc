@@ -60,7 +60,7 @@ void run(const QuantizedLinearParams& p, const Parallel& parallel) {
     }
     const T* const bias = static_cast<const T*>(p.bias);
     const T* const skip = static_cast<const T*>(p.skip);
-    T* const y = static_cast<T*>(p.y);
+    const QuantizedOutput<T> y(p.y, p.quantized);
     const auto column_sums = [&](int64_t column, float* sums) {
       decode(p.eight_bits, static_cast<const char*>(p.weight) + column * p.inner, p.inner, w);
       multiply(x, rows, w, stride, sums);
@@ -77,7 +77,7 @@ void run(const QuantizedLinearParams& p, const Parallel& parallel) {
         if (skip != nullptr) value += to_float(skip[at]);
         if (p.gelu) value = gelu_tanh(value);
         if (p.gated) value *= 0.5f * gates[r] * (1.f + __builtin_erff(gates[r] * 0.70710678f));
-        y[at] = from_float<T>(value);
+        store_some(y + at, splat(value), 1);
       }
     }
   });

@@ -1,8 +1,9 @@
-// QuantizedLinear(X, W, scale, bias, skip?; gelu, gated) -> Y: a linear layer of 8-bit elements. V = (X W^T) * scale +
-// bias + skip, with sums in float32, in integers exactly; Y is V, with `gelu` tanh's approximation of GELU of V, with
-// `gated` left * gelu(right) of V's halves along the last axis (GEGLU), both without skip. X is (..., K) and W (N, K),
-// both float8 (e4m3fn) or both int8; scale float32, one number or (N): the scale of X times that of W; bias (N) and
-// skip and Y (..., N), with `gated` Y (..., N / 2).
+// QuantizedLinear(X, W, scale, bias, skip?; gelu, gated, quantized_scale) -> Y?, quantized?: a linear layer of 8-bit
+// elements. V = (X W^T) * scale + bias + skip, with sums in float32, in integers exactly; Y is V, with `gelu` tanh's
+// approximation of GELU of V, with `gated` left * gelu(right) of V's halves along the last axis (GEGLU), both without
+// skip. X is (..., K) and W (N, K), both float8 (e4m3fn) or both int8; scale float32, one number or (N): the scale of X
+// times that of W; bias (N) and skip and Y (..., N), with `gated` Y (..., N / 2). quantized is Y / quantized_scale in
+// float8.
 #pragma once
 
 #include "common/op.h"
@@ -17,21 +18,25 @@ struct QuantizedLinearParams {
   const float* scale;  // (scales)
   const void* bias;    // (columns)
   const void* skip;    // (rows, columns) or null
-  void* y;             // (rows, columns), or half the columns if gated
+  void* y;             // (rows, columns), or half the columns if gated; or null
   int64_t rows;
   int64_t inner;    // K
   int64_t columns;  // N
   int32_t scales;   // 1 for all columns, else 0: one a column
   int32_t gelu;
   int32_t gated;
+  Float8Output quantized;  // as y
 
   int64_t y_columns() const { return gated ? columns / 2 : columns; }
   std::string signature() const {
     return std::string(name_of(eight_bits)) + "_" + name_of(dtype) + "_" + std::to_string(rows) + "x" +
            std::to_string(inner) + "x" + std::to_string(columns) + (scales == 1 ? "" : "_channels") +
-           (skip == nullptr ? "" : "_skip") + (gelu ? "_gelu" : "") + (gated ? "_gated" : "");
+           (skip == nullptr ? "" : "_skip") + (gelu ? "_gelu" : "") + (gated ? "_gated" : "") + quantized.suffix(y);
   }
-  std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * y_columns()), dtype}}; }
+  std::vector<Output> outputs() const {
+    const size_t count = static_cast<size_t>(rows * y_columns());
+    return {{y, count, dtype}, {quantized.data, count, DType::kFloat8}};
+  }
 };
 
 // Generic kernel: one thread per element, any shape, slow.

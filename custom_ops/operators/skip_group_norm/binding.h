@@ -9,7 +9,8 @@ struct SkipGroupNormBinding : BindingBase<GroupNormParams, group_norm_cpu> {
   static constexpr const char* kName = "SkipGroupNorm";
   // X, gamma, beta, skip, bias
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kAny}, {Port::kAny}, {Port::kT}, {Port::kT, true}};
-  static constexpr Port kOutputs[] = {{Port::kT}, {Port::kT, true}};  // Y, S = X + skip + bias
+  static constexpr Port kOutputs[] = {
+      {Port::kT, true}, {Port::kT, true}, {Port::kFloat8, true}};  // Y, S = X + skip + bias, quantized
   static constexpr bool kMutableAliasX = true;  // all kernels have their statistics before an element of Y is written
 
   static Params attributes(const Attributes& attributes) { return group_norm_attributes(attributes); }
@@ -18,10 +19,11 @@ struct SkipGroupNormBinding : BindingBase<GroupNormParams, group_norm_cpu> {
     if (!shapes.has(0)) return;
     shapes.set_output(0, shapes.input(0));
     shapes.set_output(1, shapes.input(0));
+    shapes.set_float8_output(2, shapes.input(0));
   }
 
   static void bind(Tensors& tensors, Params& params) {
-    bind_group_norm(tensors, params);
+    bind_group_norm(tensors, params, 2);
     const Tensor x = tensors.input(0), skip = tensors.input(3), bias = tensors.input(4);
     params.skip_broadcast = skip.shape != x.shape;
     require(!params.skip_broadcast || is_per_channel(skip, params),

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from custom_ops.operator_spec import Array, OperatorCase, Shape
+from custom_ops.operator_spec import QUANTIZED, Array, OperatorCase, Shape, with_quantized
 from custom_ops.operators.group_norm.cases import SHAPES, group_norm, params
 
 __all__ = ["CASES", "FLOAT32_INPUTS", "INPUTS", "NAME", "OUTPUTS", "output_shapes", "params"]
 
 NAME = "SkipGroupNorm"
 INPUTS = ("X", "gamma", "beta", "skip", "bias")
-OUTPUTS = ("Y", "S")
+OUTPUTS = ("Y", "S", QUANTIZED)
 FLOAT32_INPUTS = ("gamma", "beta")
 
 
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
-    """Y and S have the shape of X."""
-    return dict.fromkeys(case.outputs or OUTPUTS, case.inputs["X"])
+    """All outputs have the shape of X."""
+    return dict.fromkeys(case.outputs or ("Y", "S"), case.inputs["X"])
 
 
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
@@ -32,7 +32,7 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     if "bias" in inputs:
         shape = [n if axis == channels else 1 for axis, n in enumerate(x.shape)]
         total = total + inputs["bias"].astype(np.float64).reshape(shape)
-    return {"Y": group_norm(total, gamma, beta, attributes), "S": total}
+    return with_quantized({"Y": group_norm(total, gamma, beta, attributes), "S": total}, attributes)
 
 
 def _case(
@@ -45,6 +45,7 @@ def _case(
     nchw: bool = False,
     distribution: str = "normal",
     benchmark: bool = False,
+    quantized: bool = False,
 ) -> OperatorCase:
     """`shape` is channels last. `skip` is "full", "flat" (N, C) or "pixel" (N, 1, ..., C); `total` asks for S."""
     n, c = shape[0], shape[-1]
@@ -58,7 +59,10 @@ def _case(
         inputs["bias"] = (c,)
     name = "x".join(map(str, shape)) + f"-g{groups}-a{activation}-{skip}-b{bias:d}-s{total:d}-{distribution}"
     name += "-nchw" if nchw else ""
-    outputs = ("Y", "S") if total else ("Y",)
+    outputs = (QUANTIZED if quantized else "Y", *(("S",) if total else ()))
+    if quantized:
+        attributes["quantized_scale"] = 0.03125
+        name += "-quantized"
     # V is rounded to the type before it is normalized: 2000 in half precision has no digits left for a deviation of 1
     dtypes = ("float32",) if distribution == "offset" else ("float32", "float16", "bfloat16")
     return OperatorCase(name, inputs, attributes, outputs, distribution, benchmark, dtypes)
@@ -75,6 +79,7 @@ CASES = [
     ),
     *(_case((2, 9, 8, 64), 8, skip=skip, bias=bias, total=total) for skip, bias, total in _VARIANTS),
     *(_case((2, 9, 8, 64), 8, total=False, distribution=distribution) for distribution in ("large", "tiny", "offset")),
+    *(_case((2, 9, 8, 64), 8, skip=skip, bias=bias, total=total, quantized=True) for skip, bias, total in _VARIANTS),
     # a skip that both reads take, by 1, 2 and 4 elements
     *(_case((2, 11, channels), 3, bias=False, total=False) for channels in (9, 30, 12)),
     *(_case((n, 64, 64, 320), 32, benchmark=True) for n in (2, 8, 16)),

@@ -13,12 +13,14 @@ struct SkipLayerNormBinding : BindingBase<SkipLayerNormParams, skip_layer_norm_c
   static constexpr const char* kName = "SkipLayerNormalization";
   // input, skip, gamma, beta, bias
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT}, {Port::kT, true}, {Port::kT, true}};
-  // output, mean, inv_std_var, input_skip_bias_sum
-  static constexpr Port kOutputs[] = {{Port::kT}, {Port::kT, true}, {Port::kT, true}, {Port::kT, true}};
+  // output, mean, inv_std_var, input_skip_bias_sum, quantized
+  static constexpr Port kOutputs[] = {
+      {Port::kT, true}, {Port::kT, true}, {Port::kT, true}, {Port::kT, true}, {Port::kFloat8, true}};
 
   static Params attributes(const Attributes& attributes) {
     Params params{};
     params.epsilon = attributes.real("epsilon", 1e-12f);
+    params.quantized.scale = attributes.real("quantized_scale", 0.f);
     return params;
   }
 
@@ -26,6 +28,7 @@ struct SkipLayerNormBinding : BindingBase<SkipLayerNormParams, skip_layer_norm_c
     if (!shapes.has(0)) return;
     shapes.set_output(0, shapes.input(0));
     shapes.set_output(3, shapes.input(0));
+    shapes.set_float8_output(4, shapes.input(0));
   }
 
   static void bind(Tensors& tensors, Params& params) {
@@ -52,6 +55,7 @@ struct SkipLayerNormBinding : BindingBase<SkipLayerNormParams, skip_layer_norm_c
     require(tensors.output(1, statistics) == nullptr && tensors.output(2, statistics) == nullptr,
             "SkipLayerNormalization: the outputs mean and inv_std_var are not computed");
     params.sum = tensors.output(3, x.shape);
+    params.quantized = tensors.float8_output(4, x.shape, params.quantized.scale);
   }
 
  private:

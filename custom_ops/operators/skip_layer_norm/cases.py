@@ -8,11 +8,25 @@ from math import prod
 
 import numpy as np
 
-from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+from custom_ops.operator_spec import (
+    DTYPES,
+    FLOAT32,
+    INT32,
+    INT64,
+    POINTER,
+    QUANTIZED,
+    Array,
+    Float8Output,
+    OperatorCase,
+    Shape,
+    float8_output,
+    struct_fields,
+    with_quantized,
+)
 
 NAME = "SkipLayerNormalization"
 INPUTS = ("input", "skip", "gamma", "beta", "bias")
-OUTPUTS = ("output", "mean", "inv_std_var", "input_skip_bias_sum")
+OUTPUTS = ("output", "mean", "inv_std_var", "input_skip_bias_sum", QUANTIZED)
 
 
 class Params(ctypes.Structure):
@@ -23,6 +37,7 @@ class Params(ctypes.Structure):
         (POINTER, "x skip gamma beta bias y sum"),
         (INT64, "rows skip_rows channels"),
         (FLOAT32, "epsilon"),
+        (Float8Output, "quantized"),
     )
 
 
@@ -36,17 +51,18 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         gamma=address["gamma"],
         beta=address.get("beta"),
         bias=address.get("bias"),
-        y=address["output"],
+        y=address.get("output"),
         sum=address.get("input_skip_bias_sum"),
         rows=prod(shape[:-1]),
         skip_rows=prod(case.inputs["skip"][:-1]),
         channels=shape[-1],
         epsilon=case.attributes["epsilon"],
+        quantized=float8_output(case, address),
     )
 
 
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
-    """Both outputs have the shape of the input."""
+    """All outputs have the shape of the input."""
     return dict.fromkeys(case.outputs or ("output", "input_skip_bias_sum"), case.inputs["input"])
 
 
@@ -60,7 +76,7 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     output = (total - mean) / np.sqrt(variance + attributes.get("epsilon", 1e-12)) * inputs["gamma"].astype(np.float64)
     if "beta" in inputs:
         output = output + inputs["beta"].astype(np.float64)
-    return {"output": output, "input_skip_bias_sum": total}
+    return with_quantized({"output": output, "input_skip_bias_sum": total}, attributes)
 
 
 def _case(
@@ -71,7 +87,9 @@ def _case(
     total: bool = True,
     distribution: str = "normal",
     benchmark: bool = False,
+    quantized: tuple[str, ...] = (),
 ) -> OperatorCase:
+    """`quantized`: the outputs beside the sum, one of them in float8."""
     channels = shape[-1]
     inputs = {"input": shape, "skip": skip or shape, "gamma": (channels,)}
     if beta:
@@ -80,8 +98,12 @@ def _case(
         inputs["bias"] = (channels,)
     broadcast = "x".join(map(str, inputs["skip"]))
     name = "x".join(map(str, shape)) + f"-skip{broadcast}-{beta:d}{bias:d}{total:d}-{distribution}"
-    outputs = ("output", "input_skip_bias_sum") if total else ("output",)
-    return OperatorCase(name, inputs, {"epsilon": 1e-5}, outputs, distribution, benchmark)
+    outputs = (*(quantized or ("output",)), *(("input_skip_bias_sum",) if total else ()))
+    attributes: dict[str, int | float] = {"epsilon": 1e-5}
+    if quantized:
+        attributes["quantized_scale"] = 0.03125
+        name += "-" + "-".join(quantized)
+    return OperatorCase(name, inputs, attributes, outputs, distribution, benchmark)
 
 
 CASES = [
@@ -101,10 +123,15 @@ CASES = [
     _case((1, 2, 10400)),
     _case((1, 2, 8200)),
     _case((1, 2, 20001)),
+    _case((2, 31, 40), quantized=(QUANTIZED,)),
+    _case((2, 9, 328), total=False, quantized=(QUANTIZED,)),
+    _case((3, 13, 97), quantized=("output", QUANTIZED)),
     *(_case((2, 16, 64), distribution=distribution) for distribution in ("large", "tiny", "offset")),
     *(_case((n, 4096, 320), benchmark=True) for n in (2, 8, 16)),
     *(_case((n, 1024, 640), benchmark=True) for n in (2, 8)),
     *(_case((n, 256, 1280), benchmark=True) for n in (2, 8)),
     _case((2, 4096, 640), benchmark=True),
+    _case((2, 4096, 640), benchmark=True, total=False, quantized=(QUANTIZED,)),
+    _case((2, 1024, 1280), benchmark=True, total=False, quantized=(QUANTIZED,)),
     _case((2, 1024, 1280), benchmark=True),
 ]

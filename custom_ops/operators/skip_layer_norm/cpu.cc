@@ -21,7 +21,7 @@ class SkipLayerNorm {
     gather(row, values);
     const float mean = total<false>(values, 0.f) / p.channels;
     const float factor = 1.f / __builtin_sqrtf(total<true>(values, mean) / p.channels + p.epsilon);
-    T* to = static_cast<T*>(p.y) + row * p.channels;
+    const auto to = QuantizedOutput<T>(p.y, p.quantized) + row * p.channels;
     int64_t c = 0;
     for (; c + kLanes <= p.channels; c += kLanes) {
       Floats v = (load(values + c) - mean) * factor * load(gamma + c);
@@ -30,7 +30,8 @@ class SkipLayerNorm {
     }
     for (; c < p.channels; ++c) {
       const float v = (values[c] - mean) * factor * to_float(gamma[c]);
-      to[c] = from_float<T>(v + (beta == nullptr ? 0.f : to_float(beta[c])));
+      const Floats result = splat(v + (beta == nullptr ? 0.f : to_float(beta[c])));
+      store_some(to + c, result, 1);
     }
   }
 

@@ -5,7 +5,8 @@ namespace sd_ort {
 namespace {
 
 bool supports_vectors(const SkipLayerNormParams& p) {
-  return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.skip, p.gamma, p.beta, p.bias, p.y, p.sum);
+  return p.channels * size_of(p.dtype) % 16 == 0 &&
+         are_aligned<16>(p.x, p.skip, p.gamma, p.beta, p.bias, p.y, p.sum, p.quantized.data);
 }
 
 int64_t vectors_per_row(const SkipLayerNormParams& p) { return p.channels * size_of(p.dtype) / 16; }

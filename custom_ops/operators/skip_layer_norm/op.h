@@ -1,7 +1,9 @@
-// SkipLayerNormalization(input, skip, gamma, beta?, bias?) -> output, (mean), (inv_std_var), input_skip_bias_sum?
+// SkipLayerNormalization(input, skip, gamma, beta?, bias?; quantized_scale) -> output?, (mean), (inv_std_var),
+// input_skip_bias_sum?, quantized?
 //
 // V = input + skip + bias; output = (V - mean) / sqrt(variance + epsilon) * gamma + beta over the last axis, variance
-// over n; input_skip_bias_sum = V. As com.microsoft::SkipLayerNormalization, without its two training outputs.
+// over n; input_skip_bias_sum = V; quantized is output / quantized_scale in float8. As
+// com.microsoft::SkipLayerNormalization, without its two training outputs.
 #pragma once
 
 #include "common/op.h"
@@ -15,20 +17,21 @@ struct SkipLayerNormParams {
   const void* gamma;  // (channels)
   const void* beta;   // (channels) or null
   const void* bias;   // (channels) or null
-  void* y;            // (rows, channels)
+  void* y;            // (rows, channels) or null
   void* sum;          // (rows, channels) or null
   int64_t rows;
   int64_t skip_rows;
   int64_t channels;
   float epsilon;
+  Float8Output quantized;  // as y
 
   std::string signature() const {
     return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(channels) +
-           (sum == nullptr ? "" : "_sum");
+           (sum == nullptr ? "" : "_sum") + quantized.suffix(y);
   }
   std::vector<Output> outputs() const {
     const size_t count = static_cast<size_t>(rows * channels);
-    return {{y, count, dtype}, {sum, count, dtype}};
+    return {{y, count, dtype}, {sum, count, dtype}, {quantized.data, count, DType::kFloat8}};
   }
 };
 

@@ -3,6 +3,7 @@
 // Launch: block (256, 1, 1), grid (ceil(rows / (256 / kLanes)), 1, 1); registers: block (128, 1, 1), grid (rows, 1, 1).
 // Static LDS only.
 #include "common/gpu.h"
+#include "common/quantized_output.h"
 #include "common/reduce.h"
 #include "operators/adaptive_norm/op.h"
 
@@ -10,7 +11,7 @@ namespace sd_ort {
 
 template <class T, int kVec, int kLanes>
 __global__ __launch_bounds__(256) void adaptive_norm_kernel(const T* x, const T* scale, const T* shift, const T* gate,
-                                                            const T* skip, T* y, T* sum, uint32_t rows,
+                                                            const T* skip, QuantizedOutput<T> y, T* sum, uint32_t rows,
                                                             uint32_t channels, uint32_t scale_rows, uint32_t gate_rows,
                                                             float epsilon, bool rms) {
   wait_for_predecessor();
@@ -67,15 +68,15 @@ __global__ __launch_bounds__(256) void adaptive_norm_kernel(const T* x, const T*
     if (shift != nullptr) Pack::load(shift + vector_begin + c).unpack(b);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) values[k] = (values[k] - mean) * (factor * a[k]) + b[k];
-    Pack::pack(values).store(y + begin + c);
+    y.store(begin + c, values);
   }
 }
 
 // A block per row of at most 128 * kPacks accesses.
 template <class T, int kPacks>
 __global__ __launch_bounds__(128) void adaptive_norm_registers(const T* x, const T* scale, const T* shift,
-                                                               const T* gate, const T* skip, T* y, T* sum,
-                                                               uint32_t channels, uint32_t scale_rows,
+                                                               const T* gate, const T* skip, QuantizedOutput<T> y,
+                                                               T* sum, uint32_t channels, uint32_t scale_rows,
                                                                uint32_t gate_rows, float epsilon, bool rms) {
   wait_for_predecessor();
   constexpr int kVec = 16 / sizeof(T);
@@ -133,7 +134,7 @@ __global__ __launch_bounds__(128) void adaptive_norm_registers(const T* x, const
     if (shift != nullptr) Pack::load(shift + vector_begin + c).unpack(b);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) a[k] = values[i][k] * (factor * a[k]) + b[k];
-    Pack::pack(a).store(y + begin + c);
+    y.store(begin + c, a);
   }
 }
 
@@ -143,15 +144,15 @@ template <class T, int kPacks>
 const char* adaptive_norm_in_registers(const AdaptiveNormParams& p, void* stream) {
   return launch(adaptive_norm_registers<T, kPacks>, dim3(p.rows), dim3(128), 0, stream, static_cast<const T*>(p.x),
                 static_cast<const T*>(p.scale), static_cast<const T*>(p.shift), static_cast<const T*>(p.gate),
-                static_cast<const T*>(p.skip), static_cast<T*>(p.y), static_cast<T*>(p.sum), p.channels, p.scale_rows,
-                p.gate_rows, p.epsilon, p.rms != 0);
+                static_cast<const T*>(p.skip), QuantizedOutput<T>(p.y, p.quantized), static_cast<T*>(p.sum), p.channels,
+                p.scale_rows, p.gate_rows, p.epsilon, p.rms != 0);
 }
 
 template <class T, int kVec, int kLanes>
 const char* adaptive_norm_rows(const AdaptiveNormParams& p, void* stream) {
   return launch(adaptive_norm_kernel<T, kVec, kLanes>, dim3(ceil_div(p.rows, 256 / kLanes)), dim3(256), 0, stream,
                 static_cast<const T*>(p.x), static_cast<const T*>(p.scale), static_cast<const T*>(p.shift),
-                static_cast<const T*>(p.gate), static_cast<const T*>(p.skip), static_cast<T*>(p.y),
+                static_cast<const T*>(p.gate), static_cast<const T*>(p.skip), QuantizedOutput<T>(p.y, p.quantized),
                 static_cast<T*>(p.sum), p.rows, p.channels, p.scale_rows, p.gate_rows, p.epsilon, p.rms != 0);
 }
 

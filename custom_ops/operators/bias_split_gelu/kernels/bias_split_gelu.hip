@@ -4,13 +4,14 @@
 // Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors = rows * half / kVec, those of Y.
 #include "common/gpu.h"
 #include "common/math.h"
+#include "common/quantized_output.h"
 #include "operators/bias_split_gelu/op.h"
 
 namespace sd_ort {
 
 template <class T, int kVec, int kBlock>
-__global__ __launch_bounds__(kBlock) void bias_split_gelu_kernel(const T* x, const T* bias, T* y, uint32_t vectors,
-                                                                 uint32_t vectors_per_row) {
+__global__ __launch_bounds__(kBlock) void bias_split_gelu_kernel(const T* x, const T* bias, QuantizedOutput<T> y,
+                                                                 uint32_t vectors, uint32_t vectors_per_row) {
   wait_for_predecessor();
   const uint32_t index = blockIdx.x * kBlock + threadIdx.x;
   if (index >= vectors) return;
@@ -30,7 +31,7 @@ __global__ __launch_bounds__(kBlock) void bias_split_gelu_kernel(const T* x, con
   Vec<T, kVec>::load(bias + half + column * kVec).unpack(shift);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) left[i] *= gelu(right[i] + shift[i]);
-  Vec<T, kVec>::pack(left).store(y + static_cast<int64_t>(vector) * kVec);
+  y.store(static_cast<int64_t>(vector) * kVec, left);
 }
 
 namespace {
@@ -41,8 +42,8 @@ const char* launch_kernel(const BiasSplitGeluParams& p, void* stream) {
   if (vectors == 0) return nullptr;
   if (vectors > UINT32_MAX) return "the tensor has more than 2^32 vectors";
   return launch(bias_split_gelu_kernel<T, kVec, kBlock>, dim3(ceil_div(vectors, kBlock)), dim3(kBlock), 0, stream,
-                static_cast<const T*>(p.x), static_cast<const T*>(p.bias), static_cast<T*>(p.y), vectors,
-                p.half / kVec);
+                static_cast<const T*>(p.x), static_cast<const T*>(p.bias), QuantizedOutput<T>(p.y, p.quantized),
+                vectors, p.half / kVec);
 }
 
 template <class T>

@@ -9,8 +9,9 @@ constexpr int kChannelsFirstBlock = 512;
 
 template <class T, int kVec>
 __global__ __launch_bounds__(kChannelsFirstBlock) void group_norm_channels_first_kernel(
-    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
-    int affine_is_float, int spatial, int channels, int channels_per_group, int activation, float epsilon) {
+    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
+    QuantizedOutput<T> y, T* sum, int affine_is_float, int spatial, int channels, int channels_per_group,
+    int activation, float epsilon) {
   wait_for_predecessor();
   using Pack = Vec<T, kVec>;
   constexpr int kStep = kChannelsFirstBlock * kVec;
@@ -65,7 +66,7 @@ __global__ __launch_bounds__(kChannelsFirstBlock) void group_norm_channels_first
 #pragma unroll
     for (int k = 0; k < kVec; ++k) v[k] = (v[k] - all.mean) * scale + shift;
     if (activation == 1) silu_all(v);
-    Pack::pack(v).store(y + begin + at);
+    y.store(begin + at, v);
   }
 }
 

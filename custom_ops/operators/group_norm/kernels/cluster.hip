@@ -119,9 +119,9 @@ struct ItemsOfThread {
 // kXOnly: no skip, bias or sum.
 template <class T, int kVec, bool kXOnly>
 __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
-    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
-    int affine_is_float, int spatial, int channels, int channels_per_group, int groups_per_block, int pixels_per_block,
-    int cluster, int lds_items, int activation, float epsilon) {
+    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
+    QuantizedOutput<T> y, T* sum, int affine_is_float, int spatial, int channels, int channels_per_group,
+    int groups_per_block, int pixels_per_block, int cluster, int lds_items, int activation, float epsilon) {
   wait_for_predecessor();
   using Pack = Vec<T, kVec>;
   constexpr int kAhead = ItemsOfThread<T, kVec, kXOnly>::kAhead;
@@ -244,7 +244,7 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
     float v[kVec];
     item.unpack(v);
     normalizer.apply(v, activation);
-    Pack::pack(v).store(y + place(i));
+    y.store(place(i), v);
   };
   const int batches = (pixels - lds_count + kAhead - 1) / kAhead;  // batches of kAhead items, in reverse
   for (int i = lds_count + (batches - 1) * kAhead; i >= lds_count; i -= kAhead) {

@@ -9,9 +9,9 @@ constexpr int kGenericBlock = 256;
 
 template <class T>
 __global__ __launch_bounds__(kGenericBlock) void group_norm_generic_kernel(
-    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
-    int affine_is_float, int spatial, int channels, int channels_per_group, int channels_last, int activation,
-    float epsilon) {
+    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
+    QuantizedOutput<T> y, T* sum, int affine_is_float, int spatial, int channels, int channels_per_group,
+    int channels_last, int activation, float epsilon) {
   wait_for_predecessor();
   __shared__ float shared[2 * max_waves(kGenericBlock)];
   const int64_t sample = blockIdx.y;
@@ -48,7 +48,7 @@ __global__ __launch_bounds__(kGenericBlock) void group_norm_generic_kernel(
     const float v = value(i);
     const float normalized = (v - mean) * factor * affine_value<T>(gamma, affine_is_float, channel) +
                              affine_value<T>(beta, affine_is_float, channel);
-    y[place(i)] = from_float<T>(activation == 1 ? silu(normalized) : normalized);
+    y.store(place(i), activation == 1 ? silu(normalized) : normalized);
     if (sum != nullptr) sum[place(i)] = from_float<T>(v);
   }
 }

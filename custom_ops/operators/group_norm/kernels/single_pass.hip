@@ -9,9 +9,9 @@ namespace sd_ort {
 
 template <class T, int kVec, int kItems, int kBlock>
 __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
-    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
-    int affine_is_float, int spatial, int channels, int channels_per_group, int groups_per_block, int activation,
-    float epsilon) {
+    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
+    QuantizedOutput<T> y, T* sum, int affine_is_float, int spatial, int channels, int channels_per_group,
+    int groups_per_block, int activation, float epsilon) {
   wait_for_predecessor();
   using Pack = Vec<T, kVec>;
   __shared__ float shared[2 * max_waves(kBlock)];
@@ -101,7 +101,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
       launder(items[i].raw);  // unpack again: the floats of all items would need twice the registers
       items[i].unpack(v);
       normalizer.apply(v, activation);
-      Pack::pack(v).store(y + begin + at);
+      y.store(begin + at, v);
       at += stride;
     }
   }

@@ -8,6 +8,7 @@
 
 #include "common/gpu.h"
 #include "common/math.h"
+#include "common/quantized_output.h"
 #include "common/reduce.h"
 #include "operators/group_norm/op.h"
 
@@ -116,7 +117,7 @@ struct GroupNormArguments {
   const T* skip;
   const T* skip_channels;
   const T* bias;
-  T* y;
+  QuantizedOutput<T> y;
   T* sum;
   int affine_is_float;
   int channels_per_group;
@@ -126,7 +127,7 @@ struct GroupNormArguments {
         skip(p.skip_broadcast ? nullptr : static_cast<const T*>(p.skip)),
         skip_channels(p.skip_broadcast ? static_cast<const T*>(p.skip) : nullptr),
         bias(static_cast<const T*>(p.bias)),
-        y(static_cast<T*>(p.y)),
+        y(p.y, p.quantized),
         sum(static_cast<T*>(p.sum)),
         affine_is_float(p.affine_dtype == DType::kFloat32),
         channels_per_group(static_cast<int>(p.channels / p.groups)) {}

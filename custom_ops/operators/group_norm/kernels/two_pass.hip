@@ -115,7 +115,7 @@ __global__ __launch_bounds__(kTwoPassBlock) void group_norm_statistics_kernel(
 template <class T, int kVec, bool kSkip>
 __global__ __launch_bounds__(kTwoPassBlock) void group_norm_apply_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
-    const float* moments, T* y, int affine_is_float, int spatial, int channels, int channels_per_group,
+    const float* moments, QuantizedOutput<T> y, int affine_is_float, int spatial, int channels, int channels_per_group,
     int groups_per_block, int pixels_per_chunk, int chunks, int activation, float epsilon) {
   wait_for_predecessor();
   __shared__ float parts[3 * kTwoPassBlock], means[GroupNormLaunch::kMaxGroupsPerBlock],
@@ -179,7 +179,7 @@ __global__ __launch_bounds__(kTwoPassBlock) void group_norm_apply_kernel(
         float v[kVec];
         tile.unpack(i, v);
         normalizer.apply(v, activation);
-        Vec<T, kVec>::pack(v).store(y + begin + static_cast<int64_t>(pixel + i * step) * channels);
+        y.store(begin + static_cast<int64_t>(pixel + i * step) * channels, v);
       }
     }
   }

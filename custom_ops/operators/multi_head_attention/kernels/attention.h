@@ -8,6 +8,7 @@
 #include "common/gpu.h"
 #include "common/math.h"
 #include "common/mma.h"
+#include "common/quantized_output.h"
 #include "common/reduce.h"
 #include "operators/multi_head_attention/kernels/tiles.h"
 #include "operators/multi_head_attention/op.h"
@@ -396,9 +397,9 @@ __device__ inline mma::Pieces load_tile(const Rows<T>& rows, int first_row, int 
   return pieces;
 }
 
-// Writes the part of a 16 x 16 tile within the first `rows` rows and `columns` columns at `to`.
-template <class T>
-__device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stride, int rows, int columns) {
+// Calls store(row, column, vector) for the pieces of a 16 x 16 tile within the first `rows` rows and `columns` columns.
+template <class T, class Store>
+__device__ inline void for_each_piece(const mma::Pieces& pieces, int rows, int columns, const Store& store) {
   const int lane = mma::lane_id();
 #pragma unroll
   for (int i = 0; i < mma::kPieces; ++i) {
@@ -408,8 +409,22 @@ __device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stri
     for (int j = 0; j < mma::kPieceSize / 2; ++j) bits[j] = pieces.r[i * mma::kPieceSize / 2 + j];
     Vec<T, mma::kPieceSize> piece;
     memcpy(&piece.raw, bits, sizeof(bits));
-    if (row < rows && column < columns) piece.store(to + row * stride + column);
+    if (row < rows && column < columns) store(row, column, piece);
   }
+}
+
+// Writes the part of a 16 x 16 tile within the first `rows` rows and `columns` columns at `to`.
+template <class T>
+__device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stride, int rows, int columns) {
+  for_each_piece<T>(pieces, rows, columns,
+                    [&](int row, int column, const auto& piece) { piece.store(to + row * stride + column); });
+}
+// The same at element `at` of the output.
+template <class T>
+__device__ inline void store_tile(const mma::Pieces& pieces, const QuantizedOutput<T>& to, int64_t at, int64_t stride,
+                                  int rows, int columns) {
+  for_each_piece<T>(pieces, rows, columns,
+                    [&](int row, int column, const auto& piece) { to.store(at + row * stride + column, piece); });
 }
 
 // One head of one sample, the work of a block.
@@ -439,11 +454,10 @@ struct Head {
   }
 };
 
-// Address of row `row` of this head in the output (batch, sequence, heads * head_size).
-template <class T>
-__device__ inline T* output_row(T* output, const AttentionShape& shape, int row) {
+// Element at which row `row` of this head begins in the output (batch, sequence, heads * head_size).
+__device__ inline int64_t output_row(const AttentionShape& shape, int row) {
   const int64_t stride = static_cast<int64_t>(shape.heads) * shape.head_size;
-  return output + (static_cast<int64_t>(blockIdx.z) * shape.sequence + row) * stride +
+  return (static_cast<int64_t>(blockIdx.z) * shape.sequence + row) * stride +
          static_cast<int64_t>(blockIdx.y) * shape.head_size;
 }
 
@@ -454,7 +468,7 @@ __device__ inline int keys_seen(const AttentionShape& shape, int first, int coun
 
 // Launches any of the kernels, which have the same arguments.
 template <class T>
-using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, AttentionShape);
+using AttentionKernel = void(const T*, const T*, const T*, const T*, QuantizedOutput<T>, AttentionShape);
 
 template <class T>
 const char* launch_attention(AttentionKernel<T>* kernel, const MultiHeadAttentionParams& p, int64_t blocks_per_head,
@@ -480,8 +494,8 @@ const char* launch_attention(AttentionKernel<T>* kernel, const MultiHeadAttentio
   shape.causal = p.causal;
   return launch(kernel, dim3(blocks_per_head, p.heads, p.batch), dim3(threads), lds_bytes, stream,
                 static_cast<const T*>(p.query.data), static_cast<const T*>(p.key.data),
-                static_cast<const T*>(p.value.data), static_cast<const T*>(p.attention_bias), static_cast<T*>(p.output),
-                shape);
+                static_cast<const T*>(p.value.data), static_cast<const T*>(p.attention_bias),
+                QuantizedOutput<T>(p.output, p.quantized), shape);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@ __host__ __device__ constexpr bool holds_all(int keys) { return keys == MultiHea
 
 template <class T, int kHead, int kQueries, int kKeys, int kThreads>
 __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries, holds_all(kKeys))) void flash_attention_kernel(
-    const T* query, const T* key, const T* value, const T* attention_bias, T* output, AttentionShape shape) {
+    const T* query, const T* key, const T* value, const T* attention_bias, QuantizedOutput<T> output,
+    AttentionShape shape) {
   wait_for_predecessor();
   using namespace mma;
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE;
@@ -130,12 +131,13 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries, holds_all(kKe
     }
     const int row = wave_query + m * kTile;
     const int64_t stride = static_cast<int64_t>(shape.heads) * shape.head_size;
-    T* to = output_row(output, shape, row);
+    const int64_t to = output_row(shape, row);
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
       for (int i = 0; i < kAccumulatorSize; ++i) out[m][h].x[i] *= inverse[row_slot(i)];
-      store_tile(to_pieces<T>(out[m][h]), to + h * kTile, stride, shape.sequence - row, shape.head_size - h * kTile);
+      store_tile(to_pieces<T>(out[m][h]), output, to + h * kTile, stride, shape.sequence - row,
+                 shape.head_size - h * kTile);
     }
   }
 }

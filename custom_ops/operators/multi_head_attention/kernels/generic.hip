@@ -13,7 +13,7 @@ namespace sd_ort {
 // scores.
 template <class T, int kColumnTiles>
 __global__ __launch_bounds__(256, 1) void generic_attention_kernel(const T* query, const T* key, const T* value,
-                                                                   const T* attention_bias, T* output,
+                                                                   const T* attention_bias, QuantizedOutput<T> output,
                                                                    AttentionShape shape) {
   wait_for_predecessor();
   constexpr int kTile = 64, kDepth = 32, kThreads = 256;
@@ -127,13 +127,13 @@ __global__ __launch_bounds__(256, 1) void generic_attention_kernel(const T* quer
     const float total = wave_reduce<Sum, 16>(sum[i]);
     const float inverse = total == 0.f ? 0.f : 1.f / total;
     const int at = first_query + row + i;
-    T* to = output_row(output, shape, at);
+    const int64_t to = output_row(shape, at);
 #pragma unroll
     for (int c = 0; c < kColumnTiles; ++c) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int to_column = first_column + c * kTile + column + j;
-        if (at < sequence && to_column < head_size) to[to_column] = from_float<T>(out[c][i][j] * inverse);
+        if (at < sequence && to_column < head_size) output.store(to + to_column, out[c][i][j] * inverse);
       }
     }
   }

@@ -115,7 +115,8 @@ __device__ __forceinline__ void sums_over_waves(const SoftmaxState (&state)[kRow
 // part of every stage: its rows of the scores and its columns of the output.
 template <class T, int kHead, int kStage, int kThreads>
 __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const T* query, const T* key, const T* value,
-                                                                           const T* attention_bias, T* output,
+                                                                           const T* attention_bias,
+                                                                           QuantizedOutput<T> output,
                                                                            AttentionShape shape) {
   wait_for_predecessor();
   using namespace mma;
@@ -240,14 +241,14 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     const int row = first_query + wave_row + m * kTile;
-    T* to = output_row(output, shape, row);
+    const int64_t to = output_row(shape, row);
 #pragma unroll
     for (int i = 0; i < kStages * kColumnTiles; ++i) {
       Accumulator& tile = out[m][i];
 #pragma unroll
       for (int j = 0; j < kAccumulatorSize; ++j) tile.x[j] *= inverse[m][row_slot(j)];
       const int column = i / kColumnTiles * kStage + (wave_column * kColumnTiles + i % kColumnTiles) * kTile;
-      store_tile(to_pieces<T>(tile), to + column, stride, shape.sequence - row, shape.head_size - column);
+      store_tile(to_pieces<T>(tile), output, to + column, stride, shape.sequence - row, shape.head_size - column);
     }
   }
 }

@@ -17,12 +17,12 @@ __host__ __device__ constexpr int warpgroup_lds_bytes(int head, int groups) {
 // A warpgroup computes 64 queries; the warpgroups of a block share tiles of keys and values.
 template <class T, int kHead, int kGroups>
 __global__ __launch_bounds__(wgmma::kThreads* kGroups,
-                             kHead > 80     ? 2 / kGroups
-                             : kGroups == 1 ? 3
-                                            : 2) void warpgroup_attention_kernel(const T* query, const T* key,
-                                                                                 const T* value,
-                                                                                 const T* attention_bias, T* output,
-                                                                                 AttentionShape shape) {
+                             kHead > 80 ? 2 / kGroups
+                             : kGroups == 1
+                                 ? 3
+                                 : 2) void warpgroup_attention_kernel(const T* query, const T* key, const T* value,
+                                                                      const T* attention_bias,
+                                                                      QuantizedOutput<T> output, AttentionShape shape) {
   wait_for_predecessor();
 #if defined(SD_ORT_WGMMA)
   using namespace mma;
@@ -115,12 +115,13 @@ __global__ __launch_bounds__(wgmma::kThreads* kGroups,
     inverse[slot] = total == 0.f ? 0.f : 1.f / total;
   }
   const int64_t stride = static_cast<int64_t>(shape.heads) * shape.head_size;
-  T* to = output_row(output, shape, wave_query);
+  const int64_t to = output_row(shape, wave_query);
 #pragma unroll
   for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
     for (int i = 0; i < kAccumulatorSize; ++i) out[h].x[i] *= inverse[row_slot(i)];
-    store_tile(to_pieces<T>(out[h]), to + h * kTile, stride, shape.sequence - wave_query, shape.head_size - h * kTile);
+    store_tile(to_pieces<T>(out[h]), output, to + h * kTile, stride, shape.sequence - wave_query,
+               shape.head_size - h * kTile);
   }
 #endif
 }

@@ -53,7 +53,7 @@ __device__ inline void begin_weighting(mma::Accumulator (&out)[kHeadTiles], cons
 // recomputes every address.
 template <class T, int kHeadTiles>
 __device__ inline void finish_rows(const mma::Accumulator (&out)[kHeadTiles], const float (&weights)[mma::kRowsPerLane],
-                                   T* output, const AttentionShape& shape) {
+                                   const QuantizedOutput<T>& output, const AttentionShape& shape) {
   const int lane = mma::lane_id(), column = mma::accumulator_column(lane, 0);
   float factors[mma::kRowsPerLane];
 #pragma unroll
@@ -66,12 +66,12 @@ __device__ inline void finish_rows(const mma::Accumulator (&out)[kHeadTiles], co
   for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
     const int row = blockIdx.x * wgmma::kRows + threadIdx.x / mma::kWave * mma::kTile + mma::slot_row(lane, slot);
     if (row >= shape.sequence) continue;
-    T* const to = output_row(output, shape, row) + column;
+    const int64_t to = output_row(shape, row) + column;
 #pragma unroll
     for (int i = 0; i < 2 * kHeadTiles; ++i) {
       const int element = 4 * (i % 2) + 2 * slot;
       const float pair[] = {out[i / 2].x[element] * factors[slot], out[i / 2].x[element + 1] * factors[slot]};
-      if (i * 8 < shape.head_size) Vec<T, 2>::pack(pair).store(to + i * 8);
+      if (i * 8 < shape.head_size) output.store(to + i * 8, pair);
     }
   }
 }
@@ -80,7 +80,7 @@ __device__ inline void finish_rows(const mma::Accumulator (&out)[kHeadTiles], co
 
 template <class T, int kHead>
 __global__ __launch_bounds__(wgmma::kThreads, kHead <= 64 ? 5 : 4) void short_warpgroup_attention_kernel(
-    const T* query, const T* key, const T* value, const T*, T* output, AttentionShape shape) {
+    const T* query, const T* key, const T* value, const T*, QuantizedOutput<T> output, AttentionShape shape) {
   wait_for_predecessor();
 #if defined(SD_ORT_WGMMA)
   using namespace mma;
@@ -145,9 +145,9 @@ constexpr int kTileBytes = kWarpgroupKeys * wgmma::kRowBytes;
 constexpr int kFullTilesLdsBytes = 5 * kTileBytes;  // queries, and two stages of keys and values
 
 template <class T>
-__global__ __launch_bounds__(wgmma::kThreads, 5) void full_tiles_attention_kernel(const T* query, const T* key,
-                                                                                  const T* value, const T*, T* output,
-                                                                                  AttentionShape shape) {
+__global__ __launch_bounds__(wgmma::kThreads,
+                             5) void full_tiles_attention_kernel(const T* query, const T* key, const T* value, const T*,
+                                                                 QuantizedOutput<T> output, AttentionShape shape) {
   wait_for_predecessor();
 #if defined(SD_ORT_WGMMA)
   using namespace mma;

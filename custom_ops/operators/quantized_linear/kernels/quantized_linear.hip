@@ -4,6 +4,7 @@
 #include "common/float8.h"
 #include "common/gpu.h"
 #include "common/math.h"
+#include "common/quantized_output.h"
 #include "operators/quantized_linear/op.h"
 
 namespace sd_ort {
@@ -26,8 +27,8 @@ __device__ inline float quantized_linear_sum(const uint8_t* x, const uint8_t* we
 
 template <class T>
 __global__ __launch_bounds__(256) void quantized_linear_kernel(const uint8_t* x, const uint8_t* weight,
-                                                               const float* scale, const T* bias, const T* skip, T* y,
-                                                               QuantizedLinearShape shape) {
+                                                               const float* scale, const T* bias, const T* skip,
+                                                               QuantizedOutput<T> y, QuantizedLinearShape shape) {
   wait_for_predecessor();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (at >= shape.count) return;
@@ -41,7 +42,7 @@ __global__ __launch_bounds__(256) void quantized_linear_kernel(const uint8_t* x,
   if (skip != nullptr) values[0] += to_float(skip[at]);
   if (shape.gelu) values[0] = gelu_tanh(values[0]);
   if (shape.gated) values[0] *= gelu(values[1]);
-  y[at] = from_float<T>(values[0]);
+  y.store(at, values[0]);
 }
 
 namespace {
@@ -53,7 +54,8 @@ const char* launch_type(const QuantizedLinearParams& p, void* stream) {
   if (shape.count == 0) return nullptr;
   return launch(quantized_linear_kernel<T>, dim3(ceil_div(shape.count, 256)), dim3(256), 0, stream,
                 static_cast<const uint8_t*>(p.x), static_cast<const uint8_t*>(p.weight), p.scale,
-                static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), shape);
+                static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), QuantizedOutput<T>(p.y, p.quantized),
+                shape);
 }
 
 }  // namespace

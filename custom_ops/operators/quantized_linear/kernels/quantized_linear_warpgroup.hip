@@ -5,12 +5,13 @@
 // While a warpgroup computes the gate of half of its columns, it runs the last steps of the GEMM of the other half, or
 // the first steps of the next tile.
 //
-// quantized_linear_gated_kernel<T>
+// quantized_linear_gated_kernel<T, kFloat8>: Y in T, or in float8
 //   Launch: block (384, 1, 1), grid (min(multiprocessors, tiles), 1, 1), dynamic LDS kLdsBytes.
 #include <algorithm>
 
 #include "common/bulk_copy.h"
 #include "common/math.h"
+#include "common/quantized_output.h"
 #include "common/wgmma_float8.h"
 #include "operators/quantized_linear/op.h"
 
@@ -28,8 +29,16 @@ constexpr int kXBytes = kRows * wgmma::kRowBytes, kWeightBytes = kPanels * kPane
 constexpr int kStages = 4, kEdge = kStages / 2;  // steps at both ends of a tile that are computed by halves
 constexpr int kHalfColumns = kPanelRows, kHalfTiles = 2 * kHalfColumns / mma::kTile;
 constexpr int kYBytes = kRows * kColumns * 2, kWaveRows = 16;
+constexpr int kFloat8Stride = kHalfColumns + 16;  // of rows in shared memory, which keeps banks apart
 constexpr int kBarriersAt = kStages * (kXBytes + kWeightBytes) + kYBytes;
 constexpr int kLdsBytes = kBarriersAt + 2 * kStages * 8;
+
+// Y in float8.
+struct Float8Rows {
+  uint8_t* data;
+  int rows;
+  float factor;  // 1 / scale
+};
 
 struct Tiles {
   int steps;    // of the depth
@@ -106,12 +115,14 @@ struct Shifts {
 };
 
 // Work of a warpgroup.
-template <class T>
+template <class T, bool kFloat8>
 class Group {
  public:
-  __device__ Group(const Lds& lds, char* y_lds, const bulk::Matrix& y, const T* bias, float scale, const Tiles& tiles)
+  __device__ Group(const Lds& lds, char* y_lds, const bulk::Matrix& y, const Float8Rows& float8, const T* bias,
+                   float scale, const Tiles& tiles)
       : lds_(lds),
         y_(y),
+        float8_(float8),
         bias_(bias),
         scale_(scale),
         tiles_(tiles),
@@ -212,7 +223,7 @@ class Group {
     constexpr int kPanel = kWaveRows * wgmma::kRowBytes;
     char* const lds = y_lds_ + kHalf * kPanel;
     const int lane = mma::lane_id();
-    bulk::wait_for_reads();  // of the previous tile
+    if (!kFloat8) bulk::wait_for_reads();  // of the previous tile
     wave_barrier();
     constexpr int kTiles = kHalfColumns / mma::kTile;
     wgmma::settle(sums_[kHalf]);
@@ -230,9 +241,19 @@ class Group {
           left[j] =
               (left[j] + scale_ * lefts[tile].x[i + j]) * gelu_by_logit(right[j] + scale_ * rights[tile].x[i + j]);
         }
-        char* const to = lds + wgmma::piece_offset(mma::accumulator_row(lane, i), piece);
-        Vec<T, 2>::pack(left).store(reinterpret_cast<T*>(to) + lane % 4 * 2);
+        if constexpr (kFloat8) {
+          char* const to = lds + mma::accumulator_row(lane, i) * kFloat8Stride + piece * 8;
+          store_float8(reinterpret_cast<uint8_t*>(to) + lane % 4 * 2, left, float8_.factor);
+        } else {
+          char* const to = lds + wgmma::piece_offset(mma::accumulator_row(lane, i), piece);
+          Vec<T, 2>::pack(left).store(reinterpret_cast<T*>(to) + lane % 4 * 2);
+        }
       }
+    }
+    if constexpr (kFloat8) {
+      wave_barrier();
+      write_float8(lds, row, column + kHalf * kHalfColumns);
+      return;
     }
     wgmma::fence_stores();
     wave_barrier();
@@ -242,8 +263,22 @@ class Group {
     }
   }
 
+  // Copies 16 rows of 64 elements from shared memory to Y, 16 at once.
+  __device__ void write_float8(const char* lds, int row, int column) const {
+    constexpr int kParts = kHalfColumns / 16;
+#pragma unroll
+    for (int i = 0; i < kWaveRows * kParts / mma::kWave; ++i) {
+      const int item = mma::lane_id() + i * mma::kWave, in_tile = item / kParts, part = item % kParts * 16;
+      if (row + in_tile >= float8_.rows || column + part >= tiles_.columns) continue;
+      const auto elements = *reinterpret_cast<const FourRegisters*>(lds + in_tile * kFloat8Stride + part);
+      const int64_t at = static_cast<int64_t>(row + in_tile) * tiles_.columns + column + part;
+      *reinterpret_cast<FourRegisters*>(float8_.data + at) = elements;
+    }
+  }
+
   const Lds& lds_;
   const bulk::Matrix& y_;
+  const Float8Rows& float8_;
   const T* const bias_;
   const float scale_;
   const Tiles& tiles_;
@@ -256,11 +291,12 @@ class Group {
 
 }  // namespace
 
-template <class T>
+template <class T, bool kFloat8>
 __global__ __launch_bounds__(kThreads,
                              1) void quantized_linear_gated_kernel(const __grid_constant__ bulk::Matrix x,
                                                                    const __grid_constant__ bulk::Matrix weight,
                                                                    const __grid_constant__ bulk::Matrix y,
+                                                                   const __grid_constant__ Float8Rows float8,
                                                                    const T* bias, const float* scale, Tiles tiles) {
   wait_for_predecessor();
 #if defined(SD_ORT_WGMMA)
@@ -279,7 +315,7 @@ __global__ __launch_bounds__(kThreads,
     if (threadIdx.x == 0) load_tiles(lds, x, weight, tiles);
   } else {
     wgmma::take_registers<232>();
-    Group<T>(lds, dynamic + kStages * (kXBytes + kWeightBytes), y, bias, *scale, tiles).run();
+    Group<T, kFloat8>(lds, dynamic + kStages * (kXBytes + kWeightBytes), y, float8, bias, *scale, tiles).run();
   }
 #endif
 }
@@ -289,17 +325,20 @@ namespace {
 template <class T>
 const char* run(const QuantizedLinearParams& p, void* stream) {
   const int64_t half = p.columns / 2;
-  bulk::Matrix x, weight, y;
+  const bool float8 = p.quantized.data != nullptr;
+  bulk::Matrix x, weight, y = {};
   if (!bulk::describe(&x, p.x, p.rows, p.inner / 2, kRows) ||
       !bulk::describe(&weight, p.weight, p.columns, p.inner / 2, kPanelRows) ||
-      !bulk::describe(&y, p.y, p.rows, half, kWaveRows)) {
+      !(float8 || bulk::describe(&y, p.y, p.rows, half, kWaveRows))) {
     return "the driver does not describe the matrices";
   }
   const int64_t down = ceil_div(p.rows, kRows), count = down * ceil_div(half, kColumns);
   const Tiles tiles = {static_cast<int>(ceil_div(p.inner, kDepth)), static_cast<int>(down), static_cast<int>(count),
                        static_cast<int>(half)};
-  return launch(quantized_linear_gated_kernel<T>, dim3(std::min<int64_t>(count, multiprocessors())), dim3(kThreads),
-                kLdsBytes, stream, x, weight, y, static_cast<const T*>(p.bias), p.scale, tiles);
+  const Float8Rows rows = {static_cast<uint8_t*>(p.quantized.data), static_cast<int>(p.rows), 1.f / p.quantized.scale};
+  const auto kernel = float8 ? quantized_linear_gated_kernel<T, true> : quantized_linear_gated_kernel<T, false>;
+  return launch(kernel, dim3(std::min<int64_t>(count, multiprocessors())), dim3(kThreads), kLdsBytes, stream, x, weight,
+                y, rows, static_cast<const T*>(p.bias), p.scale, tiles);
 }
 
 }  // namespace
@@ -308,8 +347,10 @@ bool quantized_linear_supports_warpgroups(const QuantizedLinearParams& p) {
   const int64_t half = p.columns / 2;
   const int64_t steps = ceil_div(p.inner, kDepth), count = ceil_div(p.rows, kRows) * ceil_div(half, kColumns);
   return wgmma::are_compiled() && p.dtype != DType::kFloat32 && p.eight_bits == DType::kFloat8 && p.gated &&
-         p.scales == 1 && count > 0 && steps >= 2 * kEdge && p.inner % 16 == 0 && half % 8 == 0 &&
-         std::max({p.rows, p.inner, p.columns, count}) < INT32_MAX / 2 && are_aligned<16>(p.x, p.weight, p.bias, p.y);
+         p.scales == 1 && count > 0 && steps >= 2 * kEdge && p.inner % 16 == 0 &&
+         half % (p.quantized.data == nullptr ? 8 : 16) == 0 && (p.y == nullptr) != (p.quantized.data == nullptr) &&
+         std::max({p.rows, p.inner, p.columns, count}) < INT32_MAX / 2 &&
+         are_aligned<16>(p.x, p.weight, p.bias, p.y, p.quantized.data);
 }
 
 const char* quantized_linear_warpgroups(const QuantizedLinearParams& p, void* stream) {

@@ -6,6 +6,7 @@
 // skip_layer_norm_any_kernel: rows of any length in two passes.
 //   Launch: block (256, 1, 1), grid (rows, 1, 1), static LDS only.
 #include "common/gpu.h"
+#include "common/quantized_output.h"
 #include "common/reduce.h"
 #include "operators/skip_layer_norm/op.h"
 
@@ -24,8 +25,8 @@ __device__ inline void load_or_zero(Vec<T, kVec> (&items)[kItems], const T* weig
 
 template <class T, int kVec, int kLanes, int kItems>
 __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, const T* skip, const T* gamma,
-                                                                 const T* beta, const T* bias, T* y, T* sum,
-                                                                 uint32_t rows, uint32_t skip_rows,
+                                                                 const T* beta, const T* bias, QuantizedOutput<T> y,
+                                                                 T* sum, uint32_t rows, uint32_t skip_rows,
                                                                  uint32_t vectors_per_row, float epsilon) {
   wait_for_predecessor();
   static_assert(kLanes <= 32 || kLanes == kBlock, "a row is reduced within a wave or over the whole block");
@@ -99,14 +100,14 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, con
     shift[i].unpack(b);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) values[i][k] = (values[i][k] - mean) * (factor * a[k]) + b[k];
-    if (is_mine(i) && row == wanted_row) Pack::pack(values[i]).store(y + begin + column(i));
+    if (is_mine(i) && row == wanted_row) y.store(begin + column(i), values[i]);
   }
 }
 
 template <class T>
 __global__ __launch_bounds__(kBlock) void skip_layer_norm_any_kernel(const T* x, const T* skip, const T* gamma,
-                                                                     const T* beta, const T* bias, T* y, T* sum,
-                                                                     uint32_t skip_rows, uint32_t channels,
+                                                                     const T* beta, const T* bias, QuantizedOutput<T> y,
+                                                                     T* sum, uint32_t skip_rows, uint32_t channels,
                                                                      float epsilon) {
   wait_for_predecessor();
   __shared__ float shared[2 * max_waves(kBlock)];
@@ -129,7 +130,7 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_any_kernel(const T* x,
   const float factor = rsqrtf(moments.m2 / channels + epsilon);
   for (uint32_t c = threadIdx.x; c < channels; c += kBlock) {
     const float normalized = (value(c) - moments.mean) * (factor * to_float(gamma[c]));
-    y[begin + c] = from_float<T>(normalized + (beta == nullptr ? 0.f : to_float(beta[c])));
+    y.store(begin + c, normalized + (beta == nullptr ? 0.f : to_float(beta[c])));
   }
 }
 
@@ -143,15 +144,16 @@ const char* launch_rows(const SkipLayerNormParams& p, void* stream) {
   return launch(skip_layer_norm_kernel<T, kWide<T>, kLanes, kItems>, dim3(ceil_div(p.rows, kBlock / kLanes)),
                 dim3(kBlock), 0, stream, static_cast<const T*>(p.x), static_cast<const T*>(p.skip),
                 static_cast<const T*>(p.gamma), static_cast<const T*>(p.beta), static_cast<const T*>(p.bias),
-                static_cast<T*>(p.y), static_cast<T*>(p.sum), p.rows, p.skip_rows, p.channels / kWide<T>, p.epsilon);
+                QuantizedOutput<T>(p.y, p.quantized), static_cast<T*>(p.sum), p.rows, p.skip_rows,
+                p.channels / kWide<T>, p.epsilon);
 }
 
 template <class T>
 const char* launch_any(const SkipLayerNormParams& p, void* stream) {
   return launch(skip_layer_norm_any_kernel<T>, dim3(p.rows), dim3(kBlock), 0, stream, static_cast<const T*>(p.x),
                 static_cast<const T*>(p.skip), static_cast<const T*>(p.gamma), static_cast<const T*>(p.beta),
-                static_cast<const T*>(p.bias), static_cast<T*>(p.y), static_cast<T*>(p.sum), p.skip_rows, p.channels,
-                p.epsilon);
+                static_cast<const T*>(p.bias), QuantizedOutput<T>(p.y, p.quantized), static_cast<T*>(p.sum),
+                p.skip_rows, p.channels, p.epsilon);
 }
 
 template <class T, int kLanes>
