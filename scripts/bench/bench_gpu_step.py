@@ -139,7 +139,9 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
         engines.append(compiled_engine("torch.compile", net, arguments, time.perf_counter()))
     if "torchao" in which:
         started = time.perf_counter()
-        engines.append(compiled_engine("torchao float8", float8_linears(copy.deepcopy(net)), arguments, started))
+        quantized = float8_linears(copy.deepcopy(net).bfloat16())  # torchao scales by row in bfloat16 alone
+        in_bfloat16 = [a.bfloat16() if a.dtype == torch.float16 else a for a in arguments]
+        engines.append(compiled_engine("torchao float8", quantized, in_bfloat16, started))
     return engines
 
 

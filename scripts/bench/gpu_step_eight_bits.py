@@ -37,7 +37,7 @@ from scripts.bench.gpu_models import export_raw, fill, limits, random_inputs, ra
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.core import pipeline_folder
-from sd_ort.core.errors import SdOrtError
+from sd_ort.core.errors import SdOrtError, first_line
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
@@ -68,6 +68,17 @@ def engine(
     print(f"  {label}: {report['op_counts']} {report.get('eight_bits', {}).get('layers', '')}", flush=True)
     options = {"tuning": True} if provider.startswith("plugin:") else {}
     return session_engine(label, provider, path, True, inputs, shape, time.perf_counter(), **options)
+
+
+def peers(net: torch.nn.Module, inputs: Any, names: list[str]) -> list[Contender]:
+    """Return torch's engines; one that fails is named, and the others are measured."""
+    engines = []
+    for name in names:
+        try:
+            engines += torch_engines(net, inputs, [name])
+        except Exception as error:  # of another project, on another version of torch
+            print(f"  {name} failed: {first_line(error)}", flush=True)
+    return engines
 
 
 def main() -> None:
@@ -111,8 +122,7 @@ def main() -> None:
             for name in options.engines
             for dtype in (None, "float8")
         ]
-        if options.peers:
-            engines = [*torch_engines(net, inputs, options.peers), *engines]
+        engines = [*peers(net, inputs, options.peers), *engines]
         times = time_rounds(engines, options.calls)
         rows = []
         for each in engines:
