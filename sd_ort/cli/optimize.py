@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sd_ort.cli.model_options import checkpoint_options
 from sd_ort.core.pipeline_folder import standalone_model
 
 if TYPE_CHECKING:
@@ -74,16 +75,7 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
     "gpu with --float16, a transformer also with --bfloat16].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
-@click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")
-@click.option("--controlnet", metavar="MODEL", help="With a checkpoint: a ControlNet's diffusers folder or hub id.")
-@click.option(
-    "--ip-adapter", type=click.Path(path_type=Path), help="With a checkpoint: add the IP-Adapter in this file."
-)
-@click.option(
-    "--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: image_encoder beside it]."
-)
-@click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the checkpoint's.")
-@click.option("--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin, as weights alone; only if you trust them.")
+@checkpoint_options
 @click.option("--overwrite", is_flag=True, help="Replace files in OUT that were changed since sd-ort wrote them.")
 def command(
     source: Path,
@@ -100,13 +92,8 @@ def command(
     inputs: Path | None,
     hoist: bool | None,
     components: tuple[str, ...],
-    config: str | None,
-    controlnet: str | None,
-    ip_adapter: Path | None,
-    image_encoder: Path | None,
-    vae: Path | None,
-    unsafe_pickle: bool,
     overwrite: bool,
+    **checkpoint_values: Any,
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
 
@@ -123,7 +110,7 @@ def command(
     from sd_ort.checkpoints.open import CheckpointOptions
     from sd_ort.stages import optimize
 
-    checkpoint = CheckpointOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder, controlnet)
+    checkpoint = CheckpointOptions(**checkpoint_values)
     with _recorded_inputs(source, output, checkpoint, eight_bits, prompts, inputs) as recorded:
         manifest = optimize(
             source,
