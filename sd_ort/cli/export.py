@@ -22,17 +22,7 @@ from sd_ort.core.errors import InputError
 @checkpoint_options
 @click.option("--component", "components", multiple=True, help="Export only this component; can be repeated.")
 @click.option("--overwrite", is_flag=True, help="Replace files in OUT that were changed since sd-ort wrote them.")
-def command(
-    paths: tuple[str, ...],
-    preset: str | None,
-    random_weights: bool,
-    seed: int,
-    opset: int,
-    exporter: str,
-    components: tuple[str, ...],
-    overwrite: bool,
-    **checkpoint: Any,
-) -> None:
+def command(paths: tuple[str, ...], preset: str | None, components: tuple[str, ...], **options: Any) -> None:
     """Turn MODEL into an ONNX pipeline folder OUT.
 
     MODEL is `demo` or `demo-dit` (small models that come with sd-ort), a checkpoint in one .safetensors file, a folder
@@ -50,13 +40,8 @@ def command(
         paths[0] if preset is None else None,
         Path(paths[-1]),
         preset=preset,
-        random_weights=random_weights,
-        opset=opset,
-        exporter=exporter,
-        seed=seed,
         components=components or None,
-        overwrite=overwrite,
-        **checkpoint,
+        **options,
         on_progress=lambda line: click.echo(line, err=True),
     )
     click.echo(table(manifest))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,20 +81,14 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 def command(
     source: Path,
     output: Path,
-    target: str | None,
     dtype: str | None,
-    float16_io: bool,
     weights: str | None,
     weight_group: str | None,
     asymmetric: bool,
-    eight_bits: str | None,
     prompts: Path | None,
-    calibrate: bool | None,
     inputs: Path | None,
-    hoist: bool | None,
     components: tuple[str, ...],
-    overwrite: bool,
-    **checkpoint_values: Any,
+    **options: Any,
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
 
@@ -110,23 +105,19 @@ def command(
     from sd_ort.checkpoints.open import CheckpointOptions
     from sd_ort.stages import optimize
 
-    checkpoint = CheckpointOptions(**checkpoint_values)
-    with _recorded_inputs(source, output, checkpoint, eight_bits, prompts, inputs) as recorded:
+    names = [field.name for field in fields(CheckpointOptions) if field.name in options]
+    checkpoint = CheckpointOptions(**{name: options.pop(name) for name in names})
+    with _recorded_inputs(source, output, checkpoint, options["eight_bits"], prompts, inputs) as recorded:
         manifest = optimize(
             source,
             output,
             checkpoint=checkpoint,
             on_progress=click.echo,
-            target=target,
             dtype=dtype or "float32",
             components=list(components) or None,
-            calibrate=calibrate,
             inputs=recorded,
-            hoist=hoist,
-            float16_io=float16_io,
             weights=_weight_storage(weights, weight_group, asymmetric),
-            eight_bits=eight_bits,
-            overwrite=overwrite,
+            **options,
         )
     show(manifest["components"], source if standalone_model(source) is not None else output)
     click.echo(f"Wrote {output}")
