@@ -28,16 +28,18 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
+import onnxscript.optimizer
+from onnxruntime.transformers.optimizer import optimize_model
+from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
 from fusion_passes.lower import nhwc_layout
-from scripts.bench import peers
 from scripts.fixtures import other_architectures
 from sd_ort.optimize.optimizer import lower_operators
 from sd_ort.optimize.targets import PORTABLE, TARGETS, Target
@@ -56,26 +58,49 @@ TYPES = {
 }  # fmt: skip
 
 
-def transformers_type(name: str) -> str:
-    """Return the model type that ONNX Runtime's optimizer of transformer models has for a graph."""
-    return next((kind for start, kind in TYPES.items() if name.startswith(start)), "unet")
+def transformers_nodes(model: onnx.ModelProto, name: str) -> str:
+    """Nodes that ONNX Runtime's optimizer of transformer models leaves."""
+    kind = next((kind for start, kind in TYPES.items() if name.startswith(start)), "unet")
+    with tempfile.TemporaryDirectory() as scratch:
+        onnx.save(model, f"{scratch}/in.onnx")
+        optimized = optimize_model(
+            f"{scratch}/in.onnx", kind, opt_level=0
+        )  # its fusions alone, not the level 2 beside it
+        return str(len(optimized.model.graph.node))
 
 
-def attempt(measure: Callable[..., Any], *arguments: Any) -> str:
-    """Return what is measured, of a graph its nodes, or the kind of the error."""
+def onnxruntime_nodes(model: onnx.ModelProto) -> str:
+    """Nodes of the graph that ONNX Runtime makes for its CPU provider."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath, options.log_severity_level = f"{scratch}/out.onnx", 4
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return str(len(onnx.load(f"{scratch}/out.onnx").graph.node))
+
+
+def onnxscript_nodes(model: onnx.ModelProto) -> str:
+    """Nodes that onnxscript's optimizer leaves, with its fusions for ONNX Runtime."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)  # `optimize_for_ort` changes tensors in place
+    optimized = ir.from_proto(copy)
+    onnxscript.optimizer.optimize(optimized)
+    return str(len(optimize_for_ort(optimized)[0].graph))
+
+
+def attempt(measure, *arguments) -> str:  # type: ignore[no-untyped-def]
     try:
-        measured = measure(*arguments)
+        return measure(*arguments)
     except Exception as error:
         return f"fails: {type(error).__name__}"
-    return str(len(measured.graph)) if isinstance(measured, ir.Model) else str(measured)
 
 
-def session_graph(start: onnx.ModelProto) -> ir.Model:
-    """The graph that runs of the graph for target cpu, in a session of ONNX Runtime."""
+def session_nodes(start: onnx.ModelProto) -> str:
+    """Nodes that run of the graph for target cpu, in a session of ONNX Runtime."""
     model = ir.from_proto(start)
     other_architectures.fuse(model, TARGETS["cpu"])
     lower_operators(model, TARGETS["cpu"])
-    return peers.by_onnxruntime(ir.to_proto(model))
+    return onnxruntime_nodes(ir.to_proto(model))
 
 
 def error(source: onnx.ModelProto, start: onnx.ModelProto) -> str:
@@ -94,8 +119,8 @@ def row(name: str) -> list[str]:
     before = other_architectures.operators(ir.from_proto(source))
     sites = [sum(before[op] for op in ops) for ops in (other_architectures.ATTENTION, other_architectures.NORM)]
     cells, fused, start = [], {}, other_architectures.canonical(source)
-    others = [attempt(peers.by_onnxscript, source), attempt(peers.by_onnxruntime, source)]
-    others.append(attempt(peers.by_transformers, source, transformers_type(name)))
+    others = [attempt(onnxscript_nodes, source), attempt(onnxruntime_nodes, source)]
+    others.append(attempt(transformers_nodes, source, name))
     best = min(int(nodes) for nodes in others if nodes.isdigit())
     for target in TARGETS.values():
         after = other_architectures.fuse(ir.from_proto(start), target)
@@ -107,7 +132,7 @@ def row(name: str) -> list[str]:
     norms = after["GroupNorm"] + after["SkipGroupNorm"]
     nodes = f"{before.total()} / {before['Transpose']}"
     counts = [f"{found} of {there}" if there else "" for found, there in zip((attention, norms), sites, strict=True)]
-    cells += [attempt(session_graph, start), attempt(error, source, start)]
+    cells += [attempt(session_nodes, start), attempt(error, source, start)]
     return [name, nodes, *counts, *cells, *others]
 
 

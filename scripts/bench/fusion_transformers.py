@@ -21,13 +21,15 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
+import onnxscript.optimizer
+from onnxruntime.transformers.optimizer import optimize_model
+from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-from scripts.bench import peers
 from scripts.report import table as markdown
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.export.exporter import export
@@ -72,10 +74,29 @@ def _is_constant(value: ir.Value | None) -> bool:
     return value is None or value.is_initializer() or value.const_value is not None
 
 
-PEERS: dict[str, Callable[[onnx.ModelProto], ir.Model]] = {
-    "ORT transformers, mmdit": partial(peers.by_transformers, model_type="mmdit"),
-    "onnxscript": peers.by_onnxscript,
-    "ORT extended": peers.by_onnxruntime,
+def by_onnxruntime_transformers(path: Path, scratch: Path) -> ir.Model:
+    optimized = optimize_model(str(path), "mmdit", opt_level=0)
+    return ir.from_proto(optimized.model)
+
+
+def by_onnxscript(path: Path, scratch: Path) -> ir.Model:
+    model = ir.from_proto(onnx.load(path))
+    onnxscript.optimizer.optimize(model)
+    return optimize_for_ort(model)[0]
+
+
+def by_onnxruntime(path: Path, scratch: Path) -> ir.Model:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath, options.log_severity_level = str(scratch / "extended.onnx"), 4
+    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return ir.load(scratch / "extended.onnx")
+
+
+PEERS: dict[str, Callable[[Path, Path], ir.Model]] = {
+    "ORT transformers, mmdit": by_onnxruntime_transformers,
+    "onnxscript": by_onnxscript,
+    "ORT extended": by_onnxruntime,
 }
 
 
@@ -94,7 +115,7 @@ def rows(preset: str, opset: int, work: Path) -> list[list[str]]:
     table = [[preset, str(opset), name, *map(str, numbers)] for name, numbers in results.items()]
     for name, run in PEERS.items():
         try:
-            numbers = [str(number) for number in measure(run(onnx.load(path)))]
+            numbers = [str(number) for number in measure(run(path, work))]
         except Exception as error:
             numbers = [f"fails: {type(error).__name__}", *[""] * (len(COLUMNS) - 1)]
         table.append([preset, str(opset), name, *numbers])
