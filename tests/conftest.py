@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -100,6 +101,14 @@ def small_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def default_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of `sd15-mini` by the default exporter, in a quarter of a minute: for tests of what that one makes."""
     return shared_export("sd15-mini", "dynamo", run_folder, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """The diffusers pipeline that `small_export` was exported from."""
+    from sd_ort.checkpoints.torch_pipeline import torch_pipeline
+
+    return torch_pipeline("sd15-small", random_weights=True, seed=0)
 
 
 @pytest.fixture(scope="session")

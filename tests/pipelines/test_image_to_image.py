@@ -46,11 +46,6 @@ def mask() -> Image.Image:
     return Image.fromarray(pixels)
 
 
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    return torch_pipeline("sd15-small", random_weights=True, seed=0)
-
-
 def as_kind(kind: str, reference: Any) -> Any:
     """The diffusers pipeline class `kind` with the models of another."""
     made = getattr(diffusers, kind)(**reference.components)

@@ -25,7 +25,6 @@ from PIL import Image
 from sd_ort import StableDiffusionPipeline, cli
 from sd_ort.benchmark.engines.pytorch import first_latents
 from sd_ort.checkpoints.schedulers import make_scheduler, scheduler_class
-from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core import files, metrics, progress
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.pipeline_folder import DATA, MODEL
@@ -44,12 +43,6 @@ def seeds(*values: int) -> list[torch.Generator]:
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    """The diffusers pipeline that `small_export` was exported from."""
-    return torch_pipeline("sd15-small", random_weights=True, seed=0)
 
 
 @pytest.fixture(scope="module")
