@@ -8,12 +8,13 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 import pytest
+from cli_type import Cli
 from small_presets import export_with, mini, smalls
 
 from sd_ort import cli
@@ -163,7 +164,7 @@ def tiny_copy(small_export: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sd_ort(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def sd_ort(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run `sd-ort ARGS...` as a shell would: (exit code, stdout, stderr)."""
 
     # No second process for each of a thousand runs: tests/hostile has those that need it.

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import onnxruntime
 import pytest
 import torch
 import tqdm
+from cli_type import Cli
 from image_metrics import psnr
 from PIL import Image
 
@@ -191,8 +191,6 @@ def test_scheduler_that_cannot_be_used(small_export: Path, name: str) -> None:
 
 
 # --- The command ----------------------------------------------------------------------------------------------------
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
