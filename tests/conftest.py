@@ -8,11 +8,13 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
+from cli_type import Cli
 from small_presets import export_with, mini, smalls
 
 from sd_ort import cli
@@ -102,6 +104,14 @@ def default_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return shared_export("sd15-mini", "dynamo", run_folder, tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """The diffusers pipeline that `small_export` was exported from."""
+    from sd_ort.checkpoints.torch_pipeline import torch_pipeline
+
+    return torch_pipeline("sd15-small", random_weights=True, seed=0)
+
+
 @pytest.fixture(scope="session")
 def controlled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`small_export` with a ControlNet. Do not change it."""
@@ -154,7 +164,7 @@ def tiny_copy(small_export: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sd_ort(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def sd_ort(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run `sd-ort ARGS...` as a shell would: (exit code, stdout, stderr)."""
 
     # No second process for each of a thousand runs: tests/hostile has those that need it.

@@ -115,7 +115,7 @@ def test_what_differs_by_system_is_in_one_header() -> None:
 def test_scripts_do_not_patch_the_path() -> None:
     """Shared modules are imported as `scripts.<folder>.<module>`. Only an application's checkout is put on the path."""
     patching = {str(path) for path, tree in trees().items() if path.startswith("scripts/") and _patches_path(tree)}
-    applications = {"comfyui_host", "comfyui_page", "host_loras", "webui_run", "webui_serve"}
+    applications = {"comfyui_host", "comfyui_page", "host_loras", "webui_serve"}
     allowed = {f"scripts/checks/{name}.py" for name in applications}
     assert {path for path in patching if not path.startswith("scripts/amd/")} == allowed
 

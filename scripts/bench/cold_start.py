@@ -13,7 +13,6 @@ results/cold_start_<machine>.json and .md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import subprocess
@@ -25,6 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from scripts.report import save
+from scripts.report import table as markdown
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import machine
 
@@ -111,15 +112,11 @@ def table(result: Mapping[str, Any]) -> str:
         f"{host['cores']} cores, commit {host['commit']}: the fastest of {result['runs']} runs, in seconds. "
         "Made by `python scripts/bench/cold_start.py`.",
         "",
-        "| command | wall | CPU |",
-        "|---|---|---|",
-        *(f"| {name} | {row['seconds']} | {row['cpu_seconds']} |" for name, row in result["commands"].items()),
+        *markdown(("command", "wall", "CPU"), ((name, *row.values()) for name, row in result["commands"].items())),
         "",
-        "| part | sd-ort | diffusers |",
-        "|---|---|---|",
-        *(f"| {part} | {ours[part]} | {theirs[part]} |" for part in PARTS),
-        f"| sum | {sum(ours.values()):.2f} | {sum(theirs.values()):.2f} |",
-    ]
+        *markdown(("part", "sd-ort", "diffusers"), [*((part, ours[part], theirs[part]) for part in PARTS),
+                  ("sum", f"{sum(ours.values()):.2f}", f"{sum(theirs.values()):.2f}")]),
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -167,8 +164,7 @@ def main() -> None:
             },
         }  # fmt: skip
     path = RESULTS / f"cold_start_{options.machine}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table(result))
+    save(path, result, table(result))
     print(table(result))
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ import onnx_ir.passes.common as common
 from fusion_passes.eight_bits.formats import FORMATS
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, Layer, channel_axis, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
+from scripts.report import head, table
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
 from sd_ort.core import files, metrics, pipeline_folder
@@ -40,7 +40,7 @@ from sd_ort.demo.scenes import training_prompts
 from sd_ort.graphs.load import load
 from sd_ort.optimize.activation_ranges import PERCENTILES, measure_ranges
 from sd_ort.pipelines.calibration_runs import record_runs
-from sd_ort.runtime import machine, session
+from sd_ort.runtime import session
 from sd_ort.stages import optimize
 
 CALIBRATION_PROMPTS = 64
@@ -166,18 +166,19 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# The demo's U-Net in 8 bits",
         "",
-        f"Written by `{result['command']}` at {result['commit']} on {result['machine']}.",
+        f"Written by `{result['command']}` at {result['commit']} on {result['machine']['cpu']}.",
         f"Calibrated on {CALIBRATION_PROMPTS} prompts; percentiles of magnitudes: "
         + ", ".join(f"{name} {percentile:g}" for name, percentile in PERCENTILES.items())
         + ". `float8` and `int8`: linears and convolutions with QDQ, a scale a channel; `operators`: linears by the",
         "definition of QuantizedLinear, as GPU targets run them, with one scale a weight.",
         "",
-        "| U-Net | right | median PSNR, dB | tenth percentile | worst |",
-        "|---|---|---|---|---|",
     ]
-    for row in result["rows"]:
-        numbers = [f"{row[key]:.1f}" if key in row else "" for key in ("median_db", "tenth_db", "min_db")]
-        lines.append(f"| {row['label']} | {row['right']} of {row['total']} | {' | '.join(numbers)} |")
+    rows = (
+        (row["label"], f"{row['right']} of {row['total']}",
+         *(f"{row[key]:.1f}" if key in row else "" for key in ("median_db", "tenth_db", "min_db")))
+        for row in result["rows"]
+    )  # fmt: skip
+    lines += table(("U-Net", "right", "median PSNR, dB", "tenth percentile", "worst"), rows)
     for format_, rows in result["layers"].items():
         groups = [row for row in rows if row["error"] is None or row["name"].startswith("not quantized")]
         layers = sorted((row for row in rows if row not in groups), key=lambda row: -row["unet_error"])
@@ -189,14 +190,13 @@ def page(result: dict[str, Any]) -> str:
             f"image of {LAYER_STEPS} steps, beside float32."
             + (f" Single layers: the 40 of {len(layers)} with the largest effect on the U-Net." if layers else ""),
             "",
-            "| layer | operator | error | U-Net's error | PSNR, dB |",
-            "|---|---|---|---|---|",
         ]
-        for row in [*groups, *layers[:40]]:
-            error = "" if row["error"] is None else f"{row['error']:.2e}"
-            lines.append(
-                f"| {row['name']} | {row['op']} | {error} | {row['unet_error']:.2e} | {min(row['psnr_db'], 99.9):.1f} |"
-            )
+        cells = (
+            (row["name"], row["op"], "" if row["error"] is None else f"{row['error']:.2e}", f"{row['unet_error']:.2e}",
+             f"{min(row['psnr_db'], 99.9):.1f}")
+            for row in [*groups, *layers[:40]]
+        )  # fmt: skip
+        lines += table(("layer", "operator", "error", "U-Net's error", "PSNR, dB"), cells)
     return "\n".join(lines) + "\n"
 
 
@@ -216,10 +216,7 @@ def main() -> None:
         optimize("demo", reference, target="portable", on_progress=print)
         record_runs(reference, training_prompts(CALIBRATION_PROMPTS), runs)
     prompts = unseen_prompts(options.prompts, 0)
-    result: dict[str, Any] = {
-        "command": " ".join(["scripts/bench/eight_bits.py", *sys.argv[1:]]),
-        "commit": machine.commit(), "machine": machine.machine().get("cpu", "this CPU"), "rows": [], "layers": {},
-    }  # fmt: skip
+    result: dict[str, Any] = head("scripts/bench/eight_bits.py") | {"rows": [], "layers": {}}
 
     def write() -> None:
         files.write_bytes(options.out, page(result).encode())

@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from scripts.report import head
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core import files, metrics
@@ -30,7 +31,6 @@ from sd_ort.demo.fidelity import score, unseen_prompts
 from sd_ort.demo.scenes import training_prompts
 from sd_ort.export.exporter import export
 from sd_ort.pipelines.calibration_runs import record_runs
-from sd_ort.runtime import machine
 from sd_ort.stages import optimize
 
 TORCH = "torch fp32"
@@ -143,10 +143,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "kind": "demo_fidelity",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["scripts/bench/evaluate_demo.py", *sys.argv[1:]]),
-        "commit": machine.commit(),
-        "machine": machine.machine(),
-        "versions": machine.versions(),
+        **head("scripts/bench/evaluate_demo.py"),
         "settings": {**settings, "guidance": demo.GUIDANCE, "height": demo.HEIGHT, "width": demo.WIDTH},
         "bounds": {label: {"points": points, "median_psnr_db": db} for label, (points, db) in BOUNDS.items()},
         "engines": [],

@@ -30,6 +30,7 @@ import onnxscript.optimizer
 from onnxruntime.transformers.optimizer import optimize_model
 from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
+from scripts.report import table as markdown
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.export.exporter import export
 from sd_ort.graphs.load import load
@@ -132,8 +133,8 @@ def main() -> None:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     head = ["model", "opset", "optimizer", *COLUMNS]
     text = [f"# Fusions of diffusion transformers\n\n{(__doc__ or '').partition('[--work FOLDER]')[2].strip()}\n"]
-    text += [f"Commit {machine.commit()}; {versions}.\n", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    PAGE.write_text("\n".join([*text, *(f"| {' | '.join(row)} |" for row in table)]) + "\n")
+    text.append(f"Commit {machine.commit()}; {versions}.\n")
+    PAGE.write_text("\n".join([*text, *markdown(head, table)]) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
 """Tables from what scripts/bench/bench_gpu_step.py measured: those of results/gpu_step.md, and the README's.
 
-    python scripts/bench/gpu_step_table.py results/gpu_step --out results/gpu_step.md
-    python scripts/bench/gpu_step_table.py results/gpu_provider --page docs/explanation/speed.md  # puts it there
-
-Standard library only.
+python scripts/bench/gpu_step_table.py results/gpu_step --out results/gpu_step.md
+python scripts/bench/gpu_step_table.py results/gpu_provider --page docs/explanation/speed.md  # puts it there
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts import report
+
+table = partial(report.table, align="---:")
 PEER = "torch.compile"
 OURS = "SdOrtCuda"
 FAMILIES = {"sd15": "SD 1.5", "sdxl": "SDXL"}
@@ -81,11 +82,6 @@ def order(run: dict[str, Any]) -> tuple[Any, ...]:
 
 def title(run: dict[str, Any]) -> str:
     return f"{run['preset']} {run['component']}, batch {run['batch']}, latent {run['size']} x {run['size']}"
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    head = list(head)
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
 
 
 def best(run: dict[str, Any]) -> dict[str, Any]:

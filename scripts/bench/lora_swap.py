@@ -32,10 +32,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from scripts.checks.soak_gpu import usage
+from scripts.report import save
+from scripts.report import table as markdown
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.checkpoints.presets import open_preset
-from sd_ort.core.files import read_json, write_json, write_text
+from sd_ort.core.files import read_json
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime.machine import commit, machine, versions
 from sd_ort.stages import optimize
@@ -222,20 +224,21 @@ def table(result: dict[str, Any]) -> str:
         "processor's time, a whole call by its steps. Times are medians, in brackets of CPU time. Growth: what rounds "
         "of loading and unloading after the first left. Made by `python scripts/bench/lora_swap.py`.",
         "",
-        "| model, provider | in place | step with / without | load | strength | other LoRA | two LoRAs | strength 0 "
-        "| unload | growth | strength 0 is without | PSNR to NumPy's weights | load average |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
+    cells = []
     for name, row in rows.items():
         every = [row["load"], *row["changes"].values(), row["unload"]]
-        cells = [
+        cells.append([
             name, "yes" if row["in place"] else "no", f"{row['step ratio']:.3f}",
             *(f"{each['seconds']:.3f} s ({each['cpu_seconds']:.2f})" for each in every),
             ", ".join(f"{value} {kind}" for kind, value in row["growth"].items()),
             "bit for bit" if row["image at strength 0 as without"] else "no",
-            f"{row['PSNR to reopened sessions']} dB", str(row["load average"]),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+            f"{row['PSNR to reopened sessions']} dB", row["load average"],
+        ])  # fmt: skip
+    names = ("model, provider", "in place", "step with / without", "load", "strength", "other LoRA", "two LoRAs",
+             "strength 0", "unload", "growth", "strength 0 is without", "PSNR to NumPy's weights",
+             "load average")  # fmt: skip
+    lines += markdown(names, cells)
     machines = {f"{json.dumps(row['machine'])}, commit {row['commit']}" for row in rows.values()}
     return "\n".join(lines) + "\n\n" + "\n".join(f"`{each}`" for each in sorted(machines)) + "\n"
 
@@ -265,8 +268,7 @@ def main(preset: str, provider: str, steps: int | None, side: int | None, rounds
     result = read_json(out) if out.is_file() else {"rows": {}}
     result["rows"] = {name: each for name, each in result["rows"].items() if "load" in each}  # of this script's format
     result["rows"][f"{preset}, {provider}"] = row
-    write_json(out, result)
-    write_text(out.with_suffix(".md"), table(result))
+    save(out, result, table(result))
     click.echo(json.dumps({key: value for key, value in row.items() if key not in ("machine", "versions")}, indent=1))
 
 

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from scripts.report import head, save, table
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.presets import open_preset
-from sd_ort.core import files, metrics
+from sd_ort.core import metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
 from sd_ort.export import templates
 from sd_ort.graphs.step_cache import keep_shallow_part
-from sd_ort.runtime import machine
 from sd_ort.stages import optimize
 
 INTERVALS = (2, 3, 5)
@@ -58,6 +58,11 @@ def shallow_weights(preset: str, branch: int) -> float:
     return sum(int(np.prod(sizes[name])) for name in graph.graph.initializers if name in sizes) / whole
 
 
+def decibels(psnr: float | None) -> str:
+    """Return a PSNR as a cell of a table."""
+    return "" if psnr is None else f"{psnr:.1f} dB"
+
+
 def page(report: dict[str, Any]) -> str:
     """Return the page of a report."""
     lines = [
@@ -65,21 +70,18 @@ def page(report: dict[str, Any]) -> str:
         f"{report['settings']['prompts']} unseen prompts, {demo.STEPS} steps, guidance {demo.GUIDANCE:g}, target cpu "
         "in float32, one thread of a shared machine: seconds are the processor's. `lost`: fewer right than with full "
         "steps. PSNR is that to the images of full steps.", "",
-        "| steps | right | lost | median PSNR | processor s an image | images/s | speedup |",
-        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     first = report["rows"][0]
-    for row in report["rows"]:
-        decibel = "" if row["psnr_db"] is None else f"{row['psnr_db']:.1f} dB"
-        lines.append(
-            f"| {row['label']} | {row['right']} | {first['right'] - row['right']} | {decibel} | {row['seconds']:.3f} | "
-            f"{1 / row['seconds']:.2f} | {first['seconds'] / row['seconds']:.2f} |"
-        )
-    lines += ["", "| a step, batch 2 (guidance) | processor ms |", "|---|---|"]
-    lines += [f"| {name} | {1000 * seconds:.2f} |" for name, seconds in report["steps"].items()]
-    lines += ["", "| U-Net | branch 0 | branch 1 | branch 2 | branch 3 |", "|---|---|---|---|---|"]
-    for preset, shares in report["weights"].items():
-        lines.append(f"| {preset} | " + " | ".join(f"{100 * share:.1f} %" for share in shares) + " |")
+    rows = (
+        (row["label"], row["right"], first["right"] - row["right"], decibels(row["psnr_db"]), f"{row['seconds']:.3f}",
+         f"{1 / row['seconds']:.2f}", f"{first['seconds'] / row['seconds']:.2f}")
+        for row in report["rows"]
+    )  # fmt: skip
+    lines += table(("steps", "right", "lost", "median PSNR", "processor s an image", "images/s", "speedup"), rows)
+    steps = ((name, f"{1000 * seconds:.2f}") for name, seconds in report["steps"].items())
+    lines += ["", *table(("a step, batch 2 (guidance)", "processor ms"), steps)]
+    shares = ((preset, *(f"{100 * share:.1f} %" for share in each)) for preset, each in report["weights"].items())
+    lines += ["", *table(("U-Net", *(f"branch {branch}" for branch in range(4))), shares)]
     lines += ["", "Share of the U-Net's weights in the graph of shallow steps, cut from the same file.", ""]
     lines += [f"`{report['command']}` at {report['commit']}, {report['machine']['cpu']}", ""]
     return "\n".join(lines)
@@ -138,15 +140,12 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1], help="images a call of --speed (1)")
     parser.add_argument("--rounds", type=int, default=7, help="calls that are timed, of --speed (7)")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "command": " ".join(["scripts/bench/step_cache.py", *sys.argv[1:]]), "commit": machine.commit(),
-        "machine": machine.machine(), "versions": machine.versions(), "rows": [],
-        "settings": {"prompts": arguments.prompts, "batch": arguments.batch},
-    }  # fmt: skip
+    settings = {"prompts": arguments.prompts, "batch": arguments.batch}
+    report = head("scripts/bench/step_cache.py") | {"rows": [], "settings": settings}
     if arguments.speed is not None:
         report["rows"] = speed(arguments.speed, arguments.provider, arguments.batches, arguments.rounds)
         report["settings"] = {"folder": str(arguments.speed), "provider": arguments.provider}
-        files.write_json(arguments.out, report)
+        save(arguments.out, report)
         return 0
     report["weights"] = {preset: [shallow_weights(preset, b) for b in range(4)] for preset in ("sd15", "sdxl")}
     folder = arguments.work / "demo"
@@ -166,8 +165,7 @@ def main() -> int:
         report["rows"].append({"label": label, "right": right, "psnr_db": psnr, "seconds": seconds})
         print(report["rows"][-1], flush=True)
     report["steps"] = step_seconds(pipeline)
-    files.write_json(arguments.out, report)
-    files.write_text(arguments.out.with_suffix(".md"), page(report))
+    save(arguments.out, report, page(report))
     lost = report["rows"][0]["right"] - report["rows"][1 + INTERVALS.index(3)]["right"]
     print(f"{arguments.out}: {lost} lost at N = 3 (at most {LOST_BOUND})")
     return int(lost > LOST_BOUND)

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.step_cache import generate
+from scripts.bench.step_cache import decibels, generate
+from scripts.report import head, save, table
 from sd_ort import StableDiffusionPipeline
 from sd_ort.checkpoints.presets import open_preset
-from sd_ort.core import files, metrics
+from sd_ort.core import metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
 from sd_ort.export import templates
 from sd_ort.optimize.weight_storage import WeightStorage, store_weights
-from sd_ort.runtime import machine
 from sd_ort.stages import optimize
 
 STORAGES = {
@@ -66,18 +66,15 @@ def page(report: dict[str, Any]) -> str:
         "# Weights in fewer bits", "",
         f"The demo model, {report['settings']['prompts']} unseen prompts, target cpu, one thread of a shared machine: "
         "seconds are the processor's. The VAE stays in float32. PSNR is that to the images of float32.", "",
-        "| weights | right | median PSNR | processor s an image | U-Net on disk | session |",
-        "|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for row in report["rows"]:
-        decibel = "" if row["psnr_db"] is None else f"{row['psnr_db']:.1f} dB"
-        lines.append(
-            f"| {row['label']} | {row['right']} | {decibel} | {row['seconds']:.3f} | {row['bytes'] / 1e6:.1f} MB | "
-            f"{row['session_bytes'] / 1e6:.0f} MB |"
-        )
-    lines += ["", "| U-Net | " + " | ".join(STORAGES) + " |", "|---|" + "---|" * len(STORAGES)]
-    for preset, sizes in report["sizes"].items():
-        lines.append(f"| {preset} | " + " | ".join(f"{size / 1e9:.2f} GB" for size in sizes) + " |")
+    rows = (
+        (row["label"], row["right"], decibels(row["psnr_db"]), f"{row['seconds']:.3f}", f"{row['bytes'] / 1e6:.1f} MB",
+         f"{row['session_bytes'] / 1e6:.0f} MB")
+        for row in report["rows"]
+    )  # fmt: skip
+    lines += table(("weights", "right", "median PSNR", "processor s an image", "U-Net on disk", "session"), rows)
+    sizes = ((preset, *(f"{size / 1e9:.2f} GB" for size in each)) for preset, each in report["sizes"].items())
+    lines += ["", *table(("U-Net", *STORAGES), sizes)]
     lines += ["", "Bytes of the U-Net's weights; float16 would have half of float32's.", ""]
     lines += [f"`{report['command']}` at {report['commit']}, {report['machine']['cpu']}", ""]
     return "\n".join(lines)
@@ -91,11 +88,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("out/weight_storage"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/weight_storage.json"), help="the result, and a page")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "command": " ".join(["scripts/bench/weight_storage.py", *sys.argv[1:]]), "commit": machine.commit(),
-        "machine": machine.machine(), "versions": machine.versions(), "rows": [],
-        "settings": {"prompts": arguments.prompts, "batch": arguments.batch},
-    }  # fmt: skip
+    settings = {"prompts": arguments.prompts, "batch": arguments.batch}
+    report = head("scripts/bench/weight_storage.py") | {"rows": [], "settings": settings}
     report["sizes"] = {preset: [template_bytes(preset, s) for s in STORAGES.values()] for preset in ("sd15", "sdxl")}
     prompts = unseen_prompts(arguments.prompts, 0)
     reference: np.ndarray | None = None
@@ -115,8 +109,7 @@ def main() -> int:
             "session_bytes": json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout),
         })  # fmt: skip
         print(report["rows"][-1], flush=True)
-        files.write_json(arguments.out, report)
-        files.write_text(arguments.out.with_suffix(".md"), page(report))
+        save(arguments.out, report, page(report))
     return 0
 
 

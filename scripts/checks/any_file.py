@@ -36,6 +36,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from scripts.report import table as markdown
 from sd_ort.core.errors import SdOrtError, first_line
 from sd_ort.core.metrics import array_errors
 from sd_ort.graphs.cpu_emulation import cpu_equivalent
@@ -332,24 +333,23 @@ def table(rows: list[dict[str, Any]], commit: str | None) -> str:
         "# Real ONNX files", "", " ".join((__doc__ or "").split("\n\n")[2].split()), "",
         f"Commit {commit}, {machine()['cpu']}, {versions()['onnxruntime']} of onnxruntime. {len(rows)} files, "
         f"{len(verdicts)} results: {counts} (above: a float16 error above the bound of `verify`, below 0.1).", "",
-        "| file | opset | verdict | error float32 | error float16 | of rounded weights alone "
-        "| nodes: source, cpu, cuda | ms before | ms after | ratio | optimize s | MB |",
-        "|---" * 12 + "|",
     ]  # fmt: skip
+    cells = []
     for row in rows:
         words = sorted({f"{k}: {v}" if v != "equal" else v for k, v in row["verdicts"].items()})
         float32 = max((row[f"error {t} float32"] for t in ("portable", "cpu", "cuda") if f"error {t} float32" in row),
                       default=float("nan"))  # fmt: skip
-        cells = [
+        cells.append([
             row["file"], row["opset"], "; ".join(words).replace("|", "/"), f"{float32:.0e}",
             f"{row.get('error cuda float16', float('nan')):.1e}",
             f"{row['rounded']:.1e}",
             f"{row['nodes']}, {row.get('nodes cpu float32')}, {row.get('nodes cuda float32')}",
             *(f"{row[k]:.3g}" if k in row else "" for k in ("before_ms", "after_ms", "ratio", "optimize_s")),
             f"{row.get('optimize_mb', 0):.0f}",
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        ])  # fmt: skip
+    names = ("file", "opset", "verdict", "error float32", "error float16", "of rounded weights alone",
+             "nodes: source, cpu, cuda", "ms before", "ms after", "ratio", "optimize s", "MB")  # fmt: skip
+    return "\n".join([*lines, *markdown(names, cells)]) + "\n"
 
 
 def main() -> None:

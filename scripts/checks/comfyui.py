@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scripts.checks.check_report import report
 from scripts.checks.comfyui_expected import (
     MODEL,
     SIDE,
@@ -42,6 +41,7 @@ from scripts.checks.comfyui_expected import (
 )
 from scripts.checks.comfyui_host import as_prompt, run, start, with_model
 from scripts.checks.demo_files import save_checkpoint, save_loras
+from scripts.report import save_findings
 from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
 from sd_ort.integrations.application_installers import CONTENT, HERE
@@ -158,7 +158,9 @@ def main(comfyui: Path, out: Path | None, work: Path | None) -> None:
             (base / "compared").mkdir()
             for name, image in pictures.items():
                 Image.fromarray(image).save(base / "compared" / f"{name}.png")
-    report("Our nodes in ComfyUI, headless on a CPU", "scripts/checks/comfyui.py --comfyui CHECKOUT", findings, out)
+    save_findings(
+        "Our nodes in ComfyUI, headless on a CPU", "scripts/checks/comfyui.py --comfyui CHECKOUT", findings, out
+    )
     assert all(value >= MIN_PSNR for value in found.values()), f"below {MIN_PSNR} dB"
     assert all(value < MIN_PSNR for value in differs.values()), (
         "a LoRA, ControlNet or mask that changes nothing proves nothing"

@@ -31,6 +31,8 @@ from typing import Any
 
 import numpy as np
 
+from scripts.report import table
+
 TESTS = """stable_diffusion/test_stable_diffusion stable_diffusion/test_stable_diffusion_img2img
 stable_diffusion/test_stable_diffusion_inpaint stable_diffusion_2/test_stable_diffusion
 stable_diffusion_2/test_stable_diffusion_inpaint stable_diffusion_2/test_stable_diffusion_v_pred
@@ -320,20 +322,20 @@ def page(rows: dict[str, list[str]]) -> str:
     counts = Counter(kind for kind, _ in rows.values())
     text = HEAD.format(**{name: version(name) for name in ("diffusers", "torch", "transformers")})
     text += ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS) + ".\n\n"
-    text += f"| class | {' | '.join(VERDICTS)} |\n|---|{'---|' * len(VERDICTS)}\n"
     classes: dict[str, Counter[str]] = {}
     for name, (kind, _) in sorted(rows.items()):
         classes.setdefault(name.rpartition("::")[0].removeprefix("pipelines/"), Counter())[kind] += 1
-    for group, kinds in classes.items():
-        text += f"| {group} | {' | '.join(str(kinds[kind]) for kind in VERDICTS)} |\n"
+    rows_by_class = ((group, *(kinds[kind] for kind in VERDICTS)) for group, kinds in classes.items())
+    text += "\n".join(table(("class", *VERDICTS), rows_by_class)) + "\n"
     reasons: dict[tuple[str, str], Counter[str]] = {}
     for name, (kind, reason) in sorted(rows.items()):
         if reason and not kind.startswith("skipped"):
             reasons.setdefault((kind, reason), Counter())[re.sub(r"\[.*", "", name.rpartition("::")[2])] += 1
-    text += "\n| verdict | reason | tests |\n|---|---|---|\n"
-    for (kind, reason), tests in sorted(reasons.items()):
-        names = ", ".join(f"{test} ({count})" if count > 1 else test for test, count in tests.items())
-        text += f"| {kind} | {reason} | {names} |\n"
+    rows_by_reason = (
+        (kind, reason, ", ".join(f"{test} ({count})" if count > 1 else test for test, count in tests.items()))
+        for (kind, reason), tests in sorted(reasons.items())
+    )
+    text += "\n" + "\n".join(table(("verdict", "reason", "tests"), rows_by_reason)) + "\n"
     return text
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import onnx
 from google.protobuf.message import Message
 
+from scripts.report import table as markdown
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime import machine
@@ -97,14 +98,10 @@ def table(before: dict[str, Any], after: dict[str, Any]) -> str:
     for name in both:
         groups.setdefault(difference(before["graphs"][name], after["graphs"][name]), []).append(name)
     equal = f"{len(groups.pop('', []))} of {len(both)} fused graphs are the same byte for byte"
-    lines = [
-        f"{equal} at {after['commit']} as at {before['commit']}.\n",
-        "| what differs | graphs | of them, for example |",
-        "|---|---|---|",
-    ]
-    for words, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        lines.append(f"| {words} | {len(names)} | {', '.join(names[:3])} |")
-    return "\n".join(lines) + "\n"
+    largest_first = sorted(groups.items(), key=lambda group: -len(group[1]))
+    rows = ((words, len(names), ", ".join(names[:3])) for words, names in largest_first)
+    lines = markdown(("what differs", "graphs", "of them, for example"), rows)
+    return "\n".join([f"{equal} at {after['commit']} as at {before['commit']}.\n", *lines]) + "\n"
 
 
 @click.command(help=__doc__)

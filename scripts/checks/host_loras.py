@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.checks.check_report import report
+from scripts.report import save_findings
 from sd_ort.core.errors import first_line
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.weights.lora_files import read_adapter
@@ -211,7 +211,7 @@ def main() -> None:
     reasons = {f"{host}, {kind}": why for (host, kind), why in DEVIATIONS.items() if host in hosts}
     command = "scripts/checks/host_loras.py --comfyui CHECKOUT --forge CHECKOUT"
     title = "Deltas of LoRAs beside those of hosts: relative error, the larger of strengths 1 and 0.6"
-    report(title, command, {**found, "differs by intention": reasons}, options.out)
+    save_findings(title, command, {**found, "differs by intention": reasons}, options.out)
     if failures:
         sys.exit("\n".join(failures))
 

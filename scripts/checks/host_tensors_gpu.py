@@ -28,7 +28,7 @@ import diffusers
 import numpy as np
 import torch
 
-from scripts.checks.check_report import report
+from scripts.report import save_findings
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.metrics import psnr
 from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae
@@ -175,7 +175,7 @@ def main(folder: Path, provider: str, count: int, out: Path | None) -> None:
         drawn, called = pictures(folder, provider), calls(folder, provider, count)
     found = {"PSNR to our own call, dB": drawn, "UNet calls, largest difference": called}
     command = "scripts/checks/host_tensors_gpu.py FOLDER"
-    report("Hosts' tensors shared with ONNX Runtime, and not", command, found, out, provider=provider)
+    save_findings("Hosts' tensors shared with ONNX Runtime, and not", command, found, out, provider=provider)
     not_here = called.pop("inputs not on the device")
     wrong = [name for name, value in drawn.items() if "float32" in name and value < MIN_PSNR]
     wrong += [name for name, value in called.items() if not value <= MAX_OFF]

@@ -26,6 +26,7 @@ import onnx
 import onnxruntime as ort
 from onnx.backend.test.loader import load_model_tests
 
+from scripts.report import table
 from sd_ort.core.errors import SdOrtError
 from sd_ort.graphs.cpu_emulation import cpu_equivalent
 from sd_ort.inspect.verify import RANDOM_OPS
@@ -190,13 +191,10 @@ def report(counts: Counter[tuple[str, str, str]], seconds: float, found: list[st
         f"onnx {onnx.__version__}'s test cases ({', '.join(KINDS)}), optimized and compared with ONNX Runtime "
         f"{ort.__version__} on the source.",
         "",
-        "| target | " + " | ".join((EQUAL, WRONG, CRASH, REFUSED, NOTHING)) + " |",
-        "|---" * 6 + "|",
     ]
-    for target in targets:
-        totals = [sum(n for (t, v, _), n in counts.items() if (t, v) == (target, verdict))
-                  for verdict in (EQUAL, WRONG, CRASH, REFUSED, NOTHING)]  # fmt: skip
-        lines.append(f"| {target} | " + " | ".join(map(str, totals)) + " |")
+    verdicts = (EQUAL, WRONG, CRASH, REFUSED, NOTHING)
+    totals = Counter((target, verdict) for (target, verdict, _), count in counts.items() for _ in range(count))
+    lines += table(("target", *verdicts), ((each, *(totals[each, v] for v in verdicts)) for each in targets))
     for verdict in (REFUSED, NOTHING):
         reasons: Counter[str] = Counter()
         for (target, v, reason), count in counts.items():

@@ -17,6 +17,8 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+from scripts.report import table
+
 VERDICTS = ("equal", "refused", "fails in diffusers", "different")
 HEAD = """# Parity with diffusers
 
@@ -59,19 +61,20 @@ def main() -> None:
         bound=MIN_PSNR,
         summary=f"{summary}. The least similar pair has {least:.0f} dB.",
     )
-    text += f"| class | pairs | {' | '.join(VERDICTS)} | least dB |\n|---|{'---|' * (len(VERDICTS) + 2)}\n"
+    rows = []
     for kind in dict.fromkeys(pair.kind for pair, _ in outcomes):
         own = [outcome for pair, outcome in outcomes if pair.kind == kind]
         by_verdict = Counter(outcome.verdict for outcome in own)
         least = min((outcome.psnr for outcome in own if outcome.psnr is not None), default=0.0)
-        cells = [str(by_verdict[verdict]) for verdict in VERDICTS]
-        text += f"| {kind} | {len(own)} | {' | '.join(cells)} | {least:.0f} |\n"
-    rest = [(pair, outcome) for pair, outcome in outcomes if outcome.verdict != "equal"]
+        rows.append([kind, len(own), *(by_verdict[verdict] for verdict in VERDICTS), f"{least:.0f}"])
+    text += "\n".join(table(("class", "pairs", *VERDICTS, "least dB"), rows)) + "\n"
+    rest = [
+        (pair, outcome.verdict, outcome.reason or ("an image" if outcome.psnr is None else f"{outcome.psnr:.1f} dB"),
+         outcome.theirs or "an image")
+        for pair, outcome in outcomes if outcome.verdict != "equal"
+    ]  # fmt: skip
     if rest:
-        text += "\n## Not equal\n\n| pair | verdict | sd-ort | diffusers |\n|---|---|---|---|\n"
-    for pair, outcome in rest:
-        ours = outcome.reason or (f"{outcome.psnr:.1f} dB" if outcome.psnr is not None else "an image")
-        text += f"| {pair} | {outcome.verdict} | {ours} | {outcome.theirs or 'an image'} |\n"
+        text += "\n## Not equal\n\n" + "\n".join(table(("pair", "verdict", "sd-ort", "diffusers"), rest)) + "\n"
     out.write_text(text + NOTES)
     print(summary)
     if counts["different"]:

@@ -12,7 +12,6 @@ sanitizer finds ends the run with 1 and its report.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
 import subprocess
@@ -27,16 +26,16 @@ from onnx import helper
 
 from custom_ops import CPU_OPERATORS
 from custom_ops.operator_spec import CustomOperator, OperatorCase, generate_inputs, load, output_dtype
+from scripts.checks import sanitizers
 from sd_ort.runtime.machine import commit, machine, versions
 
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
-FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
 ODD = (0, -1, 1, 3, 1 << 31, (1 << 62) + 1, -(1 << 63))
 ODD_REAL = (0.0, -1.0, float("nan"), float("inf"), 1e38)
 SIZE_LIMIT = 1 << 22  # numbers of one input: larger ones say nothing more
 
 
-def build(operators: Sequence[str], folder: Path, compiler: str) -> Path:
+def build(operators: Sequence[str], folder: Path) -> Path:
     """Compile the library with these operators, from links to the sources and an operators.txt of its own."""
     from sd_ort.runtime.headers import find_headers
 
@@ -54,17 +53,7 @@ def build(operators: Sequence[str], folder: Path, compiler: str) -> Path:
     ]
     (sources / "operators.txt").write_text("\n".join(selected) + "\n")
     headers = find_headers(None, lambda line: None)
-    configure = [
-        "cmake", "-S", sources, "-B", folder / "build", f"-DORT_INCLUDE_DIR={headers}",
-        f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_BUILD_TYPE=Sanitized", f"-DCMAKE_CXX_FLAGS={FLAGS}",
-    ]  # fmt: skip
-    text = (sources / "CMakeLists.txt").read_text()
-    (sources / "CMakeLists.txt").write_text(text.replace("-std=c++17 -O3", "-std=c++17"))  # not in place of -O1
-    for command in (configure, ["cmake", "--build", folder / "build", "--parallel"]):
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(done.stdout + done.stderr)
-    return folder / "build" / "libsd_ort_ops.so"
+    return sanitizers.build(sources, folder / "build", f"-DORT_INCLUDE_DIR={headers}") / "libsd_ort_ops.so"
 
 
 def damaged(operator: CustomOperator, nodes: int) -> Iterator[OperatorCase]:
@@ -164,21 +153,11 @@ def main() -> None:
         run_all(options.library, options.operators, options.nodes)
         return
     print(f"{machine()}\n{versions()}, commit {commit()}", flush=True)
-    compiler = os.environ.get("CXX", "g++")
-    preloaded = [
-        subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
-        for name in ("libasan.so", "libstdc++.so.6")  # the second for exceptions, which the first watches
-    ]
     with tempfile.TemporaryDirectory() as work:
-        library = build(options.operators, Path(work), compiler)
-        environment = os.environ | {
-            "LD_PRELOAD": " ".join(preloaded),
-            # Python and ONNX Runtime keep memory to their end; a size that cannot be had is an error like others.
-            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096",
-            "UBSAN_OPTIONS": "print_stacktrace=1",
-        }
+        library = build(options.operators, Path(work))
         again = [sys.executable, __file__, "--library", library, "--nodes", options.nodes]
-        done = subprocess.run([*map(str, again), "--operators", *options.operators], env=environment, check=False)
+        command = [*map(str, again), "--operators", *options.operators]
+        done = subprocess.run(command, env=sanitizers.environment(), check=False)
     if done.returncode:
         sys.exit(f"stopped with {done.returncode}: see the report above")
 

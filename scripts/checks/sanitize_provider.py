@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -21,38 +20,28 @@ import tempfile
 import time
 from pathlib import Path
 
+from scripts.checks import sanitizers
 from sd_ort.runtime import build, machine
 from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
 # Of tests/custom_ops.
 TESTS = ("test_provider.py", "test_provider_faults.py", "test_provider_pipeline.py", "test_provider_weights.py")
 # These open the package's own build of the library by the provider's name.
 BY_NAME = "not by_the_plain_call and not not_built"
 
 
-def make(folder: Path, compiler: str) -> Path:
+def make(folder: Path) -> Path:
     """The provider's host library with the sanitizers, from a copy of the sources."""
     sources = folder / "sources"
     shutil.copytree(ROOT / "custom_ops", sources, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    listing = sources / "CMakeLists.txt"
-    listing.write_text(listing.read_text().replace("-std=c++17 -O3", "-std=c++17"))  # not in place of -O1
-    configure = [
-        "cmake", "-S", sources, "-B", folder / "build", f"-DORT_INCLUDE_DIR={find_headers()}",
-        f"-DPROVIDER_INCLUDE_DIR={find_headers(api=build.PROVIDER_API)}", f"-DCMAKE_CXX_COMPILER={compiler}",
-        "-DCMAKE_BUILD_TYPE=Sanitized", f"-DCMAKE_CXX_FLAGS={FLAGS}",
-    ]  # fmt: skip
-    for command in (
-        configure,
-        ["cmake", "--build", folder / "build", "--target", "sd_ort_ep_simulated", "--parallel", "2"],
-    ):
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(done.stdout + done.stderr)
-    return folder / "build" / PROVIDER_LIBRARIES["simulated"]
+    built = sanitizers.build(
+        sources, folder / "build", f"-DORT_INCLUDE_DIR={find_headers()}",
+        f"-DPROVIDER_INCLUDE_DIR={find_headers(api=build.PROVIDER_API)}", target="sd_ort_ep_simulated",
+    )  # fmt: skip
+    return built / PROVIDER_LIBRARIES["simulated"]
 
 
 def main() -> None:
@@ -60,38 +49,18 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="write what was run and its outcome there too")
     parser.add_argument("--work", type=Path, help="a folder to build in, which a later run goes on with")
     options = parser.parse_args()
-    compiler = os.environ.get("CXX", "g++")
-    preloaded = [
-        subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
-        for name in ("libasan.so", "libstdc++.so.6")  # the second for exceptions, which the first watches
-    ]
     with contextlib.ExitStack() as stack:
         work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         report = work / "report"
         for old in work.glob("report.*"):
             old.unlink()
-        library = make(work, compiler)
-        environment = os.environ | {
-            "SD_ORT_TESTED_PROVIDER": str(library),
-            "LD_PRELOAD": " ".join(preloaded),
-            # Python and ONNX Runtime keep memory to their end; a size that cannot be had is an error like others.
-            # Reports go into a file, since pytest catches what is printed.
-            "ASAN_OPTIONS": f"detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096:log_path={report}",
-            "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={report}",
-        }
-        tests = [
-            *(ROOT / "tests/custom_ops" / name for name in TESTS),
-            "-q",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            BY_NAME,
-        ]
+        # Reports go into a file, since pytest catches what is printed.
+        environment = sanitizers.environment(report) | {"SD_ORT_TESTED_PROVIDER": str(make(work))}
+        tests = [str(ROOT / "tests/custom_ops" / name) for name in TESTS]
+        options_of_pytest = ["-q", "-n", "0", "-p", "no:cacheprovider", "-k", BY_NAME]
         started = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *map(str, tests)],
+            [sys.executable, "-m", "pytest", *tests, *options_of_pytest],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=ROOT,
         )  # fmt: skip
         reports = "".join(path.read_text() for path in work.glob("report.*"))
@@ -99,9 +68,9 @@ def main() -> None:
     if done.returncode:
         sys.exit(f"stopped with {done.returncode}: see the report above")
     if options.log:
-        first = subprocess.check_output([compiler, "--version"], text=True).splitlines()[0]
+        first = subprocess.check_output([sanitizers.COMPILER, "--version"], text=True).splitlines()[0]
         lines = [
-            f"commit {machine.commit()}, {first}, {FLAGS}",
+            f"commit {machine.commit()}, {first}, {sanitizers.FLAGS}",
             f"{' '.join(TESTS)} -k '{BY_NAME}': no fault, {time.monotonic() - started:.0f} s",
             *[line for line in done.stdout.splitlines() if " passed" in line or "%]" in line],
         ]

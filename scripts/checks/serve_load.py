@@ -30,10 +30,10 @@ from typing import Any
 
 import psutil
 
+from scripts.report import head
 from sd_ort import demo
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import unseen_prompts
-from sd_ort.runtime import machine
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 from sd_ort.stages import optimize
@@ -203,12 +203,11 @@ def main() -> int:
     answers, seconds = loaded.answers, loaded.seconds
     statuses = Counter(status for status, _, _ in answers)
     wrong = differing(options.work / "fused", answers, options)
+    beginning = head("scripts/checks/serve_load.py")
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["scripts/checks/serve_load.py", *sys.argv[1:]]),
-        "commit": machine.commit(),
-        "machine": machine.machine(),
-        "versions": machine.versions() | {name: metadata.version(name) for name in ("ray", "starlette", "uvicorn")},
+        **beginning,
+        "versions": beginning["versions"] | {name: metadata.version(name) for name in ("ray", "starlette", "uvicorn")},
         "settings": {"model": "demo", "requests": options.requests, "clients": options.clients,
                      "replicas": options.replicas, "sides": options.sides, "steps": options.steps},
         "statuses": dict(statuses),

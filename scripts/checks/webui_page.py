@@ -35,11 +35,11 @@ import yaml  # type: ignore[import-untyped]
 from PIL import Image
 
 from scripts.checks.browser import free_port, opened
-from scripts.checks.check_report import report
 from scripts.checks.comfyui_expected import psnr
 from scripts.checks.demo_files import MODEL, save_checkpoint, save_loras
 from scripts.checks.webui_forge import FLAGS as FORGE_FLAGS
 from scripts.checks.webui_forge import choice, choose, described, is_forge
+from scripts.report import save_findings
 from sd_ort.integrations.application_installers import CONTENT
 from sd_ort.integrations.managed_folder import install_folder
 
@@ -199,7 +199,7 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
         "a broken folder's picture to the host's": round(psnr(refused, theirs), 1),
         "said then": [line.replace(str(data), "DATA") for line in lines[:1]],
     }
-    report("Our UNet in a WebUI, whole, on a CPU", "scripts/checks/webui_page.py", found, out)
+    save_findings("Our UNet in a WebUI, whole, on a CPU", "scripts/checks/webui_page.py", found, out)
     assert not warned, "our UNet did not draw"
     assert len(lines) == 1, "a folder that cannot be used must be said, once"
     good = psnr(ours, theirs), psnr(ours_lora, theirs_lora), psnr(refused, theirs)

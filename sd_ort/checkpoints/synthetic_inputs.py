@@ -44,7 +44,6 @@ POSITIONS = {
     **{(rank, 0): "batch" for rank in range(1, 6)},
     (2, 1): "sequence", (3, 1): "sequence", (4, 2): "height", (4, 3): "width",
 }  # fmt: skip
-SYMBOLS = re.compile(r"(batch|sequence|height|width)(\*\d+)?")
 SD_SCALING_FACTOR = 0.18215
 
 
@@ -122,10 +121,10 @@ PASS_THROUGH_OPS = (
 )
 
 
-def _uses(value: ir.Value, reach: int = 8) -> list[tuple[str, ir.Value, ir.Node]]:
-    """Return (operator, input, node) of the consumers of a value, also behind up to `reach` `PASS_THROUGH_OPS`."""
+def _uses(value: ir.Value) -> list[tuple[str, ir.Value, ir.Node]]:
+    """Return (operator, input, node) of the consumers of a value, also behind up to 8 `PASS_THROUGH_OPS`."""
     uses, frontier = [], [value]
-    for _ in range(reach):
+    for _ in range(8):
         read = [(node.op_type, value, node) for value in frontier for node in c.data_consumers(value)]
         uses += read
         frontier = list(dict.fromkeys(node.outputs[0] for op, _, node in read if op in PASS_THROUGH_OPS))

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from sd_ort.checkpoints.signatures import Config
 
 Recipes = dict[str, weight_recipes.WeightRecipe]
-# Text encoder in ComfyUI's checkpoints -> class of the model.
-TEXT_ENCODERS = {"clip_l": "CLIP", "clip_g": "CLIP", "t5xxl": "T5"}
 # Beginnings of names in diffusers' layout.
 DIFFUSERS_NAMES = re.compile(r"(single_)?transformer_blocks\.0\.(attn\.(to_q|to_qkv_mlp_proj)|norm1?\.linear)\.weight")
 # A name in transformers that are not supported -> the family.

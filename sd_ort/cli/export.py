@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.cli.model_options import checkpoint_options
 from sd_ort.core.errors import InputError
 
 
@@ -17,36 +19,10 @@ from sd_ort.core.errors import InputError
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random weights.")
 @click.option("--opset", type=int, default=20, show_default=True, help="ONNX opset: 18, 20, 21, 23 (dynamo), 17, 20.")
 @click.option("--exporter", default="dynamo", show_default=True, help="torch's exporter: dynamo or torchscript.")
-@click.option("--controlnet", metavar="MODEL", help="Export a ControlNet along: a diffusers folder or a hub id.")
-@click.option(
-    "--ip-adapter", type=click.Path(path_type=Path), help="Add the IP-Adapter in this file: images as prompts."
-)
-@click.option(
-    "--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: image_encoder beside it]."
-)
-@click.option("--config", metavar="MODEL", help="With MODEL in one file: a folder or hub id of its family.")
-@click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the MODEL's.")
-@click.option(
-    "--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin files, as weights alone; only if you trust them."
-)
+@checkpoint_options
 @click.option("--component", "components", multiple=True, help="Export only this component; can be repeated.")
 @click.option("--overwrite", is_flag=True, help="Replace files in OUT that were changed since sd-ort wrote them.")
-def command(
-    paths: tuple[str, ...],
-    preset: str | None,
-    random_weights: bool,
-    seed: int,
-    opset: int,
-    exporter: str,
-    controlnet: str | None,
-    ip_adapter: Path | None,
-    image_encoder: Path | None,
-    config: str | None,
-    vae: Path | None,
-    unsafe_pickle: bool,
-    components: tuple[str, ...],
-    overwrite: bool,
-) -> None:
+def command(paths: tuple[str, ...], preset: str | None, components: tuple[str, ...], **options: Any) -> None:
     """Turn MODEL into an ONNX pipeline folder OUT.
 
     MODEL is `demo` or `demo-dit` (small models that come with sd-ort), a checkpoint in one .safetensors file, a folder
@@ -64,18 +40,8 @@ def command(
         paths[0] if preset is None else None,
         Path(paths[-1]),
         preset=preset,
-        random_weights=random_weights,
-        opset=opset,
-        exporter=exporter,
-        seed=seed,
         components=components or None,
-        overwrite=overwrite,
-        controlnet=controlnet,
-        config=config,
-        vae=vae,
-        unsafe_pickle=unsafe_pickle,
-        ip_adapter=ip_adapter,
-        image_encoder=image_encoder,
+        **options,
         on_progress=lambda line: click.echo(line, err=True),
     )
     click.echo(table(manifest))

@@ -1,9 +1,9 @@
-"""Options shared by the commands that generate images: model, provider, LoRAs and embeddings."""
+"""Options that commands share: of a checkpoint, and of generating images: model, provider, LoRAs and embeddings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,24 @@ import click
 
 if TYPE_CHECKING:
     from sd_ort.runtime.provider_choice import ProviderChoice
+
+
+def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command with the options of a checkpoint: fields of `CheckpointOptions`."""
+    path = click.Path(path_type=Path)
+    for option in (
+        click.option("--unsafe-pickle", is_flag=True,
+                     help="Read .ckpt and .bin, as weights alone; only if you trust them."),
+        click.option("--vae", type=path, help="Take the VAE of this file instead of the checkpoint's."),
+        click.option("--image-encoder", type=path, help="Its encoder [default: image_encoder beside it]."),
+        click.option("--ip-adapter", type=path, help="With a checkpoint: add the IP-Adapter in this file."),
+        click.option("--controlnet", metavar="MODEL",
+                     help="With a checkpoint: a ControlNet's diffusers folder or hub id."),
+        click.option("--config", metavar="MODEL",
+                     help="With a checkpoint in one file: a folder or hub id of its family."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
 
 
 def say(line: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from sd_ort.cli.model_options import checkpoint_options
 from sd_ort.core.pipeline_folder import standalone_model
 
 if TYPE_CHECKING:
@@ -74,39 +76,19 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
     "gpu with --float16, a transformer also with --bfloat16].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
-@click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")
-@click.option("--controlnet", metavar="MODEL", help="With a checkpoint: a ControlNet's diffusers folder or hub id.")
-@click.option(
-    "--ip-adapter", type=click.Path(path_type=Path), help="With a checkpoint: add the IP-Adapter in this file."
-)
-@click.option(
-    "--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: image_encoder beside it]."
-)
-@click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the checkpoint's.")
-@click.option("--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin, as weights alone; only if you trust them.")
+@checkpoint_options
 @click.option("--overwrite", is_flag=True, help="Replace files in OUT that were changed since sd-ort wrote them.")
 def command(
     source: Path,
     output: Path,
-    target: str | None,
     dtype: str | None,
-    float16_io: bool,
     weights: str | None,
     weight_group: str | None,
     asymmetric: bool,
-    eight_bits: str | None,
     prompts: Path | None,
-    calibrate: bool | None,
     inputs: Path | None,
-    hoist: bool | None,
     components: tuple[str, ...],
-    config: str | None,
-    controlnet: str | None,
-    ip_adapter: Path | None,
-    image_encoder: Path | None,
-    vae: Path | None,
-    unsafe_pickle: bool,
-    overwrite: bool,
+    **options: Any,
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
 
@@ -123,23 +105,19 @@ def command(
     from sd_ort.checkpoints.open import CheckpointOptions
     from sd_ort.stages import optimize
 
-    checkpoint = CheckpointOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder, controlnet)
-    with _recorded_inputs(source, output, checkpoint, eight_bits, prompts, inputs) as recorded:
+    names = [field.name for field in fields(CheckpointOptions) if field.name in options]
+    checkpoint = CheckpointOptions(**{name: options.pop(name) for name in names})
+    with _recorded_inputs(source, output, checkpoint, options["eight_bits"], prompts, inputs) as recorded:
         manifest = optimize(
             source,
             output,
             checkpoint=checkpoint,
             on_progress=click.echo,
-            target=target,
             dtype=dtype or "float32",
             components=list(components) or None,
-            calibrate=calibrate,
             inputs=recorded,
-            hoist=hoist,
-            float16_io=float16_io,
             weights=_weight_storage(weights, weight_group, asymmetric),
-            eight_bits=eight_bits,
-            overwrite=overwrite,
+            **options,
         )
     show(manifest["components"], source if standalone_model(source) is not None else output)
     click.echo(f"Wrote {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,17 +18,7 @@ import click
 @click.option("--component", "components", multiple=True, help="Only this one; may be repeated [default: all].")
 @click.option("--library", type=click.Path(path_type=Path), help="Op library [default: the one build-ops made].")
 @click.option("--show", is_flag=True, help="Print a results file, DIR or else every file in results/tuning.")
-def command(
-    directory: Path | None,
-    provider: str,
-    heights: tuple[int, ...],
-    widths: tuple[int, ...],
-    batches: tuple[int, ...],
-    guidance: bool,
-    components: tuple[str, ...],
-    library: Path | None,
-    show: bool,
-) -> None:
+def command(directory: Path | None, provider: str, components: tuple[str, ...], show: bool, **options: Any) -> None:
     """Measure every kernel candidate at the shapes that pipeline folder DIR meets, and keep the fastest.
 
     Results go to $SD_ORT_TUNING, or to results/tuning and the cache folder, where every later run on the same kind of
@@ -51,15 +42,6 @@ def command(
     from sd_ort.cli.model_options import choose_provider
     from sd_ort.inspect.tune import tune
 
-    path = tune(
-        directory,
-        choose_provider(directory, provider),
-        heights=heights,
-        widths=widths,
-        batches=batches,
-        guidance=guidance,
-        components=components or None,
-        library=library,
-        on_progress=click.echo,
-    )
+    chosen = choose_provider(directory, provider)
+    path = tune(directory, chosen, components=components or None, on_progress=click.echo, **options)
     click.echo(str(path))

@@ -72,9 +72,12 @@ def command(
     """
     from sd_ort.checkpoints import is_checkpoint
 
+    runs: dict[str, Any] = {
+        "components": components or None, "inputs": inputs, "provider": provider, "library": not portable, "seed": seed,
+    }  # fmt: skip
     if optimized is None:
         refuse(OF_WEIGHTS | {"tolerance"}, source)
-        verify_alone(source, components, inputs, provider, portable, seed, as_json)
+        verify_alone(source, runs, as_json)
         return
     of_weights = is_checkpoint(source)
     refuse(OF_RUNS if of_weights else OF_WEIGHTS, source)
@@ -89,7 +92,7 @@ def command(
     from sd_ort.inspect.verify import check, verify
 
     if provider == "auto":
-        provider = own_provider(optimized)
+        runs["provider"] = own_provider(optimized)
     heads = [f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}"]
 
     def say(row: dict[str, Any]) -> None:
@@ -97,18 +100,8 @@ def command(
             click.echo("\n".join([*heads, line(row)]))
         heads.clear()
 
-    result = verify(
-        source,
-        optimized,
-        tolerance=tolerance,
-        components=components or None,
-        inputs=inputs,
-        provider=provider,
-        library=not portable,
-        seed=seed,
-        on_row=say,
-    )
-    record_verification(optimized, str(source), result, provider)
+    result = verify(source, optimized, tolerance=tolerance, on_row=say, **runs)
+    record_verification(optimized, str(source), result, runs["provider"])
     if as_json:
         click.echo(json.dumps(result, indent=1))
     else:
@@ -149,16 +142,8 @@ def own_provider(optimized: Path) -> str:
     return choice.provider
 
 
-def verify_alone(
-    optimized: Path,
-    components: tuple[str, ...],
-    inputs: Path | None,
-    provider: str,
-    portable: bool,
-    seed: int,
-    as_json: bool,
-) -> None:
-    """Check OUT by itself."""
+def verify_alone(optimized: Path, runs: dict[str, Any], as_json: bool) -> None:
+    """Check OUT by itself. `runs`: arguments of `verify_folder`."""
     from sd_ort.inspect.folder_verification import check_finite, verify_folder
 
     def say(row: dict[str, Any]) -> None:
@@ -166,15 +151,9 @@ def verify_alone(
             shape = "x".join(map(str, row["shape"]))
             click.echo(f"{row['component']:15} {row['output']:19} {shape:22}{'finite' if row['finite'] else 'FAILED'}")
 
-    result = verify_folder(
-        optimized,
-        components=components or None,
-        inputs=inputs,
-        provider=own_provider(optimized) if provider == "auto" else provider,
-        library=not portable,
-        seed=seed,
-        on_row=say,
-    )
+    if runs["provider"] == "auto":
+        runs["provider"] = own_provider(optimized)
+    result = verify_folder(optimized, on_row=say, **runs)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     else:

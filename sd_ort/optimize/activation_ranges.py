@@ -7,7 +7,6 @@ Each activation gives its largest magnitude and a sample of its elements. The st
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,13 +14,10 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import DOMAIN
 from fusion_passes.graph_edits import new_initializer
-from fusion_passes.operators import function_bodies
 from sd_ort.checkpoints.synthetic_inputs import Arrays
-from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
-from sd_ort.optimize.calibration import SIZE_LIMIT, run_graph, shared_weights, weight_bytes
+from sd_ort.optimize.calibration import run_model
 
 SAMPLE = 4096  # elements of an activation in a run, about
 # Percentile of the magnitudes that is the largest element. Float8 has exponents for outliers; int8 trades them for
@@ -46,25 +42,18 @@ def measure_ranges(
     copy = model.clone()
     _replace_outputs(copy, names)
     common.RemoveUnusedNodesPass()(copy)
-    function_bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
     largest = dict.fromkeys(names, 0.0)
     samples: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
-        path = Path(work) / "component" / pipeline_folder.MODEL
-        path.parent.mkdir()
-        small = weight_bytes(copy) <= SIZE_LIMIT
-        weights = shared_weights(copy, path.with_name(pipeline_folder.DATA)) if small else {}
-        ir.save(copy, path, external_data=None if weights else pipeline_folder.DATA)
-        for run, outputs in enumerate(run_graph(path, feeds, weights)):
-            for name in names:
-                highest = float(outputs[f"{name}.range"])
-                if not math.isfinite(highest):
-                    raise InputError(
-                        f"calibration run {run} computes {highest:g} in {name}: leave its prompt out, or repair the "
-                        "checkpoint."
-                    )
-                largest[name] = max(largest[name], highest)
-                samples[name].append(outputs[f"{name}.sample"])
+    for run, outputs in enumerate(run_model(copy, feeds, scratch)):
+        for name in names:
+            highest = float(outputs[f"{name}.range"])
+            if not math.isfinite(highest):
+                raise InputError(
+                    f"calibration run {run} computes {highest:g} in {name}: leave its prompt out, or repair the "
+                    "checkpoint."
+                )
+            largest[name] = max(largest[name], highest)
+            samples[name].append(outputs[f"{name}.sample"])
     if percentile >= 100:
         return largest
     return {name: _percentile(samples[name], percentile) or largest[name] for name in names}

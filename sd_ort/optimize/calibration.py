@@ -131,27 +131,46 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     """Return name -> largest magnitude, over `feeds`, of every float32 value that a node of `model` computes.
 
     Intermediate values that kernels may round have the name of the output and `INTERNAL_SUFFIX`. NaN counts as
-    infinite. A copy of the model is written below `scratch` and removed, with its weights if they are above
-    `SIZE_LIMIT`; links to the source's files would be visible to other readers. Raises CannotRun.
+    infinite. A copy of the model is run, see `run_model`. Raises CannotRun.
     """
     common.NameFixPass()(model)
     copy = model.clone()
     names = _add_ranges(copy)
-    function_bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
     ranges = dict.fromkeys(names, 0.0)
-    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
-        path = Path(work) / "component" / pipeline_folder.MODEL
-        path.parent.mkdir()
-        weights = shared_weights(copy, path.with_name(pipeline_folder.DATA)) if weight_bytes(copy) <= SIZE_LIMIT else {}
-        ir.save(copy, path, external_data=None if weights else pipeline_folder.DATA)
-        for outputs in run_graph(path, feeds, weights):
-            for name in names:
-                highest = float(outputs[f"{name}.range"])
-                ranges[name] = max(ranges[name], math.inf if np.isnan(highest) else highest)
+    for outputs in run_model(copy, feeds, scratch):
+        for name in names:
+            highest = float(outputs[f"{name}.range"])
+            ranges[name] = max(ranges[name], math.inf if np.isnan(highest) else highest)
     return ranges
 
 
-def shared_weights(model: ir.Model, data: Path) -> Arrays:
+def run_model(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> Iterator[Arrays]:
+    """Yield the outputs of a model for each of `feeds`, on the CPU. Raises CannotRun.
+
+    The model is changed. It is written below `scratch` and removed, with its weights if they are above `SIZE_LIMIT`;
+    links to the source's files would be visible to other readers.
+    """
+    from sd_ort.runtime.ort_values import host_value
+    from sd_ort.runtime.session import Model, ModelOverride, SessionOptions, create_session
+
+    function_bodies.attach(model, [node for node in model.graph if node.domain == DOMAIN])
+    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
+        path = Path(work) / "component" / pipeline_folder.MODEL
+        path.parent.mkdir()
+        small = weight_bytes(model) <= SIZE_LIMIT
+        weights = _shared_weights(model, path.with_name(pipeline_folder.DATA)) if small else {}
+        ir.save(model, path, external_data=None if weights else pipeline_folder.DATA)
+        shared = {name: host_value(array) for name, array in weights.items()}
+        options = SessionOptions(library=False, skip_optimization=True)
+        try:
+            run = Model(create_session(path, "cpu", options, ModelOverride(updatable=shared)))
+            for feed in feeds:
+                yield run(**feed)
+        except SdOrtError as error:
+            raise CannotRun(str(error)) from error
+
+
+def _shared_weights(model: ir.Model, data: Path) -> Arrays:
     """Return large float32 weights by name. In `model` they become external data in `data`, a sparse file."""
     weights: Arrays = {}
     size = 0
@@ -170,24 +189,6 @@ def shared_weights(model: ir.Model, data: Path) -> Arrays:
     with data.open("wb") as file:
         file.truncate(size)
     return weights
-
-
-def run_graph(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
-    """Yield the outputs of the graph at `path` for each of `feeds`, on the CPU. Raises CannotRun.
-
-    weights: initializers that the session reads from memory (`shared_weights`).
-    """
-    from sd_ort.runtime.ort_values import host_value
-    from sd_ort.runtime.session import Model, ModelOverride, SessionOptions, create_session
-
-    shared = {name: host_value(array) for name, array in weights.items()}
-    options = SessionOptions(library=False, skip_optimization=True)
-    try:
-        run = Model(create_session(path, "cpu", options, ModelOverride(updatable=shared)))
-        for feed in feeds:
-            yield run(**feed)
-    except SdOrtError as error:
-        raise CannotRun(str(error)) from error
 
 
 def _add_ranges(model: ir.Model) -> list[str]:

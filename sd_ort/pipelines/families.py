@@ -6,22 +6,18 @@ diffusers that is installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sd_ort
 from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
-from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, XL_GUIDANCE, XL_IMAGE_TENSORS, XL_TENSORS
+from sd_ort.pipelines.arguments import GUIDED_TENSORS, XL_GUIDANCE, XL_IMAGE_TENSORS, XL_TENSORS
+from sd_ort.pipelines.call_signature import diffusers_call
 from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
-from sd_ort.pipelines.request import Generator, Picture, Prompt, Size, StepCallback
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 from sd_ort.runtime.provider_choice import AUTO
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class StableDiffusionXLPipeline(StableDiffusionPipeline):
@@ -30,26 +26,11 @@ class StableDiffusionXLPipeline(StableDiffusionPipeline):
     DEFAULT_SIZE_UNLESS_BOTH = False
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "add_text_embeds", "add_time_ids")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
-        sigmas: Sequence[float] | None = None, denoising_end: float | None = None, guidance_scale: float = XL_GUIDANCE,
-        negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        guidance_rescale: float = 0.0, original_size: Size | None = None, crops_coords_top_left: Size = (0, 0),
-        target_size: Size | None = None, negative_original_size: Size | None = None,
-        negative_crops_coords_top_left: Size = (0, 0), negative_target_size: Size | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 height width {schedule} denoising_end guidance_scale negative_prompt negative_prompt_2 "
+        "{noise} {embeds} {pooled} {adapter} {output} guidance_rescale {sizes} {negative_sizes} {callback} kwargs",
+        guidance_scale=XL_GUIDANCE,
+    )
 
 
 class StableDiffusionXLImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
@@ -57,27 +38,13 @@ class StableDiffusionXLImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
 
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "add_text_embeds", "add_time_ids")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        strength: float = 0.3, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
-        sigmas: Sequence[float] | None = None, denoising_start: float | None = None,
-        denoising_end: float | None = None, guidance_scale: float = XL_GUIDANCE, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        guidance_rescale: float = 0.0, original_size: Size | None = None, crops_coords_top_left: Size = (0, 0),
-        target_size: Size | None = None, negative_original_size: Size | None = None,
-        negative_crops_coords_top_left: Size = (0, 0), negative_target_size: Size | None = None,
-        aesthetic_score: float = 6.0, negative_aesthetic_score: float = 2.5, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 image strength {schedule} denoising_start denoising_end guidance_scale negative_prompt "
+        "negative_prompt_2 {noise} {embeds} {pooled} {adapter} {output} guidance_rescale {sizes} {negative_sizes} "
+        "{aesthetic} {callback} kwargs",
+        strength=0.3,
+        guidance_scale=XL_GUIDANCE,
+    )
 
 
 class StableDiffusionXLInpaintPipeline(StableDiffusionInpaintPipeline):
@@ -87,29 +54,12 @@ class StableDiffusionXLInpaintPipeline(StableDiffusionInpaintPipeline):
         "latents", "prompt_embeds", "add_text_embeds", "add_time_ids", "mask", "masked_image_latents",
     )  # fmt: skip
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        mask_image: Picture | None = None, masked_image_latents: Tensor | None = None, height: int | None = None,
-        width: int | None = None, padding_mask_crop: int | None = None, strength: float = 0.9999,
-        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        denoising_start: float | None = None, denoising_end: float | None = None, guidance_scale: float = GUIDANCE,
-        negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        guidance_rescale: float = 0.0, original_size: Size | None = None, crops_coords_top_left: Size = (0, 0),
-        target_size: Size | None = None, negative_original_size: Size | None = None,
-        negative_crops_coords_top_left: Size = (0, 0), negative_target_size: Size | None = None,
-        aesthetic_score: float = 6.0, negative_aesthetic_score: float = 2.5, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 image mask_image masked_image_latents height width padding_mask_crop strength {schedule} "
+        "denoising_start denoising_end guidance_scale negative_prompt negative_prompt_2 {noise} {embeds} {pooled} "
+        "{adapter} {output} guidance_rescale {sizes} {negative_sizes} {aesthetic} {callback} kwargs",
+        strength=0.9999,
+    )
 
 
 class StableDiffusionControlNetPipeline(StableDiffusionPipeline):
@@ -117,23 +67,11 @@ class StableDiffusionControlNetPipeline(StableDiffusionPipeline):
 
     _callback_tensor_inputs: tuple[str, ...] = (*GUIDED_TENSORS, "image")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
-        sigmas: Sequence[float] | None = None, guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 1.0, guess_mode: bool = False,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt image height width {schedule} guidance_scale negative_prompt {noise} {embeds} {adapter} {output} "
+        "{control} {callback} kwargs",
+        controlnet_conditioning_scale=1.0,
+    )
 
 
 class StableDiffusionControlNetImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
@@ -141,23 +79,12 @@ class StableDiffusionControlNetImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
 
     _callback_tensor_inputs: tuple[str, ...] = (*GUIDED_TENSORS, "control_image")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, control_image: Picture | None = None,
-        height: int | None = None, width: int | None = None, strength: float = 0.8, num_inference_steps: int = STEPS,
-        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
-        eta: float = 0.0, generator: Generator = None, latents: Tensor | None = None,
-        prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
-        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 0.8, guess_mode: bool = False,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt image control_image height width strength num_inference_steps guidance_scale negative_prompt {noise} "
+        "{embeds} {adapter} {output} {control} {callback} kwargs",
+        strength=0.8,
+        controlnet_conditioning_scale=0.8,
+    )
 
 
 class StableDiffusionControlNetInpaintPipeline(StableDiffusionInpaintPipeline):
@@ -166,24 +93,12 @@ class StableDiffusionControlNetInpaintPipeline(StableDiffusionInpaintPipeline):
     SIZE_OF_IMAGE = True
     _callback_tensor_inputs: tuple[str, ...] = (*GUIDED_TENSORS, "control_image", "mask", "masked_image_latents")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
-        control_image: Picture | None = None, height: int | None = None, width: int | None = None,
-        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = STEPS,
-        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
-        eta: float = 0.0, generator: Generator = None, latents: Tensor | None = None,
-        prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
-        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 0.5, guess_mode: bool = False,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt image mask_image control_image height width padding_mask_crop strength num_inference_steps "
+        "guidance_scale negative_prompt {noise} {embeds} {adapter} {output} {control} {callback} kwargs",
+        strength=1.0,
+        controlnet_conditioning_scale=0.5,
+    )
 
 
 class StableDiffusionXLControlNetPipeline(StableDiffusionXLPipeline):
@@ -191,28 +106,12 @@ class StableDiffusionXLControlNetPipeline(StableDiffusionXLPipeline):
 
     _callback_tensor_inputs: tuple[str, ...] = (*XL_TENSORS, "image")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        height: int | None = None, width: int | None = None, num_inference_steps: int = STEPS,
-        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        denoising_end: float | None = None, guidance_scale: float = XL_GUIDANCE, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 1.0, guess_mode: bool = False,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        original_size: Size | None = None, crops_coords_top_left: Size = (0, 0), target_size: Size | None = None,
-        negative_original_size: Size | None = None, negative_crops_coords_top_left: Size = (0, 0),
-        negative_target_size: Size | None = None, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 image height width {schedule} denoising_end guidance_scale negative_prompt negative_prompt_2 "
+        "{noise} {embeds} {pooled} {adapter} {output} {control} {sizes} {negative_sizes} {callback} kwargs",
+        guidance_scale=XL_GUIDANCE,
+        controlnet_conditioning_scale=1.0,
+    )
 
 
 class StableDiffusionXLControlNetImg2ImgPipeline(StableDiffusionXLImg2ImgPipeline):
@@ -220,28 +119,14 @@ class StableDiffusionXLControlNetImg2ImgPipeline(StableDiffusionXLImg2ImgPipelin
 
     _callback_tensor_inputs: tuple[str, ...] = (*XL_IMAGE_TENSORS, "control_image")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        control_image: Picture | None = None, height: int | None = None, width: int | None = None,
-        strength: float = 0.8, num_inference_steps: int = STEPS, guidance_scale: float = XL_GUIDANCE,
-        negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 0.8, guess_mode: bool = False,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        original_size: Size | None = None, crops_coords_top_left: Size = (0, 0), target_size: Size | None = None,
-        negative_original_size: Size | None = None, negative_crops_coords_top_left: Size = (0, 0),
-        negative_target_size: Size | None = None, aesthetic_score: float = 6.0, negative_aesthetic_score: float = 2.5,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 image control_image height width strength num_inference_steps guidance_scale negative_prompt "
+        "negative_prompt_2 {noise} {embeds} {pooled} {adapter} {output} {control} {sizes} {negative_sizes} "
+        "{aesthetic} {callback} kwargs",
+        strength=0.8,
+        guidance_scale=XL_GUIDANCE,
+        controlnet_conditioning_scale=0.8,
+    )
 
 
 class StableDiffusionXLControlNetInpaintPipeline(StableDiffusionXLInpaintPipeline):
@@ -250,28 +135,14 @@ class StableDiffusionXLControlNetInpaintPipeline(StableDiffusionXLInpaintPipelin
     SIZE_OF_IMAGE = True
     _callback_tensor_inputs: tuple[str, ...] = (*XL_IMAGE_TENSORS, "mask", "masked_image_latents", "control_image")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        mask_image: Picture | None = None, control_image: Picture | None = None, height: int | None = None,
-        width: int | None = None, padding_mask_crop: int | None = None, strength: float = 0.9999,
-        num_inference_steps: int = STEPS, denoising_start: float | None = None, denoising_end: float | None = None,
-        guidance_scale: float = XL_GUIDANCE, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, output_type: str | None = "pil", return_dict: bool = True,
-        cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 1.0, guess_mode: bool = False,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        guidance_rescale: float = 0.0, original_size: Size | None = None, crops_coords_top_left: Size = (0, 0),
-        target_size: Size | None = None, aesthetic_score: float = 6.0, negative_aesthetic_score: float = 2.5,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 image mask_image control_image height width padding_mask_crop strength num_inference_steps "
+        "denoising_start denoising_end guidance_scale negative_prompt negative_prompt_2 {noise} {embeds} {adapter} "
+        "{pooled} {output} {control} guidance_rescale {sizes} {aesthetic} {callback} kwargs",
+        strength=0.9999,
+        guidance_scale=XL_GUIDANCE,
+        controlnet_conditioning_scale=1.0,
+    )
 
 
 class LatentConsistencyModelPipeline(StableDiffusionPipeline):
@@ -282,20 +153,12 @@ class LatentConsistencyModelPipeline(StableDiffusionPipeline):
     CHANGES_LAST_LATENTS = False
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "w_embedding")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, height: int | None = None, width: int | None = None,
-        num_inference_steps: int = 4, original_inference_steps: int | None = None,
-        timesteps: Sequence[int] | None = None, guidance_scale: float = 8.5, num_images_per_prompt: int | None = 1,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        cross_attention_kwargs: Mapping[str, Any] | None = None, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt height width num_inference_steps original_inference_steps timesteps guidance_scale "
+        "num_images_per_prompt generator latents prompt_embeds {adapter} {output} {callback} kwargs",
+        num_inference_steps=4,
+        guidance_scale=8.5,
+    )
 
 
 class LatentConsistencyModelImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
@@ -306,19 +169,13 @@ class LatentConsistencyModelImg2ImgPipeline(StableDiffusionImg2ImgPipeline):
     STRENGTH_IN_SCHEDULER = True
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "w_embedding")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, num_inference_steps: int = 4,
-        strength: float = 0.8, original_inference_steps: int | None = None, timesteps: Sequence[int] | None = None,
-        guidance_scale: float = 8.5, num_images_per_prompt: int | None = 1, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt image num_inference_steps strength original_inference_steps timesteps guidance_scale "
+        "num_images_per_prompt generator latents prompt_embeds {adapter} {output} {callback} kwargs",
+        num_inference_steps=4,
+        strength=0.8,
+        guidance_scale=8.5,
+    )
 
 
 class AutoPipelineMixin:

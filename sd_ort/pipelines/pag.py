@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, XL_GUIDANCE, XL_IMAGE_TENSORS, XL_TENSORS
+from sd_ort.pipelines.arguments import GUIDED_TENSORS, XL_GUIDANCE, XL_IMAGE_TENSORS, XL_TENSORS
+from sd_ort.pipelines.call_signature import diffusers_call
 from sd_ort.pipelines.families import (
     StableDiffusionControlNetInpaintPipeline,
     StableDiffusionControlNetPipeline,
@@ -23,13 +24,9 @@ from sd_ort.pipelines.families import (
     StableDiffusionXLPipeline,
 )
 from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
-from sd_ort.pipelines.request import Generator, Picture, Prompt, Size, StepCallback
 from sd_ort.pipelines.state import PipelineState
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 from sd_ort.runtime.provider_choice import AUTO
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class PerturbedAttentionMixin(PipelineState):
@@ -93,40 +90,20 @@ class StableDiffusionPAGPipeline(PerturbedAttentionMixin, StableDiffusionPipelin
 
     DEFAULT_SIZE_UNLESS_BOTH = False
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, height: int | None = None, width: int | None = None,
-        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
-        eta: float = 0.0, generator: Generator = None, latents: Tensor | None = None,
-        prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
-        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        cross_attention_kwargs: Mapping[str, Any] | None = None, guidance_rescale: float = 0.0,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt height width {schedule} guidance_scale negative_prompt {noise} {embeds} {adapter} {output} "
+        "guidance_rescale {callback} {pag}",
+    )
 
 
 class StableDiffusionPAGImg2ImgPipeline(PerturbedAttentionMixin, StableDiffusionImg2ImgPipeline):
     """Image to image with perturbed attention guidance, SD 1.x and 2.x."""
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, strength: float = 0.8,
-        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
-        eta: float = 0.0, generator: Generator = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt image strength {schedule} guidance_scale negative_prompt num_images_per_prompt eta generator {embeds} "
+        "{adapter} {output} {callback} {pag}",
+        strength=0.8,
+    )
 
 
 class StableDiffusionPAGInpaintPipeline(PerturbedAttentionMixin, StableDiffusionInpaintPipeline):
@@ -134,22 +111,11 @@ class StableDiffusionPAGInpaintPipeline(PerturbedAttentionMixin, StableDiffusion
 
     _callback_tensor_inputs: tuple[str, ...] = GUIDED_TENSORS
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
-        masked_image_latents: Tensor | None = None, height: int | None = None, width: int | None = None,
-        padding_mask_crop: int | None = None, strength: float = 0.9999, num_inference_steps: int = STEPS,
-        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None, guidance_scale: float = GUIDANCE,
-        negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        guidance_rescale: float = 0.0, clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt image mask_image masked_image_latents height width padding_mask_crop strength {schedule} "
+        "guidance_scale negative_prompt {noise} {embeds} {adapter} {output} guidance_rescale {callback} {pag}",
+        strength=0.9999,
+    )
 
 
 class StableDiffusionXLPAGPipeline(PerturbedAttentionMixin, StableDiffusionXLPipeline):
@@ -157,26 +123,11 @@ class StableDiffusionXLPAGPipeline(PerturbedAttentionMixin, StableDiffusionXLPip
 
     _callback_tensor_inputs: tuple[str, ...] = XL_TENSORS
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
-        sigmas: Sequence[float] | None = None, denoising_end: float | None = None, guidance_scale: float = XL_GUIDANCE,
-        negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        guidance_rescale: float = 0.0, original_size: Size | None = None, crops_coords_top_left: Size = (0, 0),
-        target_size: Size | None = None, negative_original_size: Size | None = None,
-        negative_crops_coords_top_left: Size = (0, 0), negative_target_size: Size | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 height width {schedule} denoising_end guidance_scale negative_prompt negative_prompt_2 "
+        "{noise} {embeds} {pooled} {adapter} {output} guidance_rescale {sizes} {negative_sizes} {callback} {pag}",
+        guidance_scale=XL_GUIDANCE,
+    )
 
 
 class StableDiffusionXLPAGImg2ImgPipeline(PerturbedAttentionMixin, StableDiffusionXLImg2ImgPipeline):
@@ -184,27 +135,13 @@ class StableDiffusionXLPAGImg2ImgPipeline(PerturbedAttentionMixin, StableDiffusi
 
     _callback_tensor_inputs: tuple[str, ...] = XL_IMAGE_TENSORS
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        strength: float = 0.3, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
-        sigmas: Sequence[float] | None = None, denoising_start: float | None = None, denoising_end: float | None = None,
-        guidance_scale: float = XL_GUIDANCE, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        guidance_rescale: float = 0.0, original_size: Size | None = None, crops_coords_top_left: Size = (0, 0),
-        target_size: Size | None = None, negative_original_size: Size | None = None,
-        negative_crops_coords_top_left: Size = (0, 0), negative_target_size: Size | None = None,
-        aesthetic_score: float = 6.0, negative_aesthetic_score: float = 2.5, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 image strength {schedule} denoising_start denoising_end guidance_scale negative_prompt "
+        "negative_prompt_2 {noise} {embeds} {pooled} {adapter} {output} guidance_rescale {sizes} {negative_sizes} "
+        "{aesthetic} {callback} {pag}",
+        strength=0.3,
+        guidance_scale=XL_GUIDANCE,
+    )
 
 
 class StableDiffusionXLPAGInpaintPipeline(PerturbedAttentionMixin, StableDiffusionXLInpaintPipeline):
@@ -212,29 +149,12 @@ class StableDiffusionXLPAGInpaintPipeline(PerturbedAttentionMixin, StableDiffusi
 
     _callback_tensor_inputs: tuple[str, ...] = (*XL_IMAGE_TENSORS, "mask", "masked_image_latents")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        mask_image: Picture | None = None, masked_image_latents: Tensor | None = None, height: int | None = None,
-        width: int | None = None, padding_mask_crop: int | None = None, strength: float = 0.9999,
-        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        denoising_start: float | None = None, denoising_end: float | None = None, guidance_scale: float = GUIDANCE,
-        negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        guidance_rescale: float = 0.0, original_size: Size | None = None, crops_coords_top_left: Size = (0, 0),
-        target_size: Size | None = None, negative_original_size: Size | None = None,
-        negative_crops_coords_top_left: Size = (0, 0), negative_target_size: Size | None = None,
-        aesthetic_score: float = 6.0, negative_aesthetic_score: float = 2.5, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 image mask_image masked_image_latents height width padding_mask_crop strength {schedule} "
+        "denoising_start denoising_end guidance_scale negative_prompt negative_prompt_2 {noise} {embeds} {pooled} "
+        "{adapter} {output} guidance_rescale {sizes} {negative_sizes} {aesthetic} {callback} {pag}",
+        strength=0.9999,
+    )
 
 
 class StableDiffusionControlNetPAGPipeline(PerturbedAttentionMixin, StableDiffusionControlNetPipeline):
@@ -244,23 +164,11 @@ class StableDiffusionControlNetPAGPipeline(PerturbedAttentionMixin, StableDiffus
     CONTROLNET_READS_CHANGES = False
     _callback_tensor_inputs: tuple[str, ...] = GUIDED_TENSORS
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None,
-        sigmas: Sequence[float] | None = None, guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 1.0, guess_mode: bool = False,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt image height width {schedule} guidance_scale negative_prompt {noise} {embeds} {adapter} {output} "
+        "{control} {callback} {pag}",
+        controlnet_conditioning_scale=1.0,
+    )
 
 
 class StableDiffusionControlNetPAGInpaintPipeline(PerturbedAttentionMixin, StableDiffusionControlNetInpaintPipeline):
@@ -270,24 +178,13 @@ class StableDiffusionControlNetPAGInpaintPipeline(PerturbedAttentionMixin, Stabl
     CONTROLNET_READS_CHANGES = False
     _callback_tensor_inputs: tuple[str, ...] = GUIDED_TENSORS
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
-        control_image: Picture | None = None, height: int | None = None, width: int | None = None,
-        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = STEPS,
-        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
-        eta: float = 0.0, generator: Generator = None, latents: Tensor | None = None,
-        prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
-        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 0.5,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt image mask_image control_image height width padding_mask_crop strength num_inference_steps "
+        "guidance_scale negative_prompt {noise} {embeds} {adapter} {output} controlnet_conditioning_scale "
+        "control_guidance_start control_guidance_end {callback} {pag}",
+        strength=1.0,
+        controlnet_conditioning_scale=0.5,
+    )
 
 
 class StableDiffusionXLControlNetPAGPipeline(PerturbedAttentionMixin, StableDiffusionXLControlNetPipeline):
@@ -297,28 +194,13 @@ class StableDiffusionXLControlNetPAGPipeline(PerturbedAttentionMixin, StableDiff
     CONTROLNET_READS_CHANGES = False
     _callback_tensor_inputs: tuple[str, ...] = XL_TENSORS
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        height: int | None = None, width: int | None = None, num_inference_steps: int = STEPS,
-        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        denoising_end: float | None = None, guidance_scale: float = XL_GUIDANCE, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 1.0,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        original_size: Size | None = None, crops_coords_top_left: Size = (0, 0), target_size: Size | None = None,
-        negative_original_size: Size | None = None, negative_crops_coords_top_left: Size = (0, 0),
-        negative_target_size: Size | None = None, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate(locals())
+    __call__ = diffusers_call(
+        "prompt prompt_2 image height width {schedule} denoising_end guidance_scale negative_prompt negative_prompt_2 "
+        "{noise} {embeds} {pooled} {adapter} {output} controlnet_conditioning_scale control_guidance_start "
+        "control_guidance_end {sizes} {negative_sizes} {callback} {pag}",
+        guidance_scale=XL_GUIDANCE,
+        controlnet_conditioning_scale=1.0,
+    )
 
 
 class StableDiffusionXLControlNetPAGImg2ImgPipeline(
@@ -330,25 +212,14 @@ class StableDiffusionXLControlNetPAGImg2ImgPipeline(
     CONTROLNET_READS_CHANGES = False
     _callback_tensor_inputs: tuple[str, ...] = XL_IMAGE_TENSORS
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, image: Picture | None = None,
-        control_image: Picture | None = None, height: int | None = None, width: int | None = None,
-        strength: float = 0.8, num_inference_steps: int = STEPS, guidance_scale: float = XL_GUIDANCE,
-        negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, eta: float = 0.0, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        controlnet_conditioning_scale: float | Sequence[float] = 0.8, guess_mode: bool = False,
-        control_guidance_start: float | Sequence[float] = 0.0, control_guidance_end: float | Sequence[float] = 1.0,
-        original_size: Size | None = None, crops_coords_top_left: Size = (0, 0), target_size: Size | None = None,
-        negative_original_size: Size | None = None, negative_crops_coords_top_left: Size = (0, 0),
-        negative_target_size: Size | None = None, aesthetic_score: float = 6.0, negative_aesthetic_score: float = 2.5,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), pag_scale: float = 3.0,
-        pag_adaptive_scale: float = 0.0, *, prompt_syntax: str = "plain", progress: bool = True,
-    ) -> Any:  # fmt: skip
-        """Generate images; see `pipelines.request.Request`."""
-        return self._generate({**locals(), "guess_mode": False})  # which diffusers ignores here
+    __call__ = diffusers_call(
+        "prompt prompt_2 image control_image height width strength num_inference_steps guidance_scale negative_prompt "
+        "negative_prompt_2 {noise} {embeds} {pooled} {adapter} {output} {control} {sizes} {negative_sizes} "
+        "{aesthetic} {callback} {pag}",
+        strength=0.8,
+        guidance_scale=XL_GUIDANCE,
+        controlnet_conditioning_scale=0.8,
+    )
+
+    def _generate(self, call: Mapping[str, Any]) -> Any:
+        return super()._generate({**call, "guess_mode": False})  # which diffusers ignores here

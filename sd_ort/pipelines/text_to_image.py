@@ -285,7 +285,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return self._generate(locals())
 
     def _generate(self, call: Mapping[str, Any]) -> Any:
-        """Check the arguments of a call, the locals of `__call__`, generate, and return what the caller asked for."""
+        """Check the arguments of `__call__` by their names, generate, and return what the caller asked for."""
         named = {n: v for n, v in call.items() if n not in ("self", "kwargs") and not isinstance(v, DefaultNumber)}
         given = named | call.get("kwargs", {})
         rejected = (*self.REJECTED_ARGUMENTS, *(() if self.PAG else PAG_ARGUMENTS))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from cli_type import Cli
 
 from sd_ort.benchmark import engine_builds, engine_selection, report_file, runner
 from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
@@ -22,8 +23,6 @@ from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime import device_meters
-
-Cli = Callable[..., tuple[int, str, str]]
 
 ORT_COLUMNS = (
     "model_name,directory,engine,version,provider,disable_safety_checker,height,width,steps,batch_size,batch_count,"

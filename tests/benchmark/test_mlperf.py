@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny_pipeline
+from cli_type import Cli
 from PIL import Image
 
 from sd_ort.benchmark import loadgen, mlperf, quality, replicas
@@ -24,7 +25,6 @@ from sd_ort.demo import scenes
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 
-Cli = Callable[..., tuple[int, str, str]]
 SMALL = ("--torch", "none", "--steps", 1, "--height", 64, "--width", 64, "--threads", 1)
 
 

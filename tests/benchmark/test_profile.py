@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_type import Cli
 
 from sd_ort.benchmark import profile
 
-Cli = Callable[..., tuple[int, str, str]]
 SMALL = ("--torch", "none", "--steps", 1, "--height", 64, "--width", 64, "--threads", 1)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_type import Cli
 from PIL import Image
 
 from sd_ort.benchmark import plot, report
@@ -21,8 +21,6 @@ from sd_ort.benchmark.worker import speedup
 from sd_ort.core import metrics
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.ownership import RECORD
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 def row(label: str, batch: int, step: float, **more: Any) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cli_type import Cli
 from gguf_files import write_gguf
 from PIL import Image
 from test_transformer_file import FLUX, SD3, original_tensors
@@ -24,7 +24,6 @@ from sd_ort.checkpoints.weight_file import read_entries, read_tensor
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
 
-Cli = Callable[..., tuple[int, str, str]]
 DTYPES = ("Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
 
 

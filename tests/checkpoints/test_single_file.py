@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from cli_type import Cli
 from safetensors.torch import load_file, save_file
 from small_presets import mini
 
@@ -27,7 +28,6 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import save_config
 
-Cli = Callable[..., tuple[int, str, str]]
 FAMILIES = ("sd15", "sd21", "sdxl", "sdxl-refiner", "sd15-inpaint")
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cli_type import Cli
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from sd_ort.runtime import provider_choice
 from sd_ort.runtime.provider_choice import Gpu
 
-Cli = Callable[..., tuple[int, str, str]]
 PROMPT = "a red circle on a blue background"
 
 

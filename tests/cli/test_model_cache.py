@@ -7,18 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_pipeline
+from cli_type import Cli
 
 from sd_ort import StableDiffusionPipeline, demo, model_cache
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

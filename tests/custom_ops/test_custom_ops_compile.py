@@ -6,11 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+from cli_type import Cli
 from hip_library import TARGETS, copying_compiler
 from hip_library import hip_library as build_hip_library
 
@@ -259,16 +260,14 @@ def test_header_option_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["--hip gfx90a gfx942 --cuda sm_90", "--hip gfx90a --cuda sm_90 --hip gfx942"])
-def test_command_takes_several_architectures(
-    words: str, sd_ort: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_takes_several_architectures(words: str, sd_ort: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict = {}
     monkeypatch.setattr(build, "build", lambda **options: asked.update(options))
     assert sd_ort("build-ops", *words.split(), "--no-cpu")[0] == 0
     assert (asked["hip"], asked["cuda"], asked["cpu"]) == (("gfx90a", "gfx942"), ("sm_90",), False)
 
 
-def test_command_refuses_other_words(sd_ort: Callable[..., tuple[int, str, str]]) -> None:
+def test_command_refuses_other_words(sd_ort: Cli) -> None:
     code, _, error = sd_ort("build-ops", "gfx90a")
     assert code == 2
     assert "gfx90a" in error

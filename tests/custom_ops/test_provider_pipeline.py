@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 import torch
+from cli_type import Cli
 
 from sd_ort import StableDiffusionPipeline
 from sd_ort.checkpoints.presets import open_preset
@@ -198,7 +198,7 @@ def test_pipeline_by_the_default_call(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    sd_ort: Callable[..., tuple[int, str, str]],
+    sd_ort: Cli,
 ) -> None:
     """Captured and queued, nothing warned of, the CPU's picture; LoRAs change the prefetched weights under the open
     session; what was tuned is kept and found again."""
@@ -309,9 +309,7 @@ def test_transformer_steps_are_captured(by_name: str, transformer_folder: Path) 
     assert written == [(2, 6, 16), (2, 32)]  # latents and modulation
 
 
-def test_a_provider_that_is_not_built(
-    monkeypatch: pytest.MonkeyPatch, sd_ort: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_provider_that_is_not_built(monkeypatch: pytest.MonkeyPatch, sd_ort: Cli) -> None:
     monkeypatch.setitem(PROVIDER_LIBRARIES, "hip", "no_such.so")
     with pytest.raises(ProviderError, match=r"the hip provider is not built .* sd-ort build-ops --hip gfx1100"):
         providers.check_provider("hip")

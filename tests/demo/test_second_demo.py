@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cli_type import Cli
 from PIL import Image
 
 from scripts.fixtures.make_second_demo import NIGHT, by_night, second
@@ -53,9 +53,7 @@ def test_other_weights_that_compute_the_same(models: dict[str, torch.nn.Module])
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_from_file_to_image(
-    models: dict[str, torch.nn.Module], sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_from_file_to_image(models: dict[str, torch.nn.Module], sd_ort: Cli, tmp_path: Path) -> None:
     from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 
     file, out, kept = save(models, tmp_path / "night.safetensors", torch.float16), tmp_path / "a.png", tmp_path / "kept"

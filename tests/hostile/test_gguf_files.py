@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_type import Cli
 from gguf_files import write_gguf
 
 from sd_ort.checkpoints import weight_file
 from sd_ort.core.errors import InputError
 
-Cli = Callable[..., tuple[int, str, str]]
 KEY = b"general.architecture"
 HUGE = struct.pack("<Q", 1 << 62)
 

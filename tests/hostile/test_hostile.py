@@ -6,7 +6,6 @@ Whatever is given: an exit code, one line that says what to do, no traceback, no
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import malformed_models
 import onnx
 import pytest
 import tiny_pipeline
+from cli_type import Cli
 
 from sd_ort.core import pipeline_folder
 
-Cli = Callable[..., tuple[int, str, str]]
 BUG = 70
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_type import Cli
 
 from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.inspect import doctor
 from sd_ort.runtime import bound_run
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 def test_doctor_as_json(sd_ort: Cli) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_type import Cli
 
 from sd_ort.checkpoints.signatures import default_latents
 from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent
@@ -220,7 +221,7 @@ def test_a_session_with_tuning_on_measures(monkeypatch: pytest.MonkeyPatch, tmp_
     assert tuning.load(session, FakeOps(), VERSION) is not None
 
 
-def test_show(sd_ort: Callable[..., tuple[int, str, str]]) -> None:
+def test_show(sd_ort: Cli) -> None:
     path = save(FakeOps(results=found("float16_2x64x64_g32")), FakeSession([ROCM]))
     for arguments in (["tune", "--show"], ["tune", "--show", str(path)]):
         code, out, err = sd_ort(*arguments)
@@ -230,7 +231,7 @@ def test_show(sd_ort: Callable[..., tuple[int, str, str]]) -> None:
         assert "ROCMExecutionProvider: 1 results of 1 operators" in out
 
 
-def test_the_cpu_has_nothing_to_tune(small_export: Path, sd_ort: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_cpu_has_nothing_to_tune(small_export: Path, sd_ort: Cli) -> None:
     code, _, err = sd_ort("tune", small_export, "--provider", "cpu")
     assert code == ProviderError.exit_code
     assert "the cpu provider has nothing to tune" in err

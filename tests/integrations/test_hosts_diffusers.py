@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accelerate, install, uninstall
 from sd_ort.integrations.models import TorchComponentSessions
@@ -31,11 +30,6 @@ MIN_PSNR = 80.0  # dB, of float32 images in 0..1; measured: above 110
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    return torch_pipeline("sd15-small", random_weights=True, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_type import Cli
 
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.application_installers import HERE, install
@@ -25,7 +25,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     return host, root, root / ("custom_nodes/sd_ort_nodes" if host == "comfyui" else "extensions/sd-ort")
 
 
-def test_install_and_uninstall(sd_ort: Callable[..., tuple[int, str, str]], place: tuple[str, Path, Path]) -> None:
+def test_install_and_uninstall(sd_ort: Cli, place: tuple[str, Path, Path]) -> None:
     host, root, target = place
     for _ in range(2):  # an update
         code, out, _ = sd_ort("install-host", host, root)
@@ -43,9 +43,7 @@ def test_install_and_uninstall(sd_ort: Callable[..., tuple[int, str, str]], plac
     assert (code, error.count("\n")) == (2, 1)
 
 
-def test_other_files_are_not_touched(
-    sd_ort: Callable[..., tuple[int, str, str]], place: tuple[str, Path, Path]
-) -> None:
+def test_other_files_are_not_touched(sd_ort: Cli, place: tuple[str, Path, Path]) -> None:
     host, root, target = place
     target.mkdir()
     (target / "__init__.py").write_text("theirs")
@@ -60,7 +58,7 @@ def test_other_files_are_not_touched(
     assert [path.name for path in target.rglob("*")] == ["notes.txt"]
 
 
-def test_wrong_folder(sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_wrong_folder(sd_ort: Cli, tmp_path: Path) -> None:
     code, _, error = sd_ort("install-host", "comfyui", tmp_path)
     assert (code, "is not comfyui's folder: it has no nodes.py" in error) == (2, True)
     code, _, error = sd_ort("install-host", "diffusers", tmp_path)

@@ -1,6 +1,6 @@
 """The WebUI extension against stubs of the WebUIs' interfaces.
 
-`scripts/checks/webui.py` checks these names and arguments in checkouts of AUTOMATIC1111's AMD fork and of Forge.
+`scripts/checks/webui_page.py` runs it in AUTOMATIC1111's WebUI, its AMD fork and Forge, started whole.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import onnx_graphsurgeon as gs
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from cli_type import Cli
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
 from fusion_passes.shapes.infer import annotate
@@ -25,8 +26,6 @@ from sd_ort.optimize import precision, targets
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS, Target
 from sd_ort.stages import optimize
-
-Cli = Callable[..., tuple[int, str, str]]
 
 # Of `sd15-small`: 4 transformers, 33 GroupNorms. Counts of whole families: tests/fusion_passes/test_families.py.
 UNET = {

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from cli_type import Cli
 from onnx import TensorProto, helper, numpy_helper
 
 from scripts.fixtures import other_architectures
 from sd_ort.checkpoints.synthetic_inputs import SIZES, random_inputs
 from sd_ort.core.errors import InputError
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 # Token ids; sigmas, whose logarithm is taken; times and a text's mask.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from cli_type import Cli
 from onnx import TensorProto, helper, numpy_helper
 
 from fusion_passes import weight_recipes, weight_storage
@@ -25,7 +25,6 @@ from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.weight_storage import WeightStorage, store_weights
 from sd_ort.stages import optimize
 
-Cli = Callable[..., tuple[int, str, str]]
 SETTINGS = [WeightStorage("int8", 32), WeightStorage("int8", 64, False), WeightStorage("int4", 32),
             WeightStorage("int4", 128, False), WeightStorage("float8")]  # fmt: skip
 RANDOM = np.random.default_rng(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from cli_type import Cli
 from image_metrics import psnr
 from PIL import Image
 from small_presets import export_with
@@ -44,11 +44,6 @@ def mask() -> Image.Image:
     pixels = np.zeros((64, 64), np.uint8)
     pixels[8:40, 16:56] = 255
     return Image.fromarray(pixels)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    return torch_pipeline("sd15-small", random_weights=True, seed=0)
 
 
 def as_kind(kind: str, reference: Any) -> Any:
@@ -249,7 +244,7 @@ def test_inpainting_unet_on_the_device(inpaint_export: Path, picture: Image.Imag
 
 
 def test_generate_from_an_image(
-    sd_ort: Callable[..., tuple[int, str, str]], small_export: Path, tmp_path: Path, picture: Image.Image, mask: Any
+    sd_ort: Cli, small_export: Path, tmp_path: Path, picture: Image.Image, mask: Any
 ) -> None:
     picture.save(tmp_path / "in.png")
     mask.save(tmp_path / "mask.png")

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ import onnxruntime
 import pytest
 import torch
 import tqdm
+from cli_type import Cli
 from image_metrics import psnr
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline, cli
 from sd_ort.benchmark.engines.pytorch import first_latents
 from sd_ort.checkpoints.schedulers import make_scheduler, scheduler_class
-from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core import files, metrics, progress
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.pipeline_folder import DATA, MODEL
@@ -44,12 +43,6 @@ def seeds(*values: int) -> list[torch.Generator]:
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    """The diffusers pipeline that `small_export` was exported from."""
-    return torch_pipeline("sd15-small", random_weights=True, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +191,6 @@ def test_scheduler_that_cannot_be_used(small_export: Path, name: str) -> None:
 
 
 # --- The command ----------------------------------------------------------------------------------------------------
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

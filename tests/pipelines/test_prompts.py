@@ -28,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def reference() -> Any:
-    made = torch_pipeline("sd15-small", random_weights=True, seed=0)
-    made.text_encoder.__dict__["text_model"] = made.text_encoder  # diffusers' clip_skip looks for transformers 4's name
-    return made
+def reference(reference: Any) -> Any:
+    # diffusers' clip_skip looks for transformers 4's name
+    reference.text_encoder.__dict__["text_model"] = reference.text_encoder
+    return reference
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cli_type import Cli
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPAGPipeline, StableDiffusionPipeline, demo
@@ -21,7 +21,6 @@ from sd_ort.pipelines.png import read_png_text
 from sd_ort.runtime.session import ModelOverride, create_session
 from sd_ort.stages import optimize
 
-Cli = Callable[..., tuple[int, str, str]]
 GOLD = demo.MODEL_DIR.parent / "loras" / "gold.safetensors"
 CALL: dict[str, Any] = {"prompt": "a red circle", "num_inference_steps": 12, "output_type": "np"}
 

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from cli_type import Cli
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline
@@ -130,9 +131,7 @@ def test_decoding_while_the_next_batch_is_generated(small_export: Path, monkeypa
     assert "vae_decoder" not in two.models.opened
 
 
-def test_generate_on_two_devices(
-    sd_ort: Callable[..., tuple[int, str, str]], small_export: Path, tmp_path: Path
-) -> None:
+def test_generate_on_two_devices(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
     shared = ("generate", "a", "--model", small_export, "--steps", 1, "--seed", 3, "--height", 64, "--width", 64)
     for name, options in {"one": (), "two": ("--split-guidance", "0,1", "--decode-on", 1)}.items():
         code, out, error = sd_ort(*shared, "--num-images", 3, "--batch", 2, "--out", tmp_path / name, *options)
@@ -166,7 +165,7 @@ def test_merged_is_refused(small_export: Path) -> None:
         MergedPipeline.from_pretrained(small_export, split_guidance=(0, 1))
 
 
-def test_the_option_is_numbers(sd_ort: Callable[..., tuple[int, str, str]], small_export: Path) -> None:
+def test_the_option_is_numbers(sd_ort: Cli, small_export: Path) -> None:
     code, _, error = sd_ort("generate", "a", "--model", small_export, "--split-guidance", "0;1")
     assert code == 2
     assert "no numbers of devices" in error

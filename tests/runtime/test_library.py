@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_type import Cli
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.ownership import record_file
@@ -85,9 +85,7 @@ def test_a_truncated_library_is_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert len(made) == 3
 
 
-def test_the_least_recently_used_builds_go(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sd_ort: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_the_least_recently_used_builds_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sd_ort: Cli) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folders = [fill(cache_folder() / "ops" / str(age), LIBRARY, age=age) for age in (3, 2, 1)]
     (folders[1] / LIBRARY).write_bytes(bytes(10_000))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_type import Cli
 
 from custom_ops import nvidia_targets
 from sd_ort.runtime import build
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 def test_targets_are_listed_and_said_to_be_measured_or_not() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cli_type import Cli
 
 from sd_ort.core.errors import ProviderError
 from sd_ort.optimize import targets
@@ -154,7 +155,7 @@ def test_the_name_of_a_device_is_enough(machine: Machine) -> None:
     assert resolve_device("cuda").provider == "cuda"  # opening it says what to install
 
 
-def test_names_of_the_other_table_are_answered(sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_names_of_the_other_table_are_answered(sd_ort: Cli, tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match=r"gpu is a target of .* not a provider: its provider is sdcuda\."):
         providers.provider_named("gpu")
     with pytest.raises(ProviderError, match="every provider runs its graphs"):

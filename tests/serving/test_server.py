@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import tiny_pipeline
+from cli_type import Cli
 from PIL import Image
 from test_dispatch import MODEL, FakeReplica, run_tasks
 
@@ -191,9 +192,7 @@ def test_variants(tmp_path: Path, one_thread: None) -> None:
         assert psnr(images[0], images[2]) > 50
 
 
-def test_variants_are_checked_before_anything_is_loaded(
-    sd_ort: Callable[..., tuple[int, str, str]], folder: Path
-) -> None:
+def test_variants_are_checked_before_anything_is_loaded(sd_ort: Cli, folder: Path) -> None:
     for text in ("raw", "=x", f"raw={folder.parent / 'none'}"):
         code, _, error = sd_ort("serve", folder, "--compare", text)
         assert code == 2
