@@ -109,7 +109,7 @@ class Cudnn {
   class Graph {
    public:
     enum class Place { kMemory, kVirtual, kHost };  // a virtual tensor has no memory; kHost is one float on the host
-    enum Pointwise { kAdd = 0, kMultiply = 1, kDivide = 6, kSubtract = 9, kExp = 13, kLog = 15 };
+    enum Pointwise { kAdd = 0, kMultiply = 1, kDivide = 6, kSubtract = 9, kExp = 13, kLog = 15, kRelu = 100 };
     enum Reduction { kSum = 0, kMaximum = 3 };
     using Sizes = std::vector<int64_t>;
 

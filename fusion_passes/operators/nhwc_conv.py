@@ -1,4 +1,4 @@
-"""NhwcConv(X, W, B?): Conv of X [N,H,W,C] with W [M,kH,kW,C/group]."""
+"""NhwcConv(X, W, B?, skip?; relu): Conv of X [N,H,W,C] with W [M,kH,kW,C/group] + skip, with `relu` Relu of the sum."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 def body(node: ir.Node) -> tuple[str, str]:
     """Return the overload name and the function body in ONNX text."""
-    bias = ", B" if has(node, 2) else ""
-    types = {"group": "int", "auto_pad": "string"}
-    attributes = ", ".join(f"{name}: {types.get(name, 'ints')} = @{name}" for name in sorted(node.attributes))
+    bias, skip, relu = has(node, 2), has(node, 3), bool(node.attributes.get_int("relu", 0))
+    operand, types = ", B" if bias else "", {"group": "int", "auto_pad": "string"}
+    names = sorted(node.attributes.keys() - {"relu"})
+    attributes = ", ".join(f"{name}: {types.get(name, 'ints')} = @{name}" for name in names)
+    inputs = "X, W, B, skip" if skip else f"X, W{operand}"
     return (
-        "bias" if bias else "",
-        f"""(X, W{bias}) => (Y) {{
+        "_".join(word for word, used in (("bias", bias), ("skip", skip), ("relu", relu)) if used),
+        f"""({inputs}) => (Y) {{
         x_nchw = Transpose <perm = [0, 3, 1, 2]> (X)
         w_nchw = Transpose <perm = [0, 3, 1, 2]> (W)
-        y_nchw = Conv <{attributes}> (x_nchw, w_nchw{bias})
-        Y = Transpose <perm = [0, 2, 3, 1]> (y_nchw)
+        y_nchw = Conv <{attributes}> (x_nchw, w_nchw{operand})
+        product = Transpose <perm = [0, 2, 3, 1]> (y_nchw)
+        total = {"Add (product, skip)" if skip else "Identity (product)"}
+        Y = {"Relu" if relu else "Identity"} (total)
     }}""",
     )
 
@@ -39,5 +43,9 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
 
 
 OPERATOR = FusedOperator(
-    "NhwcConv", shape, body, ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"), has_cpu_kernel=never
+    "NhwcConv",
+    shape,
+    body,
+    ("auto_pad", "dilations", "group", "kernel_shape", "pads", "relu", "strides"),
+    has_cpu_kernel=never,
 )

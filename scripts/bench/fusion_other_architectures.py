@@ -11,13 +11,17 @@ fusions for ONNX Runtime, ONNX Runtime's own (extended, CPU) and `onnxruntime.tr
 type that it has for such a graph; `cpu, level 2` are the nodes that run of the graph for target cpu, after ONNX
 Runtime's own optimizations, without the op library (its operators count as their bodies). `!` behind a target's nodes:
 two nodes or two Transposes more than before are exceeded (an Einsum that transposes inside counts as its Transposes
-do). `+` behind a target's nodes: the best of onnxscript and ONNX Runtime has fewer.
+do). `+` behind a target's nodes: the best of onnxscript and ONNX Runtime has fewer, of the graphs that the target runs.
+For portable, rocm and migraphx a peer's graph with an operator that does not run there is replaced by what the peer
+makes without its fusions for ONNX Runtime (onnxscript's optimizer alone, ONNX Runtime's basic level): portable takes
+ai.onnx alone, the ROCm provider has no kernel of MultiHeadAttention that runs and a wrong one of
+SimplifiedLayerNormalization on RDNA, and MIGraphX takes no FusedConv and no FusedMatMul.
 
-Where a `+` stays: portable counts calls of functions that any runtime inlines, and uses no operator of com.microsoft.
-rocm and migraphx have no right kernels of RMS normalization, rotary embedding and (rocm) attention, and none of an
-attention with its products inside. On cuda, hip and gpu it stays for a VAE of convolutions with Relu (vae-tiny), of
-which ONNX Runtime's CPU optimizations make one FusedConv: channels-last convolutions have no activation there. Slower
-with fewer nodes: attention with capped scores takes 1.6 times the time of its products on the CPU (Gemma 2).
+Where a `+` stays: rocm and migraphx write no com.microsoft Attention, which has the products inside, and no RMS
+normalization and rotary embedding of com.microsoft: nobody has run these kernels for us. cuda, rocm and migraphx run
+convolutions by com.microsoft NhwcConv, which has no activation, where hip and gpu have our own (vae-tiny); the peers'
+FusedConv is of NCHW images, and not for MIGraphX, where two Transposes around the region are what is more. Slower with fewer nodes: attention with capped scores takes 1.6 times the time of its products on the CPU
+(Gemma 2).
 
 It takes twenty minutes of CPU. `--rows` keeps finished rows of a commit, so that a run can be continued, or shared by
 processes with other NAMEs; the page is written as soon as FILE has all rows.
@@ -29,7 +33,10 @@ import argparse
 import importlib.metadata
 import json
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -44,8 +51,12 @@ from scripts.fixtures import other_architectures
 from sd_ort.optimize.optimizer import lower_operators
 from sd_ort.optimize.targets import PORTABLE, TARGETS, Target
 from sd_ort.runtime.machine import commit
+from sd_ort.runtime.rocm_kernels import NEWEST_OPSET, unsupported_reason
 
+T = TypeVar("T")
+Operators = Counter[tuple[str, str]]
 ROOT = Path(__file__).parents[2]
+BASIC = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
 
 NHWC = Target("nhwc", lowering_passes=(nhwc_layout.PASS,))
 PEERS = ("onnxscript", "ORT level 2", "ORT transformers")
@@ -58,44 +69,63 @@ TYPES = {
 }  # fmt: skip
 
 
-def transformers_nodes(model: onnx.ModelProto, name: str) -> str:
-    """Nodes that ONNX Runtime's optimizer of transformer models leaves."""
+def transformers_nodes(model: onnx.ModelProto, name: str) -> Operators:
+    """Operators that ONNX Runtime's optimizer of transformer models leaves."""
     kind = next((kind for start, kind in TYPES.items() if name.startswith(start)), "unet")
     with tempfile.TemporaryDirectory() as scratch:
         onnx.save(model, f"{scratch}/in.onnx")
         optimized = optimize_model(
             f"{scratch}/in.onnx", kind, opt_level=0
         )  # its fusions alone, not the level 2 beside it
-        return str(len(optimized.model.graph.node))
+        return operators_of(optimized.model.graph.node)
 
 
-def onnxruntime_nodes(model: onnx.ModelProto) -> str:
-    """Nodes of the graph that ONNX Runtime makes for its CPU provider."""
+def onnxruntime_nodes(model: onnx.ModelProto, level: Any = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED) -> Operators:
+    """Operators of the graph that ONNX Runtime makes for its CPU provider."""
     with tempfile.TemporaryDirectory() as scratch:
         options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.graph_optimization_level = level
         options.optimized_model_filepath, options.log_severity_level = f"{scratch}/out.onnx", 4
         ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return str(len(onnx.load(f"{scratch}/out.onnx").graph.node))
+        return operators_of(onnx.load(f"{scratch}/out.onnx").graph.node)
 
 
-def onnxscript_nodes(model: onnx.ModelProto) -> str:
-    """Nodes that onnxscript's optimizer leaves, with its fusions for ONNX Runtime."""
+def onnxscript_nodes(model: onnx.ModelProto, fusions: bool = True) -> Operators:
+    """Operators that onnxscript's optimizer leaves, with its fusions for ONNX Runtime or without."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)  # `optimize_for_ort` changes tensors in place
     optimized = ir.from_proto(copy)
     onnxscript.optimizer.optimize(optimized)
-    return str(len(optimize_for_ort(optimized)[0].graph))
+    return operators_of(optimize_for_ort(optimized)[0].graph if fusions else optimized.graph)
 
 
-def attempt(measure, *arguments) -> str:  # type: ignore[no-untyped-def]
+def operators_of(nodes: Iterable[Any]) -> Operators:
+    """The domain and type of each node."""
+    return Counter((node.domain, node.op_type) for node in nodes)
+
+
+def attempt(measure: Callable[..., T], *arguments: Any) -> T | str:
     try:
         return measure(*arguments)
     except Exception as error:
         return f"fails: {type(error).__name__}"
 
 
-def session_nodes(start: onnx.ModelProto) -> str:
+def total(measured: Operators | str) -> str:
+    return measured if isinstance(measured, str) else str(measured.total())
+
+
+def runs(target: str, domain: str, op_type: str) -> bool:
+    """Whether a target of which peers know nothing runs an operator that they may write."""
+    if target == "portable":
+        return not domain and onnx.defs.has(op_type)
+    if target == "rocm":
+        made_wrong = (domain, op_type) == ("", "SimplifiedLayerNormalization")
+        return not made_wrong and (not domain or unsupported_reason(domain, op_type, NEWEST_OPSET) is None)
+    return target != "migraphx" or op_type not in ("FusedConv", "FusedMatMul")
+
+
+def session_nodes(start: onnx.ModelProto) -> Operators:
     """Nodes that run of the graph for target cpu, in a session of ONNX Runtime."""
     model = ir.from_proto(start)
     other_architectures.fuse(model, TARGETS["cpu"])
@@ -121,10 +151,12 @@ def row(name: str) -> list[str]:
     cells, fused, start = [], {}, other_architectures.canonical(source)
     others = [attempt(onnxscript_nodes, source), attempt(onnxruntime_nodes, source)]
     others.append(attempt(transformers_nodes, source, name))
-    best = min(int(nodes) for nodes in others if nodes.isdigit())
+    plain = [attempt(onnxscript_nodes, source, False), attempt(onnxruntime_nodes, source, BASIC)]
     for target in TARGETS.values():
         after = other_architectures.fuse(ir.from_proto(start), target)
         fused[target.name] = after
+        peers = [each for each in (*others, *plain) if not isinstance(each, str)]
+        best = min((p.total() for p in peers if all(runs(target.name, *op) for op in p)), default=after.total())
         mark = ("!" if other_architectures.why_worse(source, after) else "") + ("+" if after.total() > best else "")
         cells.append(f"{after.total()} / {after['Transpose']}{mark}")
     after = fused["portable"]
@@ -132,8 +164,8 @@ def row(name: str) -> list[str]:
     norms = after["GroupNorm"] + after["SkipGroupNorm"]
     nodes = f"{before.total()} / {before['Transpose']}"
     counts = [f"{found} of {there}" if there else "" for found, there in zip((attention, norms), sites, strict=True)]
-    cells += [attempt(session_nodes, start), attempt(error, source, start)]
-    return [name, nodes, *counts, *cells, *others]
+    cells += [total(attempt(session_nodes, start)), attempt(error, source, start)]
+    return [name, nodes, *counts, *cells, *map(total, others)]
 
 
 def page(rows: dict[str, list[str]]) -> str:

@@ -23,6 +23,8 @@ from fusion_passes.lower import (
     bfloat16_layout,
     bfloat16_matmul_conv,
     contrib_kernels,
+    conv_factor,
+    conv_relu,
     fold_bias,
     fused_conv,
     layer_norm,
@@ -174,7 +176,7 @@ _NO_SDPA = inline_fused_ops("ScaledDotProductAttention")  # no provider has a ke
 PORTABLE = Target(
     "portable",
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
-    lowering_passes=(grouped_sdpa(), grouped_attention()),
+    lowering_passes=(grouped_sdpa(), grouped_attention(), conv_factor.PASS),
 )
 
 # onnxruntime 1.31's SkipLayerNormalization and InstanceNormalization are slower than the kernels of the op library, and
@@ -187,6 +189,7 @@ CPU = Target(
         _NO_SDPA,
         standard_attention(_long_keys),
         winograd_conv.PASS,
+        conv_factor.PASS,
         fused_conv.PASS,
         contrib_kernels.PASS,
     ),
@@ -233,6 +236,7 @@ CUDA = Target(
         rotary_qkv.PASS,
         grouped_attention(_narrow_heads),
         adaptive_norm.PASS,
+        conv_factor.PASS,
         nhwc_layout.PASS,
         fold_bias.PASS,
         pack_qkv.PASS,
@@ -256,6 +260,7 @@ ROCM = Target(
     "rocm",
     lowering_passes=(
         _NO_SDPA,
+        conv_factor.PASS,
         nhwc_layout.PASS,
         fold_bias.PASS,
         pack_qkv.PASS,
@@ -271,7 +276,7 @@ ROCM = Target(
 
 MIGRAPHX = Target(
     "migraphx",
-    lowering_passes=(_NO_SDPA, nhwc_layout.PASS),
+    lowering_passes=(_NO_SDPA, conv_factor.PASS, nhwc_layout.PASS),
     contrib_constraints={
         "GroupNorm": _channels_last,
         "SkipLayerNormalization": _any,
@@ -296,6 +301,7 @@ HIP = Target(
         split_product.PASS,
         rotary_qkv.PASS,
         adaptive_norm.PASS,
+        conv_factor.PASS,
         nhwc_layout.PASS,
         fold_bias.PASS,
         pack_qkv.PASS,
@@ -304,6 +310,7 @@ HIP = Target(
         linear_add.SHORTCUTS_FIRST,
         upsample_nearest.PASS,
         subpixel_conv.PASS,
+        conv_relu.PASS,
         layer_norm.PASS,
     ),
     float32_inputs=_FLOAT32_INPUTS,

@@ -38,7 +38,7 @@ class ComponentOverrides:
     """By component: what its sessions read instead of its files (`ModelOverride`), and sizes of symbolic dimensions."""
 
     weights: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
-    matmul_only: Mapping[str, Collection[str]] = field(default_factory=dict)
+    shared: Mapping[str, Collection[str]] = field(default_factory=dict)
     updatable: dict[str, UpdatableWeights] = field(default_factory=dict)
     free_dimensions: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class ComponentOverrides:
         weights = self.weights.get(name, {})
         updatable = self.updatable[name].shared if name in self.updatable else {}
         if partition is None:
-            return ModelOverride(weights, self.matmul_only.get(name, ()), updatable)
+            return ModelOverride(weights, self.shared.get(name, ()), updatable)
         weights = {key: value for key, value in weights.items() if key in partition.weights}
         return ModelOverride(weights, updatable=updatable, graph=partition.graph)
 
@@ -241,7 +241,7 @@ class Components(MutableMapping[str, Model]):
             override = replace(self.overrides.of(component), graph=self.edited_graphs[name])
             if name in self.captured_edits:
                 return self._open_captured(component, override)
-            override = replace(override, matmul_only=())
+            override = replace(override, shared=())
             # on a GPU the graph may compute weights from updatable ones, which must not be folded
             return Model(self._session(component, override, unfolded=self.device != "cpu"), self.lock)
         if partition is None and name in self.partitioned:
@@ -277,7 +277,7 @@ class Components(MutableMapping[str, Model]):
             self.require(name)
             folder, component = self._folder_of(name)
             graph = make(folder / component / MODEL)
-            override = _for_graph(replace(self.overrides.of(name), matmul_only=()), graph)
+            override = _for_graph(replace(self.overrides.of(name), shared=()), graph)
             model = self._open_captured(name, override) if captured else Model(self._session(name, override), self.lock)
             self.opened[key] = model
         return self.opened[key]
@@ -326,19 +326,20 @@ class Components(MutableMapping[str, Model]):
         return create_session(folder / component / MODEL, self.provider, options, override, checked=True)
 
     def replace_weights(
-        self, weights: Mapping[str, Mapping[str, np.ndarray]], matmul_only: Mapping[str, Collection[str]] | None = None
+        self, weights: Mapping[str, Mapping[str, np.ndarray]], shared: Mapping[str, Collection[str]] | None = None
     ) -> bool:
         """Open components with these initializers (by component) instead of those in their files from now on.
 
-        `matmul_only`: by component, the initializers that only MatMul reads. Returns whether sessions were closed.
+        `shared`: by component, the initializers that sessions may read where they are. Returns whether sessions were
+        closed.
         """
         new = {name: values for name, values in weights.items() if values}
         closed = {*self.overrides.weights, *new}
         for name in closed:
             self._close(name)
-        self.overrides = replace(self.overrides, weights=new, matmul_only=dict(matmul_only or {}))
+        self.overrides = replace(self.overrides, weights=new, shared=dict(shared or {}))
         if self.guidance_peer is not None:
-            self.guidance_peer.replace_weights(weights, matmul_only)
+            self.guidance_peer.replace_weights(weights, shared)
         return bool(closed)
 
     def release_replaced_weights(self) -> Mapping[str, Mapping[str, np.ndarray]]:

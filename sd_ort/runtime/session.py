@@ -84,13 +84,14 @@ class SessionOptions:
 class ModelOverride:
     """Replacements for the weights and the graph of a model file.
 
-    weights: values of initializers by name, with the shape and dtype of the file's. matmul_only: those of them that
-    only MatMul reads, which the CPU provider prepacks without a copy. updatable: initializers in memory of the
-    provider's device, read there at every run (`updatable_weights`). graph: serialized model over the file's data.
+    weights: values of initializers by name, with the shape and dtype of the file's. shared: those of them for
+    whose values no graph optimizer asks; the CPU provider reads them where they are, or prepacks them without a copy.
+    updatable: initializers in memory of the provider's device, read there at every run (`updatable_weights`). graph:
+    serialized model over the file's data.
     """
 
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
-    matmul_only: Collection[str] = ()
+    shared: Collection[str] = ()
     updatable: Mapping[str, ort.OrtValue] = field(default_factory=dict)
     graph: bytes | None = None
 
@@ -333,11 +334,11 @@ def _embed_weights(
 def _add_weights(options: Any, provider: str, override: ModelOverride) -> dict[str, Any]:
     """Replace the file's values of initializers; return the OrtValues that the session reads where they are.
 
-    Graph optimizers read the file's values of the latter, but they do not ask for weights that only MatMul reads. ONNX
-    Runtime copies the others: for an SD 1.5 UNet with a LoRA half a second of opening the session.
+    Graph optimizers read the file's values of the latter, so that only weights may be shared for whose values they do
+    not ask. ONNX Runtime copies the others: all of an SD 1.5 UNet with a LoRA takes half a second of opening it.
     """
     values = {n: host_value(np.ascontiguousarray(a)) for n, a in override.weights.items()}
-    shared = {n: values.pop(n) for n in override.matmul_only if n in values} if provider == "cpu" else {}
+    shared = {n: values.pop(n) for n in override.shared if n in values} if provider == "cpu" else {}
     for name, value in shared.items():
         options.add_initializer(name, value)
     if values:

@@ -32,6 +32,7 @@ from sd_ort.core.pipeline_folder import check_component, folders_of, read_manife
 from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.components import Components
+from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
@@ -160,13 +161,14 @@ class WeightUpdater:
                         self._update_in_place(components, component, part, added)
                         names = [name for name in names if name not in components.overrides.updatable[part].values]
                     replaced[part] = self.updated_weights(component, part, added, names, reuse_buffers.get(part, {}))
-            matmul_only = {
-                part: [name for name in weights if _is_matmul_only(self._initializers(part)[name])]
+            has_operators = op_library(components.options.library, components.provider) is not None
+            shared = {
+                part: [name for name in weights if _is_only_multiplied(self._initializers(part)[name], has_operators)]
                 for part, weights in replaced.items()
             }
             if not any(deltas.values()):
                 self._release()
-            return components.replace_weights(replaced, matmul_only) or closed
+            return components.replace_weights(replaced, shared) or closed
 
     def _release(self) -> None:
         """Close data files and free factors on the device. The sessions of update graphs stay: they hold no weights."""
@@ -388,12 +390,16 @@ def _add_low_rank(weight: np.ndarray, delta: LowRankDelta, out: np.ndarray | Non
     return total
 
 
-def _is_matmul_only(weight: Initializer) -> bool:
-    """Return whether all consumers are MatMuls of a computed value by the weight.
+def _is_only_multiplied(weight: Initializer, has_operators: bool) -> bool:
+    """Return whether ONNX Runtime's graph optimizers do not ask for the values of a weight.
 
-    ONNX Runtime would fold a product of two constants.
+    Its consumers are MatMuls of a computed value by it (a product of two constants would be folded), or the op
+    library's WinogradConv; without the library (`has_operators`) that is inlined, and its Conv transformed.
     """
-    return bool(weight.consumers) and all(consumer.multiplies for consumer in weight.consumers)
+    return bool(weight.consumers) and all(
+        consumer.multiplies or (has_operators and (consumer.domain, consumer.op_type) == (DOMAIN, "WinogradConv"))
+        for consumer in weight.consumers
+    )
 
 
 def is_shareable(weight: Initializer, transposed: Collection[str] = ()) -> bool:

@@ -101,6 +101,7 @@ struct CudnnAssertions {
   static_assert(C::Graph::kAdd == CUDNN_POINTWISE_ADD && C::Graph::kMultiply == CUDNN_POINTWISE_MUL);
   static_assert(C::Graph::kDivide == CUDNN_POINTWISE_DIV && C::Graph::kSubtract == CUDNN_POINTWISE_SUB);
   static_assert(C::Graph::kExp == CUDNN_POINTWISE_EXP && C::Graph::kLog == CUDNN_POINTWISE_LOG);
+  static_assert(C::Graph::kRelu == CUDNN_POINTWISE_RELU_FWD);
   static_assert(C::Graph::kSum == CUDNN_REDUCE_TENSOR_ADD && C::Graph::kMaximum == CUDNN_REDUCE_TENSOR_MAX);
   // Notes of an engine that is not exact: all up to kLastInexactNote but one.
   static_assert(CUDNN_NUMERICAL_NOTE_TENSOR_CORE == 0 && CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS == 1);

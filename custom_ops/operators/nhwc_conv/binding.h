@@ -18,6 +18,7 @@ struct NhwcConvBinding : BindingBase<NhwcConvParams, nhwc_conv_cpu> {
   static Params attributes(const Attributes& attributes) {
     Params params{};
     params.groups = attributes.integer("group", 1);
+    params.relu = static_cast<int32_t>(attributes.integer("relu", 0));
     const std::vector<int64_t> strides = attributes.integers("strides", {1, 1});
     const std::vector<int64_t> dilations = attributes.integers("dilations", {1, 1});
     const std::vector<int64_t> pads = attributes.integers("pads", {0, 0, 0, 0});

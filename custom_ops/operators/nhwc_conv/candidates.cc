@@ -1,5 +1,5 @@
 // Candidates of NhwcConv: the generic kernel, implicit GEMM by tiles, the plans that cuDNN proposes (not on AMD) for
-// the convolution with or without bias and skip, and those of NhwcWinograd if the filters were transformed.
+// the convolution with or without bias, skip and Relu, and those of NhwcWinograd if the filters were transformed.
 #include "common/tunable.h"
 #include "common/vendors/which.h"
 #include "operators/bias_add/op.h"
@@ -32,7 +32,7 @@ Candidate<NhwcConvParams> separate_candidate(int index) {
     return p;
   };
   const auto supports = [=](const NhwcConvParams& p) {
-    return p.bias != nullptr && CudnnConvolution(bare(p)).supports(index);
+    return p.bias != nullptr && p.relu == 0 && CudnnConvolution(bare(p)).supports(index);
   };
   const auto run = [=](const NhwcConvParams& p, void* workspace, void* stream) {
     const char* error = CudnnConvolution(bare(p)).run(index, workspace, stream);

@@ -27,6 +27,7 @@ class Params(ctypes.Structure):
             "stride_height stride_width dilation_height dilation_width pad_top pad_left pad_bottom pad_right groups",
         ),
         (POINTER, "transformed_filters"),
+        (INT32, "relu"),
     )
 
 
@@ -39,7 +40,8 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
     out = output_shapes(case)["Y"][1:3]
     steps = (stride, stride, dilation, dilation)
     sizes = (*case.inputs["X"], count, height, width, *out, *steps, *pads, groups)
-    return Params(DTYPES[dtype][0], *pointers, *sizes, address.get("transformed_filters", 0))
+    relu = int(case.attributes.get("relu", 0))
+    return Params(DTYPES[dtype][0], *pointers, *sizes, address.get("transformed_filters", 0), relu)
 
 
 def output_shapes(case: OperatorCase) -> dict[str, Shape]:
@@ -56,7 +58,7 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
 
 
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
-    """X (N, H, W, C), W (M, kH, kW, C / group), B (M)?, skip as Y? -> Y (N, oH, oW, M) in float64."""
+    """X (N, H, W, C), W (M, kH, kW, C / group), B (M)?, skip as Y? -> Y (N, oH, oW, M) in float64, or its Relu."""
     x, filters = inputs["X"].astype(np.float64), inputs["W"].astype(np.float64)
     stride, dilation, groups = (int(attributes.get(name, 1)) for name in ("stride", "dilation", "group"))
     top, left, bottom, right = (int(attributes.get(f"pad_{side}", 0)) for side in ("top", "left", "bottom", "right"))
@@ -72,7 +74,8 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
             for group in range(groups):
                 part = slice(group * count // groups, (group + 1) * count // groups)
                 y[..., part] += seen[..., group * channels : (group + 1) * channels] @ filters[part, kh, kw].T
-    return {"Y": y + inputs.get("B", np.zeros(count)).astype(np.float64) + inputs.get("skip", np.zeros(1))}
+    y = y + inputs.get("B", np.zeros(count)).astype(np.float64) + inputs.get("skip", np.zeros(1))
+    return {"Y": np.maximum(y, 0.0) if attributes.get("relu", 0) else y}
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:
@@ -122,7 +125,8 @@ def _case(
 
 
 # Channels of every latent and image (3, 4, 8, 9, 16), images and filters that no tile divides, one pixel, 1 x 1 and
-# 3 x 3, the U-Net's stride and the VAE encoder's uneven pads, sums long enough to split, 2 x 2 of an upsampled image.
+# 3 x 3, the U-Net's stride and the VAE encoder's uneven pads, sums long enough to split, 2 x 2 of an upsampled image,
+# and a small VAE's Relu of a sum with and without skip, in each kernel.
 CASES = [
     _case(1, 1, 1, 1, m=1),
     _case(1, 5, 7, 3, m=5, bias=False),
@@ -139,6 +143,10 @@ CASES = [
     _case(1, 4, 4, 136, m=72, skip=True),
     _case(1, 5, 6, 24, m=32, k=2, pads=(1, 1, 1, 1), bias=False),
     *(_case(1, 5, width, 40, m=33, skip=True, winograd=True) for width in (6, 7)),
+    _case(1, 5, 7, 3, m=5, relu=1),
+    _case(1, 7, 9, 40, m=72, skip=True, relu=1),
+    _case(1, 4, 4, 136, m=72, skip=True, relu=1),
+    _case(1, 4, 4, 136, m=72, bias=False, relu=1),
     _case(0, 4, 4, 8, m=8),
     *(_case(1, 6, 7, 24, m=16, skip=True, distribution=distribution) for distribution in ("large", "tiny", "constant")),
     _case(2, 64, 64, 320, m=320, skip=True, benchmark=True),
@@ -151,6 +159,7 @@ CASES = [
     _case(2, 64, 64, 4, m=320, benchmark=True),
     _case(1, 512, 512, 128, m=128, skip=True, benchmark=True),
     _case(1, 512, 512, 128, m=3, benchmark=True),
+    *(_case(1, 256, 256, 64, m=64, skip=skip, relu=1, benchmark=True) for skip in (False, True)),
     _case(2, 16, 16, 1280, m=5120, k=2, pads=(1, 1, 1, 1), bias=False, benchmark=True),
     _case(1, 256, 256, 256, m=1024, k=2, pads=(1, 1, 1, 1), bias=False, benchmark=True),
 ]

@@ -58,6 +58,7 @@ void store_tile(const NhwcConvParams& p, int64_t pixel, int64_t pixels, int64_t 
       float value = sums[i][f];
       if (p.bias != nullptr) value += to_float(static_cast<const T*>(p.bias)[filter + f]);
       if (p.skip != nullptr) value += to_float(static_cast<const T*>(p.skip)[at]);
+      if (p.relu != 0 && value < 0.f) value = 0.f;  // keeps NaN
       static_cast<T*>(p.y)[at] = from_float<T>(value);
     }
   }

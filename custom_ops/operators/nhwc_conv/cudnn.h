@@ -1,4 +1,4 @@
-// NhwcConv as a cuDNN graph: convolution plus bias plus skip. Included only by candidates.cc.
+// NhwcConv as a cuDNN graph: Relu of convolution plus bias plus skip. Included only by candidates.cc.
 #pragma once
 
 #include <array>
@@ -40,15 +40,17 @@ class CudnnConvolution {
       const Cudnn::Descriptor& filters =
           in_memory(kFilters, {p_.filter_count, p_.channels / p_.groups, p_.kernel_height, p_.kernel_width});
       const Cudnn::Descriptor& y = in_memory(kY, out);
-      const bool has_bias = p_.bias != nullptr, has_skip = p_.skip != nullptr;
-      const Cudnn::Descriptor* result = has_bias || has_skip ? &graph.intermediate(out, channels_last(out)) : &y;
+      int remaining = (p_.bias != nullptr) + (p_.skip != nullptr) + (p_.relu != 0);
+      const Cudnn::Descriptor* result = remaining == 0 ? &y : &graph.intermediate(out, channels_last(out));
       graph.convolution(description(graph), x, filters, *result);
-      if (has_bias) {
-        const Cudnn::Descriptor& sum = has_skip ? graph.intermediate(out, channels_last(out)) : y;
-        graph.pointwise(Graph::kAdd, *result, &in_memory(kBias, {1, p_.filter_count, 1, 1}), sum);
-        result = &sum;
-      }
-      if (has_skip) graph.pointwise(Graph::kAdd, *result, &in_memory(kSkip, out), y);
+      const auto apply = [&](Graph::Pointwise mode, const Cudnn::Descriptor* operand) {
+        const Cudnn::Descriptor& next = --remaining == 0 ? y : graph.intermediate(out, channels_last(out));
+        graph.pointwise(mode, *result, operand, next);
+        result = &next;
+      };
+      if (p_.bias != nullptr) apply(Graph::kAdd, &in_memory(kBias, {1, p_.filter_count, 1, 1}));
+      if (p_.skip != nullptr) apply(Graph::kAdd, &in_memory(kSkip, out));
+      if (p_.relu != 0) apply(Graph::kRelu, nullptr);
     };
   }
 

@@ -23,7 +23,7 @@ NhwcConvShape nhwc_conv_shape(const NhwcConvParams& p) {
   return {narrow(p.height),        narrow(p.width),        narrow(p.channels),        narrow(p.filter_count),
           narrow(p.kernel_height), narrow(p.kernel_width), narrow(p.out_height),      narrow(p.out_width),
           narrow(p.stride_height), narrow(p.stride_width), narrow(p.dilation_height), narrow(p.dilation_width),
-          narrow(p.pad_top),       narrow(p.pad_left),     narrow(p.groups)};
+          narrow(p.pad_top),       narrow(p.pad_left),     narrow(p.groups),          p.relu};
 }
 
 bool nhwc_conv_tiles_supports(const NhwcConvParams& p) {

@@ -1,5 +1,6 @@
-// NhwcConv(X, W, B?, skip?) -> Y: ai.onnx::Conv on channels-last tensors, plus skip. X is (N, H, W, C), W
-// (M, kH, kW, C / group), B (M), skip and Y (N, oH, oW, M). As com.microsoft::NhwcConv, with skip.
+// NhwcConv(X, W, B?, skip?; relu) -> Y: ai.onnx::Conv on channels-last tensors, plus skip, and with `relu` Relu of the
+// sum. X is (N, H, W, C), W (M, kH, kW, C / group), B (M), skip and Y (N, oH, oW, M). As com.microsoft::NhwcConv, with
+// skip and relu.
 #pragma once
 
 #include "common/op.h"
@@ -32,6 +33,7 @@ struct NhwcConvParams {
   int64_t pad_right;
   int64_t groups;
   const void* transformed_filters;  // cached output of WinogradFilters, or null
+  int32_t relu;                     // 1: Relu of the sum
 
   std::string signature() const {
     std::string text = name_of(dtype);
@@ -48,14 +50,14 @@ struct NhwcConvParams {
     for (int64_t pad : {pad_top, pad_left, pad_bottom, pad_right}) text += std::to_string(pad);
     if (groups > 1) text += "_g" + std::to_string(groups);
     return text + (bias == nullptr ? "" : "_bias") + (skip == nullptr ? "" : "_skip") +
-           (transformed_filters == nullptr ? "" : "_transformed");
+           (transformed_filters == nullptr ? "" : "_transformed") + (relu == 0 ? "" : "_relu");
   }
   std::vector<Output> outputs() const {
     return {{y, static_cast<size_t>(batch * out_height * out_width * filter_count), dtype}};
   }
 };
 
-// Sizes as one kernel argument.
+// Sizes and attributes as one kernel argument.
 struct NhwcConvShape {
   int32_t height;
   int32_t width;
@@ -72,6 +74,7 @@ struct NhwcConvShape {
   int32_t pad_top;
   int32_t pad_left;
   int32_t groups;
+  int32_t relu;
 };
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
 
@@ -79,14 +82,14 @@ NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
 // proportion to channels * filters, and its transforms cost their sum. On an H200 (results/gpu_experiments.md), with
 // bias and skip, us of cuDNN and NhwcWinograd: 2 x 32 x 32 x 1280 to 1280 112 and 67, 2 x 64 x 64 x 640 to 640 127 and
 // 86; without a gain 2 x 8 x 8 x 1280 to 1280 25 and 25, 2 x 64 x 64 x 320 to 320 34 and 37 and, without skip, 2 x 64 x
-// 64 x 320 to 640 60 and 60.
+// 64 x 320 to 640 60 and 60. NhwcWinograd has no Relu.
 inline bool nhwc_conv_prefers_winograd(const NhwcConvParams& p) {
   constexpr int64_t kMinPixels = 512, kMinSaved = 210;
   const bool is_3x3 = p.kernel_height == 3 && p.kernel_width == 3 && p.groups == 1;
   const bool has_unit_steps =
       p.stride_height == 1 && p.stride_width == 1 && p.dilation_height == 1 && p.dilation_width == 1;
   const bool keeps_size = p.pad_top == 1 && p.pad_left == 1 && p.pad_bottom == 1 && p.pad_right == 1;
-  return is_3x3 && has_unit_steps && keeps_size && p.dtype != DType::kFloat32 &&
+  return is_3x3 && has_unit_steps && keeps_size && p.relu == 0 && p.dtype != DType::kFloat32 &&
          p.batch * p.height * p.width >= kMinPixels &&
          p.channels * p.filter_count >= kMinSaved * (p.channels + p.filter_count);
 }

@@ -191,7 +191,7 @@ std::vector<Candidate<NhwcConvParams>> nhwc_conv_winograd_candidates() {
   for (int index = 1; index < op.candidate_count(); ++index) {
     const auto supports = [=, &op](const NhwcConvParams& p) {
       const Params params = as_winograd(p);
-      return p.transformed_filters != nullptr && op.is_supported(index, &params);
+      return p.transformed_filters != nullptr && p.relu == 0 && op.is_supported(index, &params);
     };
     const auto run = [=, &op](const NhwcConvParams& p, void* workspace, void* stream) {
       const Params params = as_winograd(p);
@@ -207,7 +207,7 @@ std::vector<Candidate<NhwcConvParams>> nhwc_conv_winograd_candidates() {
 }
 
 std::string nhwc_conv_winograd_default(const NhwcConvParams& p) {
-  if (p.transformed_filters == nullptr) return "";
+  if (p.transformed_filters == nullptr || p.relu != 0) return "";
   const Params params = as_winograd(p);
   const int candidate = nhwc_winograd_gpu().default_candidate(&params);
   return candidate > 0 ? conv_name(candidate) : "";

@@ -7,7 +7,8 @@
 //   computes a part of the depth and writes float32 sums. kVec is 8 if the channel count is a multiple of 8, else 1.
 //   Launch: block (256, 1, 1), grid (ceil(pixels / 128), ceil(filter_count / 64), splits), no dynamic LDS.
 // nhwc_conv_sum_kernel<T>
-//   Adds the sums of the splits, bias and skip. Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1).
+//   Adds the sums of the splits, bias and skip, and applies Relu. Launch: block (256, 1, 1), grid (ceil(elements /
+//   256), 1, 1).
 #include "common/gpu.h"
 #include "common/mma.h"
 #include "operators/nhwc_conv/op.h"
@@ -232,6 +233,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
         }
         if (bias != nullptr) sum += to_float(bias[filter]);
         if (skip != nullptr) sum += to_float(skip[at]);
+        if (s.relu != 0 && sum < 0.f) sum = 0.f;  // keeps NaN
         y[at] = from_float<T>(sum);
       }
     }
@@ -240,7 +242,8 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
 
 template <class T>
 __global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, const T* bias, const T* skip, T* y,
-                                                            uint32_t elements, int32_t splits, int32_t filter_count) {
+                                                            uint32_t elements, int32_t splits, int32_t filter_count,
+                                                            int32_t relu) {
   wait_for_predecessor();
   const uint32_t element = blockIdx.x * 256 + threadIdx.x;
   if (element >= elements) return;
@@ -248,6 +251,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, c
   for (int split = 0; split < splits; ++split) sum += sums[static_cast<int64_t>(split) * elements + element];
   if (bias != nullptr) sum += to_float(bias[element % static_cast<uint32_t>(filter_count)]);
   if (skip != nullptr) sum += to_float(skip[element]);
+  if (relu != 0 && sum < 0.f) sum = 0.f;
   y[element] = from_float<T>(sum);
 }
 
@@ -275,7 +279,7 @@ const char* launch_type(const NhwcConvParams& p, int64_t splits, void* workspace
   if (error != nullptr || sums == nullptr) return error;
   return launch(nhwc_conv_sum_kernel<T>, dim3(ceil_div(elements, 256)), dim3(256), 0, stream, sums,
                 static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), elements, splits,
-                p.filter_count);
+                p.filter_count, p.relu);
 }
 
 }  // namespace
