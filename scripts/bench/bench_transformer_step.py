@@ -52,6 +52,7 @@ FLOAT32_INPUTS = ("timestep", "img_ids", "txt_ids")  # in torch too
 TEXT = {  # tokens; of families whose prompts keep their own lengths, a long prompt's
     "FluxTransformer2DModel": 512, "Flux2Transformer2DModel": 512, "SD3Transformer2DModel": 333,
     "ZImageTransformer2DModel": 128, "QwenImageTransformer2DModel": 128,
+    "Krea2Transformer2DModel": 128,
 }  # fmt: skip
 OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "transpose": lambda permutation, a: a.permute(permutation),
@@ -62,6 +63,7 @@ OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "add": lambda _, a, b: a.float() + b.float(),
     "scale": lambda _, a, scale: a.float() * scale.float().reshape(-1, *[1] * (a.ndim - 1)),
     "times": lambda factor, a: a.float() * factor,
+    "plus": lambda number, a: a.float() + number,
     "concat": lambda _, *parts: torch.cat(parts),
     "cast": lambda _, a: a,
     "matrix": lambda filters, a: a.reshape(filters, -1).T,
@@ -108,7 +110,19 @@ def z_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return split.reshape(rows, edge * edge, -1)
 
 
-CALLS = {"QwenImageTransformer2DModel": qwen_image, "ZImageTransformer2DModel": z_image}
+def krea2(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Without a mask, as for prompts without padding."""
+    positions = torch.cat([inputs["txt_ids"], inputs["img_ids"]])
+    named = {name: inputs[name] for name in ("hidden_states", "encoder_hidden_states")}
+    rows = len(inputs["hidden_states"])
+    return direct(model, {**named, "timestep": inputs["timestep"].expand(rows), "position_ids": positions})
+
+
+CALLS = {
+    "Krea2Transformer2DModel": krea2,
+    "QwenImageTransformer2DModel": qwen_image,
+    "ZImageTransformer2DModel": z_image,
+}
 
 
 def random_model(preset: str, component: str = "transformer") -> Any:
@@ -157,11 +171,13 @@ def text_positions(tokens: int, axis: int | None, axes: int = 3, first: int = 0)
     return made
 
 
+def flux_positions(edge: int, text: int) -> dict[str, np.ndarray]:
+    return {"img_ids": image_ids(edge, edge), "txt_ids": np.zeros((text, 3))}
+
+
 # Of images of edge x edge patches and of text: the positions that the pipelines give.
 POSITIONS: Mapping[str, Callable[[int, int], dict[str, np.ndarray]]] = {
-    "FluxTransformer2DModel": lambda edge, text: {
-        "img_ids": image_ids(edge, edge), "txt_ids": np.zeros((text, 3))
-    },
+    **dict.fromkeys(("FluxTransformer2DModel", "Krea2Transformer2DModel"), flux_positions),
     "Flux2Transformer2DModel": lambda edge, text: {
         "img_ids": np.pad(image_ids(edge, edge), ((0, 0), (0, 1))), "txt_ids": text_positions(text, 3, 4)
     },

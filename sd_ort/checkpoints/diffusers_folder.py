@@ -30,7 +30,6 @@ OTHER_PIPELINES = {
     r".*(Video|Wan|LTX|Mochi|Allegro|Latte|SkyReels|CogView.*Video|EasyAnimate|ConsisID|I2VGen|TextToVideo|T2V|I2V)":
     "makes videos: sd-ort generates images, since its pipelines and graphs have no axis of time. Use diffusers",
     r"Flux2Pipeline": "is FLUX.2 dev, whose Mistral text encoder sd-ort does not export: use FLUX.2 klein or diffusers",
-    r"Krea2": "is Krea 2, whose transformer and Qwen3-VL text encoder sd-ort does not export: use diffusers",
     r"QwenImage(Edit|Layered|ControlNet)": "reads images beside the prompt: sd-ort runs Qwen-Image from text alone. "
     "Use diffusers",
     r"ZImage(Omni|ControlNet)": "reads images beside the prompt: sd-ort runs Z-Image from text alone. Use diffusers",

@@ -17,7 +17,7 @@ from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.core.metrics import array_errors
 
-TINY = ["flux-dev", "flux2-klein-4b", "sd35-medium", "z-image-turbo", "qwen-image"]
+TINY = ["flux-dev", "flux2-klein-4b", "sd35-medium", "z-image-turbo", "qwen-image", "krea2"]
 
 
 def model_of(preset: str) -> Any:
@@ -45,7 +45,7 @@ def test_recipes_on_the_device_are_those_of_the_package() -> None:
     vector = random.normal(size=6).astype(np.float32)
     tensors: Mapping[str, np.ndarray] = {"a": a, "b": b, "v": vector}
     recipes: list[Any] = [["last_frame", None, "a"], ["add", None, "a", "b"], ["scale", None, "a", "v"],
-                          ["times", 0.5, "a"], ["concat", None, "a", "b"], ["rows", [1, 3], "a"],
+                          ["times", 0.5, "a"], ["plus", 1.0, "a"], ["concat", None, "a", "b"], ["rows", [1, 3], "a"],
                           ["columns", [1, 3], "a"], ["transpose", [4, 0, 1, 2, 3], "a"]]  # fmt: skip
     for recipe in recipes:
         made = bench.evaluate(recipe, {name: torch.from_numpy(array) for name, array in tensors.items()})
