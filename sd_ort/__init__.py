@@ -47,7 +47,7 @@ FAMILIES = [f"StableDiffusion{family}{task}Pipeline"
             for family in ("XL", "ControlNet", "XLControlNet") for task in ("", "Img2Img", "Inpaint")]  # fmt: skip
 FAMILIES += ["LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline"]
 MODULES |= {f"{family}{task}Pipeline": "sd_ort.pipelines.transformer_image_to_image"
-            for family in ("StableDiffusion3", "Flux") for task in ("Img2Img", "Inpaint")}  # fmt: skip
+            for family in ("StableDiffusion3", "Flux", "QwenImage") for task in ("Img2Img", "Inpaint")}  # fmt: skip
 FAMILIES += ["AutoPipelineForText2Image", "AutoPipelineForImage2Image", "AutoPipelineForInpainting"]
 MODULES |= dict.fromkeys(FAMILIES, "sd_ort.pipelines.families")
 PAG_FAMILIES = [f"StableDiffusion{family}PAG{task}Pipeline"
@@ -72,8 +72,6 @@ MISSING_TASKS = {
     ("ZImagePipeline", "Inpaint"): "Z-Image has no inpainting here: leave image and mask out, or use diffusers.",
     ("Krea2Pipeline", "Img2Img"): "Krea 2 has no image to image here: leave the image out, or use diffusers.",
     ("Krea2Pipeline", "Inpaint"): "Krea 2 has no inpainting here: leave image and mask out, or use diffusers.",
-    ("QwenImagePipeline", "Img2Img"): "Qwen-Image has no image to image here: leave the image out, or use diffusers.",
-    ("QwenImagePipeline", "Inpaint"): "Qwen-Image has no inpainting here: leave image and mask out, or use diffusers.",
 }  # fmt: skip
 
 

@@ -179,17 +179,18 @@ class QwenImagePipeline(TransformerPipeline):
             embeddings.append(self._prompts(call, "negative_", count // images).repeated(images))
         side = 2 * self.vae_scale_factor
         rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
-        schedule = self._schedule(call, steps, rows * columns)
+        schedule = self._schedule(call, steps, rows * columns).last_part(getattr(call, "strength", 1.0))
         if call.latents is None:
-            sample, _ = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, (height, width))
-            sample = pack(sample)
+            sample, blend = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, (height, width))
+            sample, blend = pack(sample), None if blend is None else blend.packed(pack)
         else:
-            sample = as_array(call.latents)
+            sample, blend = as_array(call.latents), None
             if sample.shape != (needed := (count, rows * columns, channels)):
                 raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
         job = self.DENOISING(
-            sample, schedule, [], guidance_scale=scale, size=(rows, columns), embeddings=tuple(embeddings)
-        )
+            sample, schedule, [], guidance_scale=scale, blend=blend, size=(rows, columns),
+            embeddings=tuple(embeddings),
+        )  # fmt: skip
         sample = self._denoise(job, call)
         if call.output_type == "latent":
             return latents_as_output(sample, call.return_dict)

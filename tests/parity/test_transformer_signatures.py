@@ -11,6 +11,7 @@ import pytest
 import sd_ort
 
 KINDS = [f"{family}{task}Pipeline" for family in ("StableDiffusion3", "Flux") for task in ("", "Img2Img", "Inpaint")]
+KINDS += ["QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"]
 KINDS += ["Flux2KleinPipeline", "ZImagePipeline", "QwenImagePipeline", "FluxKontextPipeline", "Krea2Pipeline"]
 OWN = {"progress", "unsupported"}  # arguments that diffusers' classes have not
 
