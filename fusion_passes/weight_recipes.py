@@ -123,6 +123,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "channel_scale": channel_scale,
     "quantize": quantize_weight,
     "times": lambda factor, a: as_float32(a) * np.float32(factor),
+    "plus": lambda number, a: as_float32(a) + np.float32(number),
 }
 # Inverses of operations on one tensor, up to rounding.
 UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
@@ -133,7 +134,7 @@ UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
 }
 # Operations that compute in float32 whatever the float dtype of their operands; the others move elements.
 FLOAT32_OPERATIONS = frozenset(
-    {"add", "conv1x1_bias", "subpixel_phases", "deviation", "scale", "channel_scale", "times"}
+    {"add", "conv1x1_bias", "subpixel_phases", "deviation", "scale", "channel_scale", "times", "plus"}
 )
 EIGHT_BIT_OPERATIONS = frozenset({"channel_scale", "quantize"})
 # Operations whose result does not change by what they make of a source's delta, and why.
@@ -142,6 +143,7 @@ NOT_LINEAR: Mapping[str, str] = {
         weight_storage.OPERATIONS, "a weight that --weights stores in fewer bits is not linear in the tensor"
     ),
     **dict.fromkeys(EIGHT_BIT_OPERATIONS, "a weight in 8 bits is not linear in the tensor"),
+    "plus": "a sum with a number is not linear in the tensor",
     "deviation": "a standard deviation is not linear in the variance",
     "conv1x1_bias": "a bias multiplied by 1x1 filters changes by the product with its filters",
 }

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
     from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline
     from sd_ort.pipelines.transformer_kontext import FluxKontextPipeline
+    from sd_ort.pipelines.transformer_krea2 import Krea2Pipeline
     from sd_ort.pipelines.transformer_pipelines import FluxPipeline, StableDiffusion3Pipeline
     from sd_ort.pipelines.transformer_qwen_image import QwenImagePipeline
     from sd_ort.pipelines.transformer_z_image import ZImagePipeline
@@ -18,6 +19,7 @@ __all__ = [
     "Flux2KleinPipeline",
     "FluxKontextPipeline",
     "FluxPipeline",
+    "Krea2Pipeline",
     "QwenImagePipeline",
     "StableDiffusion3Pipeline",
     "StableDiffusionImg2ImgPipeline",
@@ -38,13 +40,14 @@ MODULES = {
     "FluxKontextPipeline": "sd_ort.pipelines.transformer_kontext",
     "ZImagePipeline": "sd_ort.pipelines.transformer_z_image",
     "QwenImagePipeline": "sd_ort.pipelines.transformer_qwen_image",
+    "Krea2Pipeline": "sd_ort.pipelines.transformer_krea2",
 }
 # diffusers' other classes. from_pretrained of any class returns the one of the folder's family for the same task.
 FAMILIES = [f"StableDiffusion{family}{task}Pipeline"
             for family in ("XL", "ControlNet", "XLControlNet") for task in ("", "Img2Img", "Inpaint")]  # fmt: skip
 FAMILIES += ["LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline"]
 MODULES |= {f"{family}{task}Pipeline": "sd_ort.pipelines.transformer_image_to_image"
-            for family in ("StableDiffusion3", "Flux") for task in ("Img2Img", "Inpaint")}  # fmt: skip
+            for family in ("StableDiffusion3", "Flux", "QwenImage") for task in ("Img2Img", "Inpaint")}  # fmt: skip
 FAMILIES += ["AutoPipelineForText2Image", "AutoPipelineForImage2Image", "AutoPipelineForInpainting"]
 MODULES |= dict.fromkeys(FAMILIES, "sd_ort.pipelines.families")
 PAG_FAMILIES = [f"StableDiffusion{family}PAG{task}Pipeline"
@@ -57,7 +60,7 @@ MODULES |= dict.fromkeys(PAG_FAMILIES, "sd_ort.pipelines.pag")
 # Classes in the model_index.json of folders with a transformer.
 TRANSFORMER_PIPELINES = (
     "StableDiffusion3Pipeline", "FluxPipeline", "FluxKontextPipeline", "Flux2KleinPipeline", "ZImagePipeline",
-    "QwenImagePipeline",
+    "QwenImagePipeline", "Krea2Pipeline",
 )  # fmt: skip
 # Tasks that a class has not, with what to do instead.
 MISSING_TASKS = {
@@ -67,8 +70,8 @@ MISSING_TASKS = {
         "FLUX.1 Kontext has no inpainting here: describe the change in the prompt, with the image.",
     ("ZImagePipeline", "Img2Img"): "Z-Image has no image to image here: leave the image out, or use diffusers.",
     ("ZImagePipeline", "Inpaint"): "Z-Image has no inpainting here: leave image and mask out, or use diffusers.",
-    ("QwenImagePipeline", "Img2Img"): "Qwen-Image has no image to image here: leave the image out, or use diffusers.",
-    ("QwenImagePipeline", "Inpaint"): "Qwen-Image has no inpainting here: leave image and mask out, or use diffusers.",
+    ("Krea2Pipeline", "Img2Img"): "Krea 2 has no image to image here: leave the image out, or use diffusers.",
+    ("Krea2Pipeline", "Inpaint"): "Krea 2 has no inpainting here: leave image and mask out, or use diffusers.",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Lowers the normalizations of diffusion transformers to AdaptiveNorm, with the gated residual before them.
 
     RMSNormalization(x, gamma)                                =>  AdaptiveNorm(x, gamma; rms)
+    RMSNormalization(x, scale [B,1,C]) + shift [B,1,C]        =>  AdaptiveNorm(x, scale, shift; rms)
     LayerNormalization(x, scale [B,1,C], shift [B,1,C])       =>  AdaptiveNorm(x, scale, shift)
     s = skip + y * gate [B,1,C] -> normalization of s         =>  AdaptiveNorm(y, scale, shift, gate, skip) -> ., s
     s = skip + y -> normalization of s                        =>  AdaptiveNorm(y, .., -, skip) -> ., s
@@ -82,9 +83,28 @@ def _depends(value: ir.Value | None, source: ir.Value) -> bool:
     return False
 
 
+def _shift(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """Return (Add, shift) if the only consumer of an RMSNormalization adds a shift with the shape of its scale."""
+    normal, scale = node.outputs[0], node.inputs[1]
+    add = next(iter(values.consumers(normal)), None)
+    if node.op_type != "RMSNormalization" or normal.is_graph_output() or len(list(normal.uses())) != 1:
+        return None
+    if add is None or add.op_type != "Add" or add.domain:
+        return None
+    shift = next((each for each in add.inputs if each is not normal), None)
+    same = shift is not None and values.dims(shift) == values.dims(scale) and _is_vector(shift, node.inputs[0])
+    return (add, shift) if same and shift is not None else None
+
+
 def _lower(graph: ir.Graph, node: ir.Node) -> None:
     x, scale, *shift = node.inputs
     rms = int(node.op_type == "RMSNormalization")
+    if (shifted := _shift(node)) is not None:
+        last, added = shifted
+        shift = [added]
+        node.outputs[0].name = None  # the name of the sum is that of the result
+    else:
+        last = node
     addends = None if x is None or any(_depends(each, x) for each in (scale, *shift)) else _addends(x)
     inputs = [x, scale, *shift]
     if addends is not None:
@@ -93,9 +113,10 @@ def _lower(graph: ir.Graph, node: ir.Node) -> None:
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5), "rms": rms}
     fused = ir.node("AdaptiveNorm", inputs, attributes, domain=DOMAIN, num_outputs=2)
     fused.metadata_props.update(node.metadata_props)
-    fused.outputs[1].name = f"{node.outputs[0].name}.sum"
-    replace_value(graph, node, fused, node.outputs[0])
-    graph.remove(node, safe=True)
+    fused.outputs[1].name = f"{last.outputs[0].name}.sum"
+    replace_value(graph, last, fused, last.outputs[0])
+    for each in dict.fromkeys((last, node)):
+        graph.remove(each, safe=True)
     if addends is not None and x is not None:
         add = x.producer()
         total = fused.outputs[1]
@@ -170,6 +191,27 @@ CASES = [
         "a factor for each token is no gate",
         _graph(f"g = Mul (x, scale)  s = Add (g, r)  {_NORM.replace('scale, shift', 'gate, gate')}", scale="B,S,4"),
         ops={"AdaptiveNorm": 1, "Add": 0, "Mul": 1},
+    ),
+    _case("RMS, modulated", _graph("n = RMSNormalization <epsilon = 0.01> (x, scale)  y = Add (shift, n)")),
+    _case(
+        "a gated residual, RMS, modulated",
+        _graph(
+            "g = Mul (gate, x)  s = Add (r, g)  n = RMSNormalization (s, scale)  m = Add (n, shift)  y = Sub (m, s)"
+        ),
+    ),
+    _case("RMS of heads with a bias", _graph("n = RMSNormalization (x, w)  y = Add (n, b)")),
+    _case(
+        "RMS, read beside its shift",
+        _graph("n = RMSNormalization (x, scale)  m = Add (n, shift)  y = Sub (m, n)"),
+        ops={"AdaptiveNorm": 1, "Add": 1},
+    ),
+    _case(
+        "RMS, a shift of another shape",
+        _graph("n = RMSNormalization (x, scale)  y = Add (n, b)"),
+        ops={"AdaptiveNorm": 1, "Add": 1},
+    ),
+    _case(
+        "RMS and tokens", _graph("n = RMSNormalization (x, scale)  y = Add (n, r)"), ops={"AdaptiveNorm": 1, "Add": 1}
     ),
     _rejected("parameters of all images", _graph("y = LayerNormalization (x, w, b)"), rejection="of all images"),
     _rejected("parameters of tokens", _graph(f"s = Relu (x)  {_NORM}", scale="B,S,4"), rejection="neither vectors"),

@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from fusion_passes import weight_recipes
 from scripts.bench.bench_gpu_step import VENDOR, Contender, operations, profile, synchronize, time_rounds
 from scripts.bench.gpu_models import DEVICE, limits
 from sd_ort.checkpoints.checkpoint import build_model, class_name
+from sd_ort.checkpoints.diffusion_transformers import FAMILIES, TOKEN_MULTIPLE
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.core import pipeline_folder
@@ -41,16 +43,27 @@ from sd_ort.graphs.save import save
 from sd_ort.optimize.optimizer import rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
+from sd_ort.pipelines import transformer_qwen_image, transformer_z_image
+from sd_ort.pipelines.transformer_pipelines import image_ids
 from sd_ort.runtime import bound_run, machine, session
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 
 FLOAT32_INPUTS = ("timestep", "img_ids", "txt_ids")  # in torch too
-TEXT = {"FluxTransformer2DModel": 512, "Flux2Transformer2DModel": 512, "SD3Transformer2DModel": 333}  # tokens
+TEXT = {  # tokens; of families whose prompts keep their own lengths, a long prompt's
+    "FluxTransformer2DModel": 512, "Flux2Transformer2DModel": 512, "SD3Transformer2DModel": 333,
+    "ZImageTransformer2DModel": 128, "QwenImageTransformer2DModel": 128,
+    "Krea2Transformer2DModel": 128,
+}  # fmt: skip
 OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "transpose": lambda permutation, a: a.permute(permutation),
     "reshape": lambda shape, a: a.reshape(shape),
     "rows": lambda span, a: a[slice(*span)],
     "columns": lambda span, a: a[:, slice(*span)],
+    "last_frame": lambda _, a: a[:, :, -1],
+    "add": lambda _, a, b: a.float() + b.float(),
+    "scale": lambda _, a, scale: a.float() * scale.float().reshape(-1, *[1] * (a.ndim - 1)),
+    "times": lambda factor, a: a.float() * factor,
+    "plus": lambda number, a: a.float() + number,
     "concat": lambda _, *parts: torch.cat(parts),
     "cast": lambda _, a: a,
     "matrix": lambda filters, a: a.reshape(filters, -1).T,
@@ -60,15 +73,56 @@ OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
 
 
 class Net(torch.nn.Module):
-    """diffusers' model, which takes its inputs by position."""
+    """diffusers' model, which takes the graph's inputs by position and returns the graph's output."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
         self.model, self.names = model, names
+        self.call = CALLS.get(type(model).__name__, direct)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.model(**dict(zip(self.names, inputs, strict=True)), return_dict=False)[0]
-        return output
+        return self.call(self.model, dict(zip(self.names, inputs, strict=True)))
+
+
+def direct(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The output of a model whose forward takes the graph's inputs."""
+    output: torch.Tensor = model(**inputs, return_dict=False)[0]
+    return output
+
+
+def qwen_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Without a mask, as the pipeline calls it if each token is the prompt's; positions follow from the sizes."""
+    rows, tokens = inputs["hidden_states"].shape[:2]
+    named = {name: inputs[name] for name in ("hidden_states", "encoder_hidden_states")}
+    named["timestep"] = inputs["timestep"].expand(rows)
+    return direct(model, {**named, "img_shapes": [[(1, math.isqrt(tokens), math.isqrt(tokens))]] * rows})
+
+
+def z_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Lists of latents and prompts, whose lengths are multiples of 32, so that diffusers pads nothing."""
+    tokens, time = inputs["hidden_states"], inputs["timestep"]
+    rows, edge = len(tokens), math.isqrt(tokens.shape[1])
+    latents = (
+        tokens.reshape(rows, edge, edge, 2, 2, -1).permute(0, 5, 1, 3, 2, 4).reshape(rows, -1, 1, 2 * edge, 2 * edge)
+    )
+    output = model(list(latents), time.expand(rows), list(inputs["encoder_hidden_states"]), return_dict=False)[0]
+    split = torch.stack(output).reshape(rows, -1, edge, 2, edge, 2).permute(0, 2, 4, 3, 5, 1)
+    return split.reshape(rows, edge * edge, -1)
+
+
+def krea2(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Without a mask, as for prompts without padding."""
+    positions = torch.cat([inputs["txt_ids"], inputs["img_ids"]])
+    named = {name: inputs[name] for name in ("hidden_states", "encoder_hidden_states")}
+    rows = len(inputs["hidden_states"])
+    return direct(model, {**named, "timestep": inputs["timestep"].expand(rows), "position_ids": positions})
+
+
+CALLS = {
+    "Krea2Transformer2DModel": krea2,
+    "QwenImageTransformer2DModel": qwen_image,
+    "ZImageTransformer2DModel": z_image,
+}
 
 
 def random_model(preset: str, component: str = "transformer") -> Any:
@@ -89,31 +143,52 @@ def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor
     config = PRESETS[preset].models["transformer"]
     generator = torch.Generator(DEVICE).manual_seed(1)
     edge, text = pixels // 16, TEXT[config["_class_name"]]
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=DEVICE)
-
-    flux = config["_class_name"].startswith("Flux")
-    latents = (rows, edge * edge, config["in_channels"]) if flux else (rows, config["in_channels"], 2 * edge, 2 * edge)
-    inputs = {
-        "hidden_states": normal(*latents),
-        "encoder_hidden_states": normal(rows, text, config["joint_attention_dim"]),
-        "timestep": torch.tensor([0.5 if flux else 500.0], device=DEVICE),
+    axes = FAMILIES[config["_class_name"]].inputs(config)
+    sizes = {"batch": rows, "sequence": text, "image_sequence": edge * edge, "height": 2 * edge, "width": 2 * edge}
+    positions = POSITIONS[config["_class_name"]](edge, text) if "img_ids" in axes else {}
+    if edge * edge % TOKEN_MULTIPLE and config["_class_name"] == "ZImageTransformer2DModel":
+        raise SystemExit(f"{pixels} pixels are padded, which this benchmark does not do: take a multiple of 128.")
+    known = {
+        "timestep": np.array([500.0 if config["_class_name"].startswith("SD3") else 0.5]),
+        "guidance": np.full(rows, 4.0),  # 4000 is a bfloat16, 3500 is not
+        "encoder_hidden_states_mask": np.ones((rows, text)),
+        **positions,
     }
-    if "pooled_projection_dim" in config:
-        inputs["pooled_projections"] = normal(rows, config["pooled_projection_dim"])
-    if flux:
-        y, x = torch.meshgrid(*[torch.arange(edge, device=DEVICE, dtype=torch.float32)] * 2, indexing="ij")
-        none, tokens = torch.zeros_like(y), torch.arange(text, device=DEVICE, dtype=torch.float32)
-        if config["_class_name"].startswith("Flux2"):  # the fourth axis counts the tokens of the text
-            inputs["img_ids"] = torch.stack([none, y, x, none], -1).reshape(-1, 4)
-            inputs["txt_ids"] = torch.nn.functional.pad(tokens[:, None], (3, 0))
+    inputs = {}
+    for name, shape in axes.items():
+        if name in known:
+            inputs[name] = torch.from_numpy(known[name]).to(DEVICE, torch.float32)
         else:
-            inputs["img_ids"] = torch.stack([none, y, x], -1).reshape(-1, 3)
-            inputs["txt_ids"] = torch.zeros(text, 3, device=DEVICE)
-        if config["guidance_embeds"]:
-            inputs["guidance"] = torch.full((rows,), 4.0, device=DEVICE)  # 4000 is a bfloat16, 3500 is not
+            size = [sizes[axis] if isinstance(axis, str) else axis for axis in shape]
+            inputs[name] = torch.randn(size, generator=generator, device=DEVICE)
     return inputs
+
+
+def text_positions(tokens: int, axis: int | None, axes: int = 3, first: int = 0) -> np.ndarray:
+    """Positions of text (tokens, axes): first, first + 1, .. on one axis, on all of them without `axis`."""
+    made = np.zeros((tokens, axes))
+    made[:, slice(None) if axis is None else axis] = np.arange(first, first + tokens).reshape(-1, *[1] * (axis is None))
+    return made
+
+
+def flux_positions(edge: int, text: int) -> dict[str, np.ndarray]:
+    return {"img_ids": image_ids(edge, edge), "txt_ids": np.zeros((text, 3))}
+
+
+# Of images of edge x edge patches and of text: the positions that the pipelines give.
+POSITIONS: Mapping[str, Callable[[int, int], dict[str, np.ndarray]]] = {
+    **dict.fromkeys(("FluxTransformer2DModel", "Krea2Transformer2DModel"), flux_positions),
+    "Flux2Transformer2DModel": lambda edge, text: {
+        "img_ids": np.pad(image_ids(edge, edge), ((0, 0), (0, 1))), "txt_ids": text_positions(text, 3, 4)
+    },
+    "ZImageTransformer2DModel": lambda edge, text: {
+        "img_ids": transformer_z_image.positions(text + 1, edge, edge), "txt_ids": text_positions(text, 0, first=1)
+    },
+    "QwenImageTransformer2DModel": lambda edge, text: {
+        "img_ids": transformer_qwen_image.positions(edge, edge),
+        "txt_ids": text_positions(text, None, first=edge // 2),
+    },
+}  # fmt: skip
 
 
 def evaluate(recipe: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

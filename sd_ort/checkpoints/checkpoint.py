@@ -36,7 +36,7 @@ CLASSES = {
     "CLIPTextModel": "transformers",
     "CLIPTextModelWithProjection": "transformers",
     "T5EncoderModel": "transformers",
-    **dict.fromkeys((*diffusion_transformers.QWEN3, diffusion_transformers.QWEN_VL), "transformers"),
+    **dict.fromkeys(diffusion_transformers.QWENS, "transformers"),
 }
 LIBRARIES = {**CLASSES, "CLIPVisionModelWithProjection": "transformers"}  # with the image encoder of an IP-Adapter
 MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3", "unet", "transformer", "controlnet", "vae")
@@ -144,7 +144,7 @@ class Checkpoint:
 
             if class_name(config) == "T5EncoderModel":
                 random_weights.write_character_tokenizer(out / name)
-            elif class_name(config) in (*diffusion_transformers.QWEN3, diffusion_transformers.QWEN_VL):
+            elif class_name(config) in diffusion_transformers.QWENS:
                 random_weights.write_chat_tokenizer(out / name)
             else:
                 random_weights.write_byte_tokenizer(out / name, config["vocab_size"])

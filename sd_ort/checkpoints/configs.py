@@ -130,6 +130,9 @@ CONFIG = {
     **dict.fromkeys(("axes_dims", "axes_lens"), _counts(1 << 16, 4)),
     **dict.fromkeys(("base_dim", "z_dim", "input_channels", "num_res_blocks"), _count(1 << 12)),  # Qwen-Image's VAE
     "dim_mult": _counts(1 << 8, 12),
+    **dict.fromkeys(
+        ("text_hidden_dim", "num_text_layers", "intermediate_size", "timestep_embed_dim"), _WIDTH
+    ),  # Krea 2
     "text_config": _TEXT_CONFIG,
     "guidance_embeds": bool,
     "vocab_size": _count(1 << 24),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from sd_ort.checkpoints import unet_inputs
 from sd_ort.checkpoints.checkpoint import CLASSES, LIBRARIES, MODELS, Checkpoint, CheckpointModel, is_sdxl, model_class
 from sd_ort.checkpoints.configs import read_config
 from sd_ort.checkpoints.diffusion_transformers import encoder_mismatch, unsupported_setting
-from sd_ort.checkpoints.signatures import Config
+from sd_ort.checkpoints.signatures import Config, tapped_layers
 from sd_ort.checkpoints.tensor_readers import DirectTensorReader
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import check_regular
@@ -30,11 +31,14 @@ OTHER_PIPELINES = {
     r".*(Video|Wan|LTX|Mochi|Allegro|Latte|SkyReels|CogView.*Video|EasyAnimate|ConsisID|I2VGen|TextToVideo|T2V|I2V)":
     "makes videos: sd-ort generates images, since its pipelines and graphs have no axis of time. Use diffusers",
     r"Flux2Pipeline": "is FLUX.2 dev, whose Mistral text encoder sd-ort does not export: use FLUX.2 klein or diffusers",
-    r"Krea2": "is Krea 2, whose transformer and Qwen3-VL text encoder sd-ort does not export: use diffusers",
-    r"QwenImage(Edit|Layered|ControlNet)": "reads images beside the prompt: sd-ort runs Qwen-Image from text alone. "
-    "Use diffusers",
+    r"QwenImageEdit": "reads the image by the vision tower of Qwen2.5-VL, whose windowed attention sd-ort does not "
+    "export: sd-ort runs Qwen-Image from text, from an image and with a mask. Use diffusers",
+    r"QwenImage(Layered|ControlNet)": "reads images beside the prompt: sd-ort runs Qwen-Image from text, from an image "
+    "and with a mask. Use diffusers",
     r"ZImage(Omni|ControlNet)": "reads images beside the prompt: sd-ort runs Z-Image from text alone. Use diffusers",
 }  # fmt: skip
+
+KREA2_LAYERS = tuple(range(2, 36, 3))  # of diffusers' pipeline, if its index names none
 
 
 def other_pipeline(index: Config) -> str | None:
@@ -62,7 +66,7 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
     if "unet" not in models and "transformer" not in models:
         raise InputError(
             f"{folder} has neither a UNet nor a transformer: sd-ort exports Stable Diffusion 1.x to 3.5, XL, "
-            "FLUX.1, FLUX.2 klein, Z-Image and Qwen-Image."
+            "FLUX.1, FLUX.2 klein, Z-Image, Qwen-Image and Krea 2."
         )
     if "transformer" in models and (mismatch := encoder_mismatch(index)):
         raise InputError(f"{folder} {mismatch}: get the whole folder.")
@@ -72,6 +76,8 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
             f"{folder} has a {transformer['_class_name']} with {key} = {transformer[key]}, a relative that sd-ort does "
             "not export: use diffusers."
         )
+    if "text_encoder_select_layers" in index and (reason := _krea2_reason(index, models)):
+        raise InputError(f"{folder} {reason}: use diffusers.")
     for part in ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3"):
         if (index.get(part) or [None])[0] and not (folder / part).is_dir():
             raise InputError(f"{folder} lacks its {part}, which drawing needs: get the whole folder.")
@@ -81,6 +87,17 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
         advice = advice if unet[key] == "ip_image_proj" else ""
         raise InputError(f"{folder} has a UNet with {key} = {unet[key]}, which sd-ort does not export{advice}.")
     return Checkpoint(name, index, models, folder, paths=(folder,))
+
+
+def _krea2_reason(index: Config, models: Mapping[str, CheckpointModel]) -> str | None:
+    """Return a phrase on a setting of Krea 2's pipeline that is not exported, or None."""
+    layers = index["text_encoder_select_layers"] or KREA2_LAYERS
+    taps = tapped_layers(models["text_encoder"].config)
+    if list(layers) != list(taps):
+        named = (", ".join(map(str, each)) for each in (layers, taps))
+        return "reads layers {} of its text encoder, and sd-ort exports {}".format(*named)
+    patch = index.get("patch_size", 2)
+    return None if patch == 2 else f"has patches of {patch} x {patch} latents, and sd-ort runs 2 x 2"
 
 
 def add_controlnet(checkpoint: Checkpoint, folder: Path) -> Checkpoint:

@@ -101,8 +101,18 @@ def _qwen_image_inputs(config: Config) -> Axes:
     return _flux_inputs({**config, "guidance_embeds": False}, axes=3, pooled=False)
 
 
+def _krea2_inputs(config: Config) -> Axes:
+    """Return the inputs of Krea 2: those of FLUX.1, with the hidden states of several layers for each token of text."""
+    inputs = dict(_flux_inputs({**config, "joint_attention_dim": 0, "guidance_embeds": False}, axes=3, pooled=False))
+    return inputs | {
+        "encoder_hidden_states": ("batch", "sequence", config["num_text_layers"], config["text_hidden_dim"])
+    }
+
+
 QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
+QWEN3_VL = "Qwen3VLModel"
 QWEN3 = ("Qwen3ForCausalLM", "Qwen3Model")  # with its head, which nothing reads, and without
+QWENS = (*QWEN3, QWEN_VL, QWEN3_VL)
 TOKEN_MULTIPLE = 32  # Z-Image pads image and text to multiples of it
 
 FAMILIES: Mapping[str, TransformerFamily] = {
@@ -161,6 +171,16 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         guidance=4.0,
         text_encoders={"text_encoder": (QWEN_VL,)},
         unsupported=("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"),
+    ),
+    "Krea2Transformer2DModel": TransformerFamily(
+        inputs=_krea2_inputs,
+        output=lambda config: ("batch", "image_sequence", config["in_channels"]),
+        max_timestep=1,
+        penultimate_states=False,
+        steps=28,
+        guidance=4.5,
+        text_encoders={"text_encoder": (QWEN3_VL,)},
+        unguided=0.0,
     ),
 }  # fmt: skip
 

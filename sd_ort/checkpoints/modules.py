@@ -9,6 +9,7 @@ import torch
 
 from fusion_passes.weight_recipes import position_axis
 from sd_ort.checkpoints.causal_text import causal_mask_and_positions
+from sd_ort.checkpoints.krea2_modules import Krea2Transformer, PlainRotary
 from sd_ort.checkpoints.qwen_image_modules import (
     QwenImageTransformer,
     QwenTextEncoder,
@@ -53,6 +54,8 @@ class T5TextEncoder(torch.nn.Module):
 class Qwen3TextEncoder(torch.nn.Module):
     """input_ids, attention_mask [B, S] -> the hidden states of `tapped_layers`, side by side [B, S, taps * C].
 
+    Those of Qwen3-VL, for texts without images, are [B, S, taps, C]; its vision tower is removed.
+
     Layers after the last of these are removed. A token attends to the tokens up to itself that the mask has. Padding is
     on the right, so each token attends to the first one.
     """
@@ -67,13 +70,17 @@ class Qwen3TextEncoder(torch.nn.Module):
         stack.layers = layers[: self.taps[-1]]
         if not self.ends_with_norm:
             del stack.norm
-        if stack is not model:
+        self.has_vision = hasattr(model, "visual")
+        if self.has_vision:
+            del model.visual
+            stack.rotary_emb = PlainRotary(stack.rotary_emb)
+        elif stack is not model:
             del model.lm_head
 
     def _stack(self) -> Any:
-        """Return the model without its head: of a `Qwen3ForCausalLM` a part, a `Qwen3Model` is one."""
+        """Return the language model without its head: of some classes a part, a `Qwen3Model` is one."""
         model: Any = self.model
-        return getattr(model, "model", model)
+        return getattr(model, "language_model", None) or getattr(model, "model", model)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         model = self._stack()
@@ -85,7 +92,8 @@ class Qwen3TextEncoder(torch.nn.Module):
             hidden = states[number] = layer(hidden, attention_mask=mask, position_embeddings=rotary)
         if self.ends_with_norm:
             states[self.taps[-1]] = model.norm(hidden)
-        return torch.cat([states[number] for number in self.taps], dim=-1)
+        tapped = [states[number] for number in self.taps]
+        return torch.stack(tapped, dim=2) if self.has_vision else torch.cat(tapped, dim=-1)
 
 
 class SeparablePositions(torch.nn.Module):
@@ -312,10 +320,12 @@ def derived_weights(module: torch.nn.Module) -> dict[str, Any]:
 ENCODERS: dict[str, Callable[[torch.nn.Module, bool], torch.nn.Module]] = {
     "t5": lambda model, penultimate: T5TextEncoder(model),
     "qwen3": Qwen3TextEncoder,
+    "qwen3_vl": Qwen3TextEncoder,
     "qwen2_5_vl": QwenTextEncoder,
 }
 # Transformers that diffusers' own forward does not export, by class.
 TRANSFORMERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "ZImageTransformer2DModel": ZImageTransformer,
     "QwenImageTransformer2DModel": QwenImageTransformer,
+    "Krea2Transformer2DModel": Krea2Transformer,
 }

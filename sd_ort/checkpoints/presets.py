@@ -14,8 +14,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.checkpoints.checkpoint import CLASSES, Checkpoint, CheckpointModel, as_json, build_model, class_name
-from sd_ort.checkpoints.diffusion_transformers import QWEN3, QWEN_VL
-from sd_ort.checkpoints.signatures import Config, levels
+from sd_ort.checkpoints.diffusion_transformers import QWEN3, QWEN3_VL, QWEN_VL, QWENS
+from sd_ort.checkpoints.signatures import Config, levels, tapped_layers
 from sd_ort.checkpoints.unet_inputs import time_ids_split
 
 if TYPE_CHECKING:
@@ -404,18 +404,73 @@ _QWEN_IMAGE = Preset(
     ),
 )  # fmt: skip
 
+
+def _krea2(is_distilled: bool) -> Preset:
+    """Return a preset of Krea 2. is_distilled: for 8 steps without guidance; otherwise the base model."""
+    text = {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20],
+                            "mrope_interleaved": True},
+    }  # fmt: skip
+    vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2560,
+              "deepstack_visual_indexes": [5, 11, 17]}  # fmt: skip
+    encoder = {"architectures": [QWEN3_VL], "model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": text,
+               "vision_config": vision}  # fmt: skip
+    transformer = {
+        "_class_name": "Krea2Transformer2DModel",
+        "in_channels": 64,
+        "num_layers": 28,
+        "attention_head_dim": 128,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 12,
+        "intermediate_size": 16384,
+        "timestep_embed_dim": 256,
+        "text_hidden_dim": 2560,
+        "num_text_layers": 12,
+        "text_num_attention_heads": 20,
+        "text_num_key_value_heads": 20,
+        "text_intermediate_size": 6912,
+        "num_layerwise_text_blocks": 2,
+        "num_refiner_text_blocks": 2,
+        "axes_dims_rope": [32, 48, 48],
+        "rope_theta": 1000.0,
+        "norm_eps": 1e-5,
+    }
+    scheduler = _flow_match(
+        shift=1.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256,
+        max_image_seq_len=6400,
+    )  # fmt: skip
+    models = {"text_encoder": encoder, "transformer": transformer, "vae": _QWEN_IMAGE.models["vae"]}
+    options = {
+        "text_encoder_select_layers": list(tapped_layers(encoder)),
+        "is_distilled": is_distilled,
+        "patch_size": 2,
+    }
+    return Preset("Krea2Pipeline", models, scheduler, options)
+
+
 _TINY_HIDDEN = 64
 _TINY_QWEN3 = {
     "vocab_size": 512, "hidden_size": _TINY_HIDDEN, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
+_TINY_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": _TINY_HIDDEN}
 _TINY_QWEN_VL = {
     "text_config": {
         **{name: value for name, value in _TINY_QWEN3.items() if name != "head_dim"}, "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]},
     },
-    "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-                      "out_hidden_size": _TINY_HIDDEN},
+    "vision_config": _TINY_VISION,
+}  # fmt: skip
+_TINY_QWEN3_VL = {
+    "text_config": {
+        **_TINY_QWEN3, "num_hidden_layers": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [2, 3, 3],
+                            "mrope_interleaved": True},
+    },
+    "vision_config": {**_TINY_VISION, "deepstack_visual_indexes": [0]},
 }  # fmt: skip
 _TINY_T5 = {"vocab_size": 128, "d_model": 160, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 _TINY_TRANSFORMER = {"attention_head_dim": 32, "num_attention_heads": 3, "joint_attention_dim": _TINY_T5["d_model"]}
@@ -455,6 +510,21 @@ _TINY_TRANSFORMERS = {
         "joint_attention_dim": _TINY_HIDDEN,
         "axes_dims_rope": [8, 12, 12],
     },
+    "Krea2Transformer2DModel": {  # two queries for each key in place of four
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "timestep_embed_dim": 32,
+        "text_hidden_dim": _TINY_HIDDEN,
+        "num_text_layers": 2,
+        "text_num_attention_heads": 2,
+        "text_num_key_value_heads": 2,
+        "text_intermediate_size": 96,
+        "num_layerwise_text_blocks": 1,
+        "num_refiner_text_blocks": 1,
+        "axes_dims_rope": [8, 12, 12],
+    },
 }
 
 
@@ -464,8 +534,9 @@ def _tiny_model(name: str, config: Config, context: int) -> Config:
         return config | _TINY_T5
     if class_name(config) in QWEN3:
         return config | _TINY_QWEN3
-    if class_name(config) == QWEN_VL:
-        return config | {name: config[name] | tiny for name, tiny in _TINY_QWEN_VL.items()}
+    if class_name(config) in (QWEN_VL, QWEN3_VL):
+        parts = _TINY_QWEN_VL if class_name(config) == QWEN_VL else _TINY_QWEN3_VL
+        return config | {name: config[name] | tiny for name, tiny in parts.items()}
     if class_name(config) == "AutoencoderKLQwenImage":
         return config | {"base_dim": 16}
     if name == "transformer":
@@ -491,7 +562,10 @@ def _tiny_model(name: str, config: Config, context: int) -> Config:
 def _tiny(preset: Preset) -> Preset:
     encoders = sum(name.startswith("text_encoder") for name in preset.models)
     models = {name: _tiny_model(name, c, encoders * _TINY_HIDDEN) for name, c in preset.models.items()}
-    return Preset(preset.pipeline, models, preset.scheduler, preset.options)
+    options = preset.options
+    if "text_encoder_select_layers" in options:
+        options = options | {"text_encoder_select_layers": list(tapped_layers(models["text_encoder"]))}
+    return Preset(preset.pipeline, models, preset.scheduler, options)
 
 
 _FULL = {
@@ -510,6 +584,8 @@ _FULL = {
     "flux2-klein-base-4b": _klein(is_distilled=False),
     "z-image-turbo": _Z_IMAGE_TURBO,
     "qwen-image": _QWEN_IMAGE,
+    "krea2": _krea2(is_distilled=False),
+    "krea2-turbo": _krea2(is_distilled=True),
 }
 PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, preset in _FULL.items()}
 
@@ -537,7 +613,7 @@ def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
     )
 
 
-TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", **dict.fromkeys((*QWEN3, QWEN_VL), "Qwen2TokenizerFast")}
+TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", **dict.fromkeys(QWENS, "Qwen2TokenizerFast")}
 
 
 def _index(preset: Preset) -> Config:

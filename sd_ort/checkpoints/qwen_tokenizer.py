@@ -40,6 +40,11 @@ class QwenTokenizer:
                 f"{settings} pads on the {padding}: transformers read prompts that are padded on the right."
             )
 
+    def tokens(self, text: str) -> list[int]:
+        """Return the token ids of a text, which may have special tokens."""
+        ids: list[int] = self._rules.encode(text, add_special_tokens=False).ids
+        return ids
+
     def encode(self, prompts: Sequence[str], length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids and attention mask (B, length), int64; log that the end of a longer prompt is cut."""
         rows = np.full((len(prompts), length), self.pad_token_id, np.int64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,12 +133,15 @@ def _t5_encoder(config: Mapping[str, Any]) -> Signature:
 
 
 def tapped_layers(config: Mapping[str, Any], penultimate: bool = False) -> tuple[int, ...]:
-    """Return the layers of a Qwen3 text encoder whose outputs a transformer reads.
+    """Return the layers of a Qwen3 or Qwen3-VL text encoder whose outputs a transformer reads.
 
     `penultimate`: the last but one, which Z-Image reads. FLUX.2 klein reads 9, 18 and 27 of 36 layers, as in diffusers;
-    quarters of the layers of a smaller model, such as a tiny one.
+    quarters of the layers of a smaller model, such as a tiny one. Krea 2 reads each third layer of Qwen3-VL from the
+    second on.
     """
-    layers = int(config["num_hidden_layers"])
+    layers = int(text_config(config)["num_hidden_layers"])
+    if "text_config" in config:
+        return tuple(range(2, layers, 3))
     if penultimate:
         return (max(layers - 1, 1),)
     return (9, 18, 27) if layers >= 27 else (max(layers // 4, 1), max(layers // 2, 1), max(3 * layers // 4, 1))
@@ -156,9 +159,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
-def _qwen_vl_encoder(config: Mapping[str, Any]) -> Signature:
+def _qwen_vl_encoder(config: Mapping[str, Any], taps: Sequence[int] = ()) -> Signature:
     names = ("input_ids", "attention_mask")
-    output = TensorSpec("hidden_states", ("batch", "sequence", text_config(config)["hidden_size"]))
+    layers = (len(taps),) if taps else ()
+    output = TensorSpec("hidden_states", ("batch", "sequence", *layers, text_config(config)["hidden_size"]))
     return Signature(tuple(TensorSpec(name, ("batch", "sequence"), "int64") for name in names), (output,))
 
 
@@ -280,6 +284,8 @@ def signature(
             return _t5_encoder(config)
         if any(name in names for name in diffusion_transformers.QWEN3):
             return _qwen3_encoder(config, penultimate)
+        if diffusion_transformers.QWEN3_VL in names:
+            return _qwen_vl_encoder(config, tapped_layers(config))
         if diffusion_transformers.QWEN_VL in names:
             return _qwen_vl_encoder(config)
         return _text_encoder(config, penultimate)

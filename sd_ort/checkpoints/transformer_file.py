@@ -63,6 +63,8 @@ def detect_transformer(path: Path, entries: Mapping[str, Entry], prefix: str) ->
         return "z-image-turbo"
     if f"{prefix}txt_norm.weight" in entries:
         return "qwen-image"
+    if f"{prefix}txtfusion.projector.weight" in entries:
+        raise InputError(f"{path} is Krea 2 with its original names: give the whole diffusers folder.")
     if family := other_family(entries):
         raise InputError(f"{path} is a {family} model: sd-ort runs {', '.join(FAMILIES.values())}.")
     if f"{prefix}joint_blocks.0.x_block.attn.qkv.weight" in entries:

@@ -69,6 +69,15 @@ _Z_IMAGE_BLOCK = {
     **{name: name for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2", "adaLN_modulation.0")},
     **{f"feed_forward.{name}": f"feed_forward.{name}" for name in ("w1", "w2", "w3")},
 }  # fmt: skip
+_KREA2 = {
+    "first": "img_in", "last.linear": "final_layer.linear", "tmlp.0": "time_embed.linear_1",
+    "tmlp.2": "time_embed.linear_2", "tproj.1": "time_mod_proj", "txtmlp.1": "txt_in.linear_1",
+    "txtmlp.3": "txt_in.linear_2", "txtfusion.projector": "text_fusion.projector",
+}  # fmt: skip
+_KREA2_BLOCK = {
+    "attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "attn.wv": "attn.to_v", "attn.wo": "attn.to_out.0",
+    "attn.gate": "attn.to_gate", "mlp.gate": "ff.gate", "mlp.up": "ff.up", "mlp.down": "ff.down",
+}  # fmt: skip
 # Parameters of no module, which have one name in both layouts.
 _PARAMETERS = {"SD3Transformer2DModel": {"pos_embed": "pos_embed.pos_embed"},
                "ZImageTransformer2DModel": {name: name for name in ("x_pad_token", "cap_pad_token")}}  # fmt: skip
@@ -137,8 +146,17 @@ def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
             ends = [(i * width, (i + 1) * width if i < 3 else None) for i in range(len(targets))]
             modules[original] = tuple(Part(block + t, *rows) for t, rows in zip(targets, ends, strict=True))
 
-    if config["_class_name"] == "SD3Transformer2DModel":
-        top: Mapping[str, str] = _SD3
+    if config["_class_name"] == "Krea2Transformer2DModel":  # linear layers, which LoRAs change
+        top: Mapping[str, str] = _KREA2
+        parts = [("blocks", "transformer_blocks", config["num_layers"])]
+        parts += [(f"txtfusion.{part}_blocks", f"text_fusion.{part}_blocks", config[f"num_{part}_text_blocks"])
+                  for part in ("layerwise", "refiner")]  # fmt: skip
+        for stored, name, count in parts:
+            for i in range(count):
+                for original, target in _KREA2_BLOCK.items():
+                    add(f"{stored}.{i}.{original}", target, f"{name}.{i}.")
+    elif config["_class_name"] == "SD3Transformer2DModel":
+        top = _SD3
         for i in range(int(config["num_layers"])):
             for original, targets in _sd3_block(config, i).items():
                 add(f"joint_blocks.{i}.{original}", targets, f"transformer_blocks.{i}.")
@@ -194,8 +212,8 @@ def _rows(stored: str, part: Part, shape: tuple[int, ...]) -> WeightRecipe:
 def original_prefix(names: Iterator[str] | Mapping[str, Any]) -> str | None:
     """Return the prefix of a transformer's tensors in the original layout, None for a file without one."""
     for name in names:
-        # The last ones are Z-Image's and Qwen-Image's.
-        for first in ("double_blocks.0.", "joint_blocks.0.", "cap_pad_token", "txt_norm."):
+        # The last ones are Z-Image's, Qwen-Image's and Krea 2's.
+        for first in ("double_blocks.0.", "joint_blocks.0.", "cap_pad_token", "txt_norm.", "txtfusion."):
             head, found, _ = name.partition(first)
             if found and head in ("", "model.diffusion_model.", "diffusion_model."):
                 return head

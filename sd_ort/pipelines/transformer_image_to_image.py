@@ -1,4 +1,4 @@
-"""Image to image and inpainting with diffusion transformers: Stable Diffusion 3 and FLUX.1.
+"""Image to image and inpainting with diffusion transformers: Stable Diffusion 3, FLUX.1 and Qwen-Image.
 
 Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise. So the same seed gives the same image.
 """
@@ -25,6 +25,7 @@ from sd_ort.pipelines.transformer_pipelines import (
     TransformerPipeline,
     arguments,
 )
+from sd_ort.pipelines.transformer_qwen_image import QwenImagePipeline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,3 +173,49 @@ class FluxInpaintPipeline(_ImageStart, FluxPipeline):
     ) -> Any:  # fmt: skip
         """Generate where `mask_image` is white (1). The arguments are those of diffusers."""
         return self._generate(arguments(locals()))
+
+
+class QwenImageImg2ImgPipeline(_ImageStart, QwenImagePipeline):
+    """Image to image with Qwen-Image pipeline folders."""
+
+    def __call__(  # type: ignore[override]
+        self, prompt: Prompt | None = None, negative_prompt: Prompt | None = None, true_cfg_scale: float = 4.0,
+        image: Picture | None = None, height: int | None = None, width: int | None = None, strength: float = 0.6,
+        num_inference_steps: int = 50, sigmas: Sequence[float] | None = None, guidance_scale: float | None = None,
+        num_images_per_prompt: int = 1, generator: Generator = None, latents: Tensor | None = None,
+        prompt_embeds: Tensor | None = None, prompt_embeds_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None, negative_prompt_embeds_mask: Tensor | None = None,
+        output_type: str | None = "pil", return_dict: bool = True, attention_kwargs: Mapping[str, Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
+        progress: bool = False, **unsupported: Any,
+    ) -> Any:  # fmt: skip
+        """Generate from `image`, which is resized to height and width. The arguments are those of diffusers."""
+        return self._generate(arguments(locals()))
+
+
+class QwenImageInpaintPipeline(_ImageStart, QwenImagePipeline):
+    """Inpainting with Qwen-Image pipeline folders: generates where a mask is white."""
+
+    INPAINTS = True
+
+    def __call__(  # type: ignore[override]
+        self, prompt: Prompt | None = None, negative_prompt: Prompt | None = None, true_cfg_scale: float = 4.0,
+        image: Picture | None = None, mask_image: Picture | None = None, masked_image_latents: Tensor | None = None,
+        height: int | None = None, width: int | None = None, padding_mask_crop: int | None = None,
+        strength: float = 0.6, num_inference_steps: int = 50, sigmas: Sequence[float] | None = None,
+        guidance_scale: float | None = None, num_images_per_prompt: int = 1, generator: Generator = None,
+        latents: Tensor | None = None, prompt_embeds: Tensor | None = None, prompt_embeds_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None, negative_prompt_embeds_mask: Tensor | None = None,
+        output_type: str | None = "pil", return_dict: bool = True, attention_kwargs: Mapping[str, Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
+        progress: bool = False, **unsupported: Any,
+    ) -> Any:  # fmt: skip
+        """Generate where `mask_image` is white (1). The arguments are those of diffusers, whose `latents` fail too."""
+        return self._generate(arguments(locals()))
+
+    def _check(self, call: SimpleNamespace, **scales: float | None) -> tuple[int, int, int]:
+        if call.latents is not None:  # diffusers 0.42.1 raises too: it needs the noise and the image beside them
+            raise InputError("QwenImageInpaintPipeline takes no latents: give image, and a generator for its noise.")
+        return super()._check(call, **scales)

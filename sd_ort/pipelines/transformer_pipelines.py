@@ -201,6 +201,7 @@ class TransformerPipeline(LoraMixin):
     INDEX_CLASS = ""  # the pipeline class of the folder
     OTHER_INDEX_CLASSES: tuple[str, ...] = ()  # further classes, whose folders have the same models
     ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others refuses the size
+    ROUNDS_UP = False  # with ROUNDS_SIZE: up to a multiple
     LONGEST_TEXT = LONGEST_TEXT  # largest max_sequence_length
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without
     REQUIRED_COMPONENTS: tuple[str, ...] = ("transformer", "vae_decoder")
@@ -381,9 +382,11 @@ class TransformerPipeline(LoraMixin):
         height, width = call.height or self.default_size, call.width or self.default_size
         multiple = self.size_multiple
         if height % multiple or width % multiple:
-            if not self.ROUNDS_SIZE or min(height, width) < multiple:
+            if not self.ROUNDS_SIZE or (min(height, width) < multiple and not self.ROUNDS_UP):
                 raise InputError(f"height {height} and width {width} must be multiples of {multiple}.")
             rounded = height - height % multiple, width - width % multiple
+            if self.ROUNDS_UP:
+                rounded = height + -height % multiple, width + -width % multiple
             log.warning("height %s and width %s are not multiples of %s: generating %s x %s.",
                         height, width, multiple, *rounded)  # fmt: skip
             height, width = rounded

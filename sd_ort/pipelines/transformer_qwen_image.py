@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -55,21 +55,26 @@ class Embeddings:
     mask: np.ndarray
 
     def repeated(self, images: int) -> Embeddings:
-        return Embeddings(repeated(self.states, images), repeated(self.mask, images))
+        return replace(self, states=repeated(self.states, images), mask=repeated(self.mask, images))
 
     def groups(self, rows: int, columns: int) -> list[StepGroup]:
         """Return the transformer's calls of images of rows x columns patches."""
         numbers: dict[bytes, list[int]] = {}
-        for number, row in enumerate(self.mask):
-            numbers.setdefault(row.tobytes(), []).append(number)
-        first, image_ids = max(rows // 2, columns // 2), positions(rows, columns)
+        ids = [self.position_ids(np.flatnonzero(row), rows, columns) for row in self.mask]
+        for number, (text_ids, _) in enumerate(ids):
+            numbers.setdefault(text_ids.tobytes(), []).append(number)
         groups = []
         for group in numbers.values():
-            tokens = np.flatnonzero(self.mask[group[0]])
-            text_ids = np.repeat((first + tokens).astype(np.float32)[:, None], 3, 1)
-            states = np.ascontiguousarray(self.states[group][:, tokens])
+            states = np.stack([self.states[number][self.mask[number]] for number in group])
+            text_ids, image_ids = ids[group[0]]
             groups.append((group, {"encoder_hidden_states": states, "txt_ids": text_ids, "img_ids": image_ids}))
         return groups
+
+    @staticmethod
+    def position_ids(tokens: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of a prompt's tokens, numbers of its embeddings, and of rows x columns patches."""
+        text = (max(rows // 2, columns // 2) + tokens).astype(np.float32)
+        return np.repeat(text[:, None], 3, 1), positions(rows, columns)
 
 
 @dataclass
@@ -110,7 +115,7 @@ class QwenDenoising(Denoising):
         if "prompt_embeds" not in changed:
             return False
         states = as_array(changed["prompt_embeds"])
-        self.embeddings = (Embeddings(states, self.embeddings[0].mask), *self.embeddings[1:])
+        self.embeddings = (replace(self.embeddings[0], states=states), *self.embeddings[1:])
         return True
 
 
@@ -120,6 +125,7 @@ class QwenImagePipeline(TransformerPipeline):
     CLASS, INDEX_CLASS, ROUNDS_SIZE = "QwenImageTransformer2DModel", "QwenImagePipeline", True
     ENCODERS = ("text_encoder",)
     LONGEST_TEXT = LONGEST_PROMPT
+    DENOISING = QwenDenoising
 
     def _open_tokenizers(self) -> None:
         self.tokenizer = QwenTokenizer(self.folder / "tokenizer", TEMPLATE, reads_padding=False)
@@ -164,37 +170,48 @@ class QwenImagePipeline(TransformerPipeline):
 
     def _generate(self, call: SimpleNamespace) -> Any:
         """Generate images. call: the arguments of `__call__`."""
-        scales = {"true_cfg_scale": call.true_cfg_scale, "guidance_scale": call.guidance_scale}
-        height, width, steps = self._check(call, **scales)
+        height, width, steps = self._check(call, **self._scales(call))
         self._check_attention_kwargs(call.attention_kwargs)
         images = call.num_images_per_prompt
         embeddings = [self._prompts(call, "", None).repeated(images)]
         count = len(embeddings[0].states)
-        has_negative = call.negative_prompt is not None or call.negative_prompt_embeds is not None
-        if call.true_cfg_scale > 1 and has_negative:
+        if (scale := self._guidance(call)) is not None:
             embeddings.append(self._prompts(call, "negative_", count // images).repeated(images))
-        elif call.true_cfg_scale > 1 or has_negative:
-            reason = "its scale is not above 1" if has_negative else 'there is no negative_prompt, which may be " "'
-            log.info("true_cfg_scale %s does not guide: %s.", call.true_cfg_scale, reason)
         side = 2 * self.vae_scale_factor
         rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
-        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
-        schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas)
+        schedule = self._schedule(call, steps, rows * columns).last_part(getattr(call, "strength", 1.0))
         if call.latents is None:
-            sample, _ = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, (height, width))
-            sample = pack(sample)
+            sample, blend = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, (height, width))
+            sample, blend = pack(sample), None if blend is None else blend.packed(pack)
         else:
-            sample = as_array(call.latents)
+            sample, blend = as_array(call.latents), None
             if sample.shape != (needed := (count, rows * columns, channels)):
                 raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
-        job = QwenDenoising(
-            sample, schedule, [], guidance_scale=call.true_cfg_scale, size=(rows, columns),
+        job = self.DENOISING(
+            sample, schedule, [], guidance_scale=scale, blend=blend, size=(rows, columns),
             embeddings=tuple(embeddings),
         )  # fmt: skip
         sample = self._denoise(job, call)
         if call.output_type == "latent":
             return latents_as_output(sample, call.return_dict)
         return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
+
+    def _scales(self, call: SimpleNamespace) -> dict[str, float | None]:
+        return {"true_cfg_scale": call.true_cfg_scale, "guidance_scale": call.guidance_scale}
+
+    def _guidance(self, call: SimpleNamespace) -> float | None:
+        """Return the scale of guidance, None without guidance."""
+        has_negative = call.negative_prompt is not None or call.negative_prompt_embeds is not None
+        if call.true_cfg_scale > 1 and has_negative:
+            return float(call.true_cfg_scale)
+        if call.true_cfg_scale > 1 or has_negative:
+            reason = "its scale is not above 1" if has_negative else 'there is no negative_prompt, which may be " "'
+            log.info("true_cfg_scale %s does not guide: %s.", call.true_cfg_scale, reason)
+        return None
+
+    def _schedule(self, call: SimpleNamespace, steps: int, tokens: int) -> flow_match.FlowMatchSchedule:
+        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
+        return flow_match.make_schedule(self.scheduler_config, steps, tokens, sigmas)
 
     def _prompts(self, call: SimpleNamespace, prefix: str, count: int | None) -> Embeddings:
         """Return the prompt embeddings of a call and their mask, for `count` prompts.
@@ -203,18 +220,28 @@ class QwenImagePipeline(TransformerPipeline):
         Raises InputError for embeddings and masks that do not fit.
         """
         prompt, embeds = getattr(call, f"{prefix}prompt"), getattr(call, f"{prefix}prompt_embeds")
-        length = call.max_sequence_length
         if embeds is None:
-            return self.encode_prompt(prompt, length, count)
+            return self.encode_prompt(prompt, call.max_sequence_length, count)
         if prompt is not None:
             raise InputError(f"{prefix}prompt and {prefix}prompt_embeds were both given: give one of them.")
         states, mask = as_array(embeds), getattr(call, f"{prefix}prompt_embeds_mask")
+        kept = None if mask is None else as_array(mask) != 0
+        made = self._given(states, kept, prefix, count, call.max_sequence_length)
+        if (kept is not None and kept.shape != states.shape[:2]) or not made.mask.any(1).all():
+            raise InputError(f"{prefix}prompt_embeds_mask must be {states.shape[:2]}, with a token in each row.")
+        return made
+
+    def _given(
+        self, states: np.ndarray, mask: np.ndarray | None, prefix: str, count: int | None, length: int
+    ) -> Embeddings:
+        """Return embeddings that were given, with their mask, of at most `length` tokens.
+
+        Raises InputError for other shapes.
+        """
         width = self.transformer_config["joint_attention_dim"]
         if states.ndim != 3 or states.shape[2] != width or count not in (None, len(states)):
             raise InputError(f"{prefix}prompt_embeds of shape {states.shape} are no ({count or 'B'}, T, {width}).")
-        kept = np.ones(states.shape[:2], bool) if mask is None else as_array(mask) != 0
-        if kept.shape != states.shape[:2] or not kept[:, :length].any(1).all():
-            raise InputError(f"{prefix}prompt_embeds_mask must be {states.shape[:2]}, with a token in each row.")
+        kept = np.ones(states.shape[:2], bool) if mask is None else mask
         return Embeddings(states[:, :length], kept[:, :length])
 
 

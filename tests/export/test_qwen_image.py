@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from export_limits import assert_not_exportable
 from PIL import Image
 from safetensors.torch import save_file
-from test_export import check_against_torch
+from transformer_families import built, check_fusions, hoisted_counts, nmse
 
-from scripts.fixtures.parity_models import Models, preset
+from scripts.fixtures.parity_models import Models
 from sd_ort import QwenImagePipeline, transformer_pipeline
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.checkpoint import build_model
@@ -23,15 +22,9 @@ from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.presets import PRESETS, open_preset
-from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.core.errors import InputError
-from sd_ort.core.metrics import array_errors, psnr
-from sd_ort.core.pipeline_folder import read_manifest
-from sd_ort.export import exporter
-from sd_ort.graphs.load import load
-from sd_ort.inspect.verify import verify
+from sd_ort.core.metrics import psnr
 from sd_ort.pipelines.transformer_qwen_image import Embeddings
-from sd_ort.stages import optimize
 
 CLASS, KIND, FAMILY = "QwenImageTransformer2DModel", "QwenImagePipeline", "qwen_image"
 SIZES = (
@@ -40,23 +33,12 @@ SIZES = (
 )
 
 
-def built(name: str) -> Any:
-    config = preset(FAMILY).models[name]
-    model = build_model(config.get("_class_name") or config["architectures"][0], config)
-    fill_random(model, 1)
-    return model.eval()
-
-
-def nmse(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(array_errors(actual.detach().numpy(), expected.detach().numpy())["nmse"])
-
-
 # --- The modules that are exported ----------------------------------------------------------------------------------
 
 
 def test_the_transformer_equals_diffusers() -> None:
     """Prompts of several lengths, one with a gap in its mask: calls without masks give diffusers' outputs."""
-    model, generator = built("transformer"), torch.Generator().manual_seed(0)
+    model, generator = built(FAMILY, "transformer"), torch.Generator().manual_seed(0)
     width = model.config["joint_attention_dim"]
     latents = torch.randn(4, 5 * 7, 64, generator=generator)
     texts = torch.randn(4, 9, width, generator=generator)
@@ -66,7 +48,7 @@ def test_the_transformer_equals_diffusers() -> None:
     call = {"hidden_states": latents, "timestep": time, "encoder_hidden_states": texts, "return_dict": False}
     with torch.no_grad():
         expected = model(**call, encoder_hidden_states_mask=mask, img_shapes=[[(1, 5, 7)]] * 4)[0]
-    module, actual = wrap("transformer", built("transformer"), False, False), torch.empty_like(expected)
+    module, actual = wrap("transformer", built(FAMILY, "transformer"), False, False), torch.empty_like(expected)
     groups = Embeddings(texts.numpy(), mask.numpy()).groups(5, 7)
     assert [rows for rows, _ in groups] == [[0, 2], [1], [3]]
     for rows, inputs in groups:
@@ -80,21 +62,21 @@ def test_the_text_encoder_equals_transformers() -> None:
     ids = torch.randint(300, (2, 11), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(11)[None] < torch.tensor([11, 6])[:, None]).long()
     with torch.no_grad():
-        expected = built("text_encoder")(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-        actual = wrap("text_encoder", built("text_encoder"), False, False)(ids, mask)
+        expected = built(FAMILY, "text_encoder")(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(ids, mask)
     kept = mask.bool()
     assert nmse(actual[kept], expected.hidden_states[-1][kept]) <= 1e-12
 
 
 def test_the_vae_equals_diffusers() -> None:
     """Of one frame, whose 3-D convolutions are 2-D ones with a third of the filters or all of 1x1x1."""
-    model, generator = built("vae"), torch.Generator().manual_seed(0)
+    model, generator = built(FAMILY, "vae"), torch.Generator().manual_seed(0)
     image, latent = (torch.randn(2, *shape, generator=generator) for shape in ((3, 12, 20), (16, 6, 10)))
     with torch.no_grad():
         moments = model.encode(image.unsqueeze(2)).latent_dist.parameters.squeeze(2)
         decoded = model.decode(latent.unsqueeze(2)).sample.squeeze(2)
-        assert nmse(wrap("vae_encoder", built("vae"), False, False)(image), moments) <= 1e-12
-        decoder = wrap("vae_decoder", built("vae"), False, False)
+        assert nmse(wrap("vae_encoder", built(FAMILY, "vae"), False, False)(image), moments) <= 1e-12
+        decoder = wrap("vae_decoder", built(FAMILY, "vae"), False, False)
         assert nmse(decoder(latent), decoded) <= 1e-12
     assert not any(isinstance(part, torch.nn.Conv3d) for part in decoder.modules())
 
@@ -104,7 +86,7 @@ class Direct(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = built("transformer")
+        self.model = built(FAMILY, "transformer")
 
     def forward(self, latents: torch.Tensor, time: torch.Tensor, texts: torch.Tensor, mask: torch.Tensor) -> Any:
         return self.model(latents, texts, mask, time, img_shapes=[[(1, 4, 6)]], return_dict=False)[0]
@@ -112,7 +94,7 @@ class Direct(torch.nn.Module):
 
 def test_diffusers_still_needs_the_module() -> None:
     """If this fails, diffusers' forward exports as it is: remove the transformer's classes of qwen_image_modules.py."""
-    width = built("transformer").config["joint_attention_dim"]
+    width = built(FAMILY, "transformer").config["joint_attention_dim"]
     arguments = torch.randn(2, 24, 64), torch.rand(2), torch.randn(2, 12, width), torch.arange(12).expand(2, 12) < 9
     batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=1024)
     shapes = ({0: batch}, {0: batch}, {0: batch, 1: length}, {0: batch, 1: length})
@@ -122,70 +104,32 @@ def test_diffusers_still_needs_the_module() -> None:
 # --- Graphs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Return an export of all components, its transformer of opset 20, and diffusers' pipeline."""
-    made = Models(tmp_path_factory.mktemp("qwen_image"))
-    made.export(FAMILY)
-    return made
-
-
-@pytest.fixture(scope="module")
-def of_opset_23(models: Models) -> Path:
-    out = models.folder / "23"
-    exporter.export(None, out, preset=f"parity-{FAMILY}", random_weights=True, opset=23, components=["transformer"])
-    return out
-
-
 # One block, whose text after the attention nothing reads.
-FUSED = {"MultiHeadAttention": 1, "RotaryEmbedding": 2, "RMSNormalization": 5, "LayerNormalization": 4, "Neg": 0}
-TAKEN_APART = ("ScaledDotProductAttention", "Softmax", "Attention", "ReduceMean")
+FUSED = {"MultiHeadAttention": 1, "RotaryEmbedding": 2, "RMSNormalization": 5, "LayerNormalization": 4, "Attention": 0}
 
 
 @pytest.mark.parametrize("opset", [20, 23])
 def test_fusions(models: Models, of_opset_23: Path, tmp_path: Path, opset: int) -> None:
     """Attention, rotation and norms are single nodes, modulation is part of the norms; equal outputs."""
     folder = Path(models.export(FAMILY)) if opset == 20 else of_opset_23
-    for sizes in SIZES:
-        assert check_against_torch(folder, "transformer", f"parity-{FAMILY}", sizes) <= 1e-10
-    optimize(folder, tmp_path / "out", target="portable", components=["transformer"])
-    graph = load(tmp_path / "out" / "transformer" / "model.onnx").graph
-    counts = Counter(node.op_type for node in graph)
-    expected = FUSED | dict.fromkeys(TAKEN_APART, 0)
-    assert {op: counts[op] for op in expected} == expected
+    graph = check_fusions(folder, FAMILY, SIZES, tmp_path / "out", FUSED)
     norms = [node for node in graph if node.op_type == "LayerNormalization"]
     assert all(not node.inputs[1].is_initializer() for node in norms), "scale and shift are computed"
-    result = verify(folder, tmp_path / "out", components=["transformer"])
-    assert result["passed"], result["rows"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     """Norms are AdaptiveNorm with their gated residuals, heads RotaryQkv; modulation leaves the step."""
-    folder, out = Path(models.export(FAMILY)), tmp_path / "out"
-    optimize(folder, out, target="gpu", dtype=dtype, components=["transformer"], hoist=True)
-    nodes = read_manifest(out)["components"]["transformer"]["hoisted"]
-    counts = Counter(node.op_type for node in load(out / "transformer" / "model.onnx").graph)
+    counts = hoisted_counts(Path(models.export(FAMILY)), tmp_path / "out", dtype)["transformer"]
     expected = {"MultiHeadAttention": 1, "RotaryQkv": 1, "AdaptiveNorm": 4}
     expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Gelu", "Gemm"), 0)
     assert {op: counts[op] for op in expected} == expected
-    assert nodes.keys() == {"transformer_prompt", "transformer_time", "transformer"}
-    result = verify(folder, out, components=["transformer"])
-    assert result["passed"], result["rows"]
 
 
 # --- Images ---------------------------------------------------------------------------------------------------------
 
 CALL: dict[str, Any] = {"height": 44, "width": 36, "num_inference_steps": 2, "output_type": "np"}
 PROMPTS = ["a", "a red circle on a blue background"]
-
-
-@pytest.fixture(scope="module")
-def hoisted(models: Models) -> QwenImagePipeline:
-    out = models.folder / "hoisted"
-    optimize(models.export(FAMILY), out, target="cpu", hoist=True)
-    pipeline: QwenImagePipeline = QwenImagePipeline.from_pretrained(out, "cpu")
-    return pipeline
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", "diffusion_model."])
@@ -261,7 +205,7 @@ def folder(models: Models) -> Path:
 
 def test_a_transformer_in_one_file(folder: Path, tmp_path: Path) -> None:
     """ComfyUI's file has diffusers' names, with a prefix; other models are those of the folder."""
-    weights = built("transformer").state_dict()
+    weights = built(FAMILY, "transformer").state_dict()
     stored = {f"model.diffusion_model.{name}": tensor.to(torch.bfloat16) for name, tensor in weights.items()}
     save_file(stored, tmp_path / "qwen.safetensors")
     checkpoint = open_checkpoint(str(tmp_path / "qwen.safetensors"), CheckpointOptions(config=str(folder)))
@@ -313,12 +257,10 @@ def test_arguments_are_rejected_by_name(hoisted: QwenImagePipeline, arguments: d
         hoisted(**{"prompt": "a", **CALL, **arguments})
 
 
-def test_tasks_and_diffusers_classes_are_refused(models: Models, hoisted: QwenImagePipeline) -> None:
+def test_diffusers_classes_are_refused(models: Models, hoisted: QwenImagePipeline) -> None:
     from sd_ort.integrations.diffusers import accelerate
 
-    for task in ("Img2Img", "Inpaint"):
-        with pytest.raises(InputError, match="Qwen-Image has no"):
-            transformer_pipeline(KIND, task)
+    assert [transformer_pipeline(KIND, task) for task in ("", "Inpaint")] == [KIND, "QwenImageInpaintPipeline"]
     with pytest.raises(InputError, match=r"generate with sd_ort\.QwenImagePipeline"):
         accelerate(models.theirs(FAMILY, KIND), hoisted.folder, provider="cpu")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from export_limits import assert_not_exportable
 from safetensors.torch import save_file
-from test_export import check_against_torch
+from transformer_families import built, check_fusions, hoisted_counts
 
 from scripts.fixtures.parity_models import Models, preset
 from sd_ort import ZImagePipeline, transformer_pipeline
@@ -22,15 +21,9 @@ from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.qwen_tokenizer import THINKING_CHAT, QwenTokenizer
-from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import array_errors, psnr
-from sd_ort.core.pipeline_folder import read_manifest
-from sd_ort.export import exporter
-from sd_ort.graphs.load import load
-from sd_ort.inspect.verify import verify
 from sd_ort.pipelines.transformer_z_image import latents_of, padded, patches, token_groups
-from sd_ort.stages import optimize
 
 CLASS, KIND, FAMILY = "ZImageTransformer2DModel", "ZImagePipeline", "z_image"
 SIZES = (
@@ -39,18 +32,12 @@ SIZES = (
 )
 
 
-def transformer() -> Any:
-    model = build_model(CLASS, preset(FAMILY).models["transformer"])
-    fill_random(model, 1)
-    return model.eval()
-
-
 # --- The module that is exported ------------------------------------------------------------------------------------
 
 
 def test_the_module_equals_diffusers() -> None:
     """Images of several sizes and batches, prompts of several lengths, padding of both: the outputs are diffusers'."""
-    model = transformer()
+    model = built(FAMILY, "transformer")
     generator, width = torch.Generator().manual_seed(0), model.config["cap_feat_dim"]
     for lengths, (height, columns) in (([5, 40, 33], (10, 14)), ([32], (8, 8))):
         latents = torch.randn(len(lengths), 16, height, columns, generator=generator)
@@ -59,7 +46,7 @@ def test_the_module_equals_diffusers() -> None:
         with torch.no_grad():
             theirs = model(list(latents.unsqueeze(2)), time, texts, return_dict=False)[0]
         expected = torch.stack(theirs).squeeze(2).numpy()
-        module, actual = wrap("transformer", transformer(), False, False), np.empty_like(expected)
+        module, actual = wrap("transformer", built(FAMILY, "transformer"), False, False), np.empty_like(expected)
         tokens = padded(patches(latents.numpy()))
         for rows, inputs in token_groups([text.numpy() for text in texts], height // 2, columns // 2):
             named = {"hidden_states": tokens[rows], "timestep": time[:1].numpy(), **inputs}
@@ -74,7 +61,7 @@ class Direct(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = transformer()
+        self.model = built(FAMILY, "transformer")
 
     def forward(self, latents: torch.Tensor, time: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         output = self.model(list(latents.unsqueeze(2).unbind(0)), time, list(texts.unbind(0)), return_dict=False)[0]
@@ -83,7 +70,11 @@ class Direct(torch.nn.Module):
 
 def test_diffusers_still_needs_the_module() -> None:
     """If this fails, diffusers' forward exports as it is: remove z_image_modules.py, and export that."""
-    arguments = torch.randn(2, 16, 8, 12), torch.rand(2), torch.randn(2, 12, transformer().config["cap_feat_dim"])
+    arguments = (
+        torch.randn(2, 16, 8, 12),
+        torch.rand(2),
+        torch.randn(2, 12, built(FAMILY, "transformer").config["cap_feat_dim"]),
+    )
     batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=1024)
     shapes = ({0: batch}, {0: batch}, {0: batch, 1: length})
     assert_not_exportable(Direct, arguments, shapes)
@@ -92,70 +83,32 @@ def test_diffusers_still_needs_the_module() -> None:
 # --- Graphs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Return an export of all components, its transformer of opset 20, and diffusers' pipeline."""
-    made = Models(tmp_path_factory.mktemp("z_image"))
-    made.export(FAMILY)
-    return made
-
-
-@pytest.fixture(scope="module")
-def of_opset_23(models: Models) -> Path:
-    out = models.folder / "23"
-    exporter.export(None, out, preset=f"parity-{FAMILY}", random_weights=True, opset=23, components=["transformer"])
-    return out
-
-
-FUSED = {"MultiHeadAttention": 3, "RotaryEmbedding": 6, "RMSNormalization": 19, "LayerNormalization": 1, "Neg": 0}
-TAKEN_APART = ("ScaledDotProductAttention", "Softmax", "Attention", "ReduceMean")
+FUSED = {"MultiHeadAttention": 3, "RotaryEmbedding": 6, "RMSNormalization": 19, "LayerNormalization": 1, "Attention": 0}
 
 
 @pytest.mark.parametrize("opset", [20, 23])
 def test_fusions(models: Models, of_opset_23: Path, tmp_path: Path, opset: int) -> None:
     """Attention, rotation and norms are single nodes; scales and gates are part of the norms; equal outputs."""
     folder = Path(models.export(FAMILY)) if opset == 20 else of_opset_23
-    for sizes in SIZES:
-        assert check_against_torch(folder, "transformer", f"parity-{FAMILY}", sizes) <= 1e-10
-    optimize(folder, tmp_path / "out", target="portable", components=["transformer"])
-    graph = load(tmp_path / "out" / "transformer" / "model.onnx").graph
-    counts = Counter(node.op_type for node in graph)
-    expected = FUSED | dict.fromkeys(TAKEN_APART, 0)
-    assert {op: counts[op] for op in expected} == expected
+    graph = check_fusions(folder, FAMILY, SIZES, tmp_path / "out", FUSED)
     scales = [n.inputs[1] for n in graph if n.op_type == "RMSNormalization" and not n.inputs[1].is_initializer()]
     assert len(scales) == 2 * 4, "two scales and two gates in each block with a modulation"
-    result = verify(folder, tmp_path / "out", components=["transformer"])
-    assert result["passed"], result["rows"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     """Norms are AdaptiveNorm, heads RotaryQkv; the prompt's blocks and the modulation leave the step."""
-    folder, out = Path(models.export(FAMILY)), tmp_path / "out"
-    optimize(folder, out, target="gpu", dtype=dtype, components=["transformer"], hoist=True)
-    nodes = read_manifest(out)["components"]["transformer"]["hoisted"]
-    assert nodes.keys() == {"transformer_prompt", "transformer_time", "transformer"}
-    counts = {name: Counter(node.op_type for node in load(out / name / "model.onnx").graph) for name in nodes}
+    counts = hoisted_counts(Path(models.export(FAMILY)), tmp_path / "out", dtype)
     for part, attentions, norms in (("transformer", 2, 9), ("transformer_prompt", 1, 5)):
         expected = {"MultiHeadAttention": attentions, "RotaryQkv": attentions, "AdaptiveNorm": norms}
         expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Tanh", "Gemm"), 0)
         assert {op: counts[part][op] for op in expected} == expected, part
-    result = verify(folder, out, components=["transformer"])
-    assert result["passed"], result["rows"]
 
 
 # --- Images ---------------------------------------------------------------------------------------------------------
 
 CALL: dict[str, Any] = {"height": 44, "width": 36, "num_inference_steps": 2, "output_type": "np"}
 PROMPTS = ["a", "a red circle on a blue background"]
-
-
-@pytest.fixture(scope="module")
-def hoisted(models: Models) -> ZImagePipeline:
-    out = models.folder / "hoisted"
-    optimize(models.export(FAMILY), out, target="cpu", hoist=True)
-    pipeline: ZImagePipeline = ZImagePipeline.from_pretrained(out, "cpu")
-    return pipeline
 
 
 def theirs(models: Models, **call: Any) -> np.ndarray:

@@ -11,7 +11,8 @@ import pytest
 import sd_ort
 
 KINDS = [f"{family}{task}Pipeline" for family in ("StableDiffusion3", "Flux") for task in ("", "Img2Img", "Inpaint")]
-KINDS += ["Flux2KleinPipeline", "ZImagePipeline", "QwenImagePipeline", "FluxKontextPipeline"]
+KINDS += ["QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"]
+KINDS += ["Flux2KleinPipeline", "ZImagePipeline", "QwenImagePipeline", "FluxKontextPipeline", "Krea2Pipeline"]
 OWN = {"progress", "unsupported"}  # arguments that diffusers' classes have not
 
 

@@ -34,7 +34,10 @@ REPLACEMENTS: dict[str, Callable[[TorchComponentSessions], Component]] = {
     "text_encoder_2": lambda models: OrtTextEncoder(models, "text_encoder_2"),
 }
 # Transformers whose graph has other inputs than diffusers' forward -> the class of sd-ort that generates with it.
-OWN_PIPELINES = {"ZImageTransformer2DModel": "ZImagePipeline", "QwenImageTransformer2DModel": "QwenImagePipeline"}
+OWN_PIPELINES = {
+    "ZImageTransformer2DModel": "ZImagePipeline", "QwenImageTransformer2DModel": "QwenImagePipeline",
+    "Krea2Transformer2DModel": "Krea2Pipeline",
+}  # fmt: skip
 COMPONENTS_OF = {"vae": ("vae_encoder", "vae_decoder")}  # attributes with other components than their name
 LORA_METHODS = (
     "load_lora_weights", "set_adapters", "get_list_adapters", "get_active_adapters", "fuse_lora", "unfuse_lora",

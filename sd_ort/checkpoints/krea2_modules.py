@@ -1,0 +1,137 @@
+"""Krea 2's transformer and text encoder as modules of tensors, for the exporters.
+
+diffusers' own forward of the transformer is called, without a mask: the pipeline drops the tokens that a mask leaves
+out. What is replaced exports, but not to graphs that take weights by their names or that fusions know; each class says
+why. `tests/export/test_krea2.py` compares both modules with diffusers 0.42.1 and transformers 5.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
+
+from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+class ScaledNorm(torch.nn.Module):
+    """RMS normalization whose scale is 1 + a stored weight. `weight_recipes`: the recipe of the scale.
+
+    Replaces `Krea2RMSNorm`: exporters fold its sum to a constant of the graph.
+    """
+
+    scale: torch.Tensor
+
+    def __init__(self, norm: Any, name: str) -> None:
+        super().__init__()
+        self.epsilon = norm.eps
+        self.register_buffer("scale", norm.weight.detach() + 1.0)
+        self.weight_recipes = {f"{name}.scale": ["plus", 1.0, f"{name}.weight"]}
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden_states, self.scale.shape, self.scale, self.epsilon)
+
+
+class GroupedAttention:
+    """Attention processor that repeats heads of keys and values by Expand, which fusions undo.
+
+    Replaces `Krea2AttnProcessor`, whose `repeat_interleave` and choice of a backend exporters write in several ways.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: None = None,
+        image_rotary_emb: Tables | None = None,
+    ) -> torch.Tensor:
+        """Return the gated attention of hidden_states (B, S, C). image_rotary_emb: tables (cos, sin) [S, head size]."""
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (count, attn.head_dim))
+            for project, count in (
+                (attn.to_q, attn.num_heads), (attn.to_k, attn.num_kv_heads), (attn.to_v, attn.num_kv_heads)
+            )
+        )  # fmt: skip
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if image_rotary_emb is not None:
+            query, key = (apply_rotary_emb(each, image_rotary_emb, sequence_dim=1) for each in (query, key))
+        groups = attn.num_heads // attn.num_kv_heads
+        if groups > 1:
+            key, value = (each.unsqueeze(3).expand(-1, -1, -1, groups, -1).flatten(2, 3) for each in (key, value))
+        heads = (each.transpose(1, 2) for each in (query, key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2, 3)
+        output: torch.Tensor = attn.to_out[0](attended * torch.sigmoid(attn.to_gate(hidden_states)))
+        return output
+
+
+class TimeEmbedding(torch.nn.Module):
+    """Timesteps (B,) in 0..1 -> embedding (B, 1, C).
+
+    Replaces `Krea2TimestepEmbedding`, whose frequencies exporters fold with another last bit.
+    """
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        settings = {"num_channels": embedding.embed_dim, "downscale_freq_shift": 0, "scale": 1.0}
+        self.sinusoids = SinusoidalEmbedding(SimpleNamespace(**settings, flip_sin_to_cos=True))
+        self.linear_1, self.linear_2 = embedding.linear_1, embedding.linear_2
+
+    def forward(self, timestep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        hidden = self.linear_1(self.sinusoids(timestep * 1e3)[:, None])
+        embedded: torch.Tensor = self.linear_2(torch.nn.functional.gelu(hidden, approximate="tanh"))
+        return embedded
+
+
+class Krea2Transformer(torch.nn.Module):
+    """The inputs of `diffusion_transformers`' Krea 2 -> out_hidden_states [B, S, 64], in that order."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        model.time_embed = TimeEmbedding(model.time_embed)
+        for name, module in list(model.named_modules()):
+            for child_name, child in list(module.named_children()):
+                if isinstance(child, Krea2RMSNorm):
+                    setattr(module, child_name, ScaledNorm(child, f"{name}.{child_name}"))
+            if hasattr(module, "set_processor"):
+                module.set_processor(GroupedAttention())
+
+    def forward(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, timestep: torch.Tensor,
+        img_ids: torch.Tensor, txt_ids: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the output for each patch."""
+        output: torch.Tensor = self.model(
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            # A row for each image, as the modulation of other families has, whose fusions expect it.
+            timestep=timestep.expand(hidden_states.shape[0]),
+            position_ids=torch.cat([txt_ids, img_ids]),
+            return_dict=False,
+        )[0]
+        return output
+
+
+class PlainRotary(torch.nn.Module):
+    """Positions of text [B, S] -> cosines and sines [B, S, head size].
+
+    Replaces `Qwen3VLTextRotaryEmbedding`: text has equal positions on its three axes, whose interleaving then changes
+    nothing, and which exporters write with ScatterND.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", embedding.inv_freq, persistent=False)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> Tables:
+        """Return the tables. hidden: not read."""
+        angles = positions[..., None].float() * self.inv_freq
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()

@@ -1,0 +1,235 @@
+"""Krea 2: the modules equal diffusers and transformers; fusions; images; LoRAs; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformer_families import built, check_fusions, hoisted_counts, nmse
+
+from scripts.fixtures.parity_models import Models
+from sd_ort import Krea2Pipeline, transformer_pipeline
+from sd_ort.checkpoints.checkpoint import build_model
+from sd_ort.checkpoints.diffusers_folder import open_folder
+from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.open import open_checkpoint
+from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.core.errors import InputError
+from sd_ort.core.metrics import psnr
+from sd_ort.pipelines.transformer_krea2 import Krea2Embeddings
+from sd_ort.pipelines.transformer_pipelines import image_ids
+
+CLASS, KIND, FAMILY = "Krea2Transformer2DModel", "Krea2Pipeline", "krea2"
+SIZES = (
+    {"batch": 1, "sequence": 19, "image_sequence": 28},
+    {"batch": 3, "sequence": 7, "image_sequence": 41},
+)
+
+
+# --- The modules that are exported ----------------------------------------------------------------------------------
+
+
+def test_the_transformer_equals_diffusers() -> None:
+    """Prompts of several lengths, padded in the middle: calls without masks give diffusers' outputs."""
+    model, generator = built(FAMILY, "transformer"), torch.Generator().manual_seed(0)
+    widths = model.config["num_text_layers"], model.config["text_hidden_dim"]
+    latents = torch.randn(4, 5 * 7, 64, generator=generator)
+    texts = torch.randn(4, 9, *widths, generator=generator)
+    mask = torch.ones(4, 9, dtype=torch.bool)
+    mask[1, 2:6], mask[3, 1:5] = False, False
+    positions = torch.from_numpy(np.concatenate([np.zeros((9, 3), np.float32), image_ids(5, 7)]))
+    time = torch.full((4,), 0.3)
+    with torch.no_grad():
+        expected = model(latents, texts, time, positions, mask, return_dict=False)[0]
+        unmasked = model(latents, texts, time, positions, None, return_dict=False)[0]
+    module, actual = wrap("transformer", built(FAMILY, "transformer"), False, False), torch.empty_like(expected)
+    groups = Krea2Embeddings(texts.numpy(), mask.numpy()).groups(5, 7)
+    assert [rows for rows, _ in groups] == [[0, 2], [1, 3]], "prompts of one length are one call"
+    for rows, inputs in groups:
+        tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        with torch.no_grad():
+            actual[rows] = module(hidden_states=latents[rows], timestep=time[:1], **tensors)
+    assert nmse(actual, expected) <= 1e-11
+    assert nmse(unmasked, expected) >= 1e-6, "the comparison does not see the mask"
+
+
+def test_the_text_encoder_equals_transformers() -> None:
+    """Padding in the middle, at which diffusers counts no position, as padding on the right."""
+    model = built(FAMILY, "text_encoder")
+    ids = torch.randint(300, (2, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 4:8] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[None].expand(3, -1, -1)
+    with torch.no_grad():
+        outputs = model(input_ids=ids, attention_mask=mask.bool(), position_ids=positions, output_hidden_states=True)
+        states = torch.stack([outputs.hidden_states[layer] for layer in (2, 5)], dim=2)
+        moved, kept = ids.clone(), torch.arange(11)[None] < torch.tensor([[11], [7]])
+        moved[1, :7] = ids[1][mask[1] == 1]
+        actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(moved, kept.long())
+    assert nmse(actual[kept], states[mask == 1]) <= 1e-12
+
+
+# --- Graphs ---------------------------------------------------------------------------------------------------------
+
+# A block of each kind: of the layers of each token's text, of the text, of all tokens. Heads of keys, two for four of
+# queries, are not repeated: Attention has them as they are.
+FUSED = {"MultiHeadAttention": 2, "Attention": 1, "RotaryEmbedding": 2, "RMSNormalization": 14}
+
+
+@pytest.mark.parametrize("opset", [20, 23])
+def test_fusions(models: Models, of_opset_23: Path, tmp_path: Path, opset: int) -> None:
+    """Attention, rotation and norms are single nodes, scales are part of the norms; equal outputs."""
+    folder = Path(models.export(FAMILY)) if opset == 20 else of_opset_23
+    graph = check_fusions(folder, FAMILY, SIZES, tmp_path / "out", FUSED)
+    (attention,) = (node for node in graph if node.op_type == "Attention")
+    assert [attention.attributes[name].as_int() for name in ("q_num_heads", "kv_num_heads")] == [4, 2]
+    scales = [node.inputs[1] for node in graph if node.op_type == "RMSNormalization"]
+    computed = [scale for scale in scales if scale is not None and not scale.is_initializer()]
+    assert len(computed) == 3, "two of the block, one of the last norm"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
+    """Norms are AdaptiveNorm with shifts and gated residuals; the text's blocks and the modulation leave the step."""
+    counts = hoisted_counts(Path(models.export(FAMILY)), tmp_path / "out", dtype)
+    expected = {"MultiHeadAttention": 1, "AdaptiveNorm": 5, "RotaryEmbedding": 2, "SwiGlu": 1, "Sigmoid": 1}
+    expected |= dict.fromkeys(("RMSNormalization", "LayerNormalization", "Gelu", "Gemm", "Softmax"), 0)
+    assert {op: counts["transformer"][op] for op in expected} == expected
+    assert counts["transformer_prompt"]["MultiHeadAttention"] == counts["transformer_prompt"]["RotaryQkv"] == 2
+
+
+# --- Images ---------------------------------------------------------------------------------------------------------
+
+CALL: dict[str, Any] = {"height": 44, "width": 36, "num_inference_steps": 2, "output_type": "np"}
+PROMPTS = ["a", "a red circle on a blue background"]
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "comfyui"])
+def test_images_with_and_without_a_lora(models: Models, hoisted: Krea2Pipeline, tmp_path: Path, layout: str) -> None:
+    """A hoisted folder, guided, with prompts of other lengths; diffusers' and the original names of a LoRA."""
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for names, inner, out in (
+        (("transformer_blocks.0.attn.to_gate", "blocks.0.attn.gate"), 128, 128),
+        (("text_fusion.refiner_blocks.0.ff.up", "txtfusion.refiner_blocks.0.mlp.up"), 64, 96),
+        (("time_mod_proj", "tproj.1"), 128, 6 * 128),
+    ):
+        tensors[names] = (
+            torch.randn(4, inner, generator=generator) * inner**-0.5, torch.randn(out, 4, generator=generator)
+        )  # fmt: skip
+    for index, (file, prefix) in enumerate((("diffusers", "transformer."), ("comfyui", "diffusion_model."))):
+        stored = {f"{prefix}{names[index]}.lora_{end}.weight": tensor.clone()
+                  for names, pair in tensors.items() for end, tensor in zip("AB", pair, strict=True)}  # fmt: skip
+        save_file(stored, tmp_path / f"{file}.safetensors")
+    theirs = models.theirs(FAMILY, KIND)
+
+    def expected() -> np.ndarray:
+        with torch.no_grad():
+            images: np.ndarray = theirs(**CALL, prompt=PROMPTS, generator=torch.Generator().manual_seed(5)).images
+        return images
+
+    without = expected()
+    theirs.load_lora_weights(str(tmp_path / "diffusers.safetensors"))
+    try:
+        changed = expected()
+    finally:
+        theirs.unload_lora_weights()
+    assert psnr(hoisted(**CALL, prompt=PROMPTS, generator=5).images, without, 0.01, peak=1.0) >= 60
+    hoisted.load_lora_weights(tmp_path / f"{layout}.safetensors")
+    assert psnr(hoisted(**CALL, prompt=PROMPTS, generator=5).images, changed, 0.01, peak=1.0) >= 60
+    hoisted.unload_lora_weights()
+    assert psnr(without, changed, 0.01, peak=1.0) < 40, "the LoRA changes nothing"
+    other = hoisted(**CALL, prompt=PROMPTS[::-1], generator=5).images
+    assert psnr(other, without, 0.01, peak=1.0) < 50, "the comparison does not see the prompt"
+
+
+def test_the_schedule_of_distilled_models(models: Models, hoisted: Krea2Pipeline) -> None:
+    """Its shift depends on no size."""
+    assert hoisted.index["is_distilled"] is False
+    latents = [hoisted("a", **{**CALL, "output_type": "latent"}, generator=3).images]
+    hoisted.index["is_distilled"] = True
+    try:
+        latents.append(hoisted("a", **{**CALL, "output_type": "latent"}, generator=3).images)
+    finally:
+        hoisted.index["is_distilled"] = False
+    theirs = models.theirs(FAMILY, KIND)
+    theirs.register_to_config(is_distilled=True)
+    try:
+        with torch.no_grad():
+            call = {**CALL, "output_type": "latent", "generator": torch.Generator().manual_seed(3)}
+            expected = theirs("a", **call).images
+    finally:
+        theirs.register_to_config(is_distilled=False)
+    torch.testing.assert_close(latents[1], expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(latents[0], latents[1], atol=1e-2)
+
+
+# --- Refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": None, "prompt_embeds": np.ones((1, 3, 2, 64))}, "goes with prompt_embeds_mask"),
+        ({"prompt": None, "prompt_embeds": np.ones((1, 3, 64))}, r"are no \(B, T, \(2, 64\)\)"),
+        ({"max_sequence_length": 5000}, "between 1 and 4096"),
+        ({"latents": np.zeros((1, 4, 64))}, "latents of shape"),
+        ({"negative_prompt": ["a", "b"]}, "2 prompts were given"),
+    ],
+)
+def test_arguments_are_rejected_by_name(hoisted: Krea2Pipeline, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        hoisted(**{"prompt": "a", **CALL, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_encoder_select_layers": [1, 2]}, r"reads layers 1, 2 of its text encoder, and sd-ort exports 2, 5"),
+        ({"patch_size": 4}, "has patches of 4 x 4 latents"),
+    ],
+)
+def test_other_settings_are_rejected_by_name(
+    models: Models, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    models.theirs(FAMILY, KIND).save_pretrained(tmp_path)
+    path = tmp_path / "model_index.json"
+    index = json.loads(path.read_text())
+    assert open_folder("krea2", tmp_path).index["text_encoder"] == ["transformers", "Qwen3VLModel"]
+    path.write_text(json.dumps(index | changes))
+    with pytest.raises(InputError, match=message):
+        open_folder("krea2", tmp_path)
+
+
+def test_one_file_is_rejected_by_name(tmp_path: Path) -> None:
+    tensors = {"first.weight": torch.ones(128, 64), "txtfusion.projector.weight": torch.ones(1, 2)}
+    path = tmp_path / "krea2.safetensors"
+    save_file({f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}, path)
+    with pytest.raises(InputError, match="is Krea 2 with its original names: give the whole diffusers folder"):
+        open_checkpoint(str(path))
+
+
+def test_tasks_and_diffusers_classes_are_refused(models: Models, hoisted: Krea2Pipeline) -> None:
+    from sd_ort.integrations.diffusers import accelerate
+
+    assert transformer_pipeline(KIND, "") == KIND
+    for task in ("Img2Img", "Inpaint"):
+        with pytest.raises(InputError, match="Krea 2 has no"):
+            transformer_pipeline(KIND, task)
+    with pytest.raises(InputError, match=r"generate with sd_ort\.Krea2Pipeline"):
+        accelerate(models.theirs(FAMILY, KIND), hoisted.folder, provider="cpu")
+
+
+def test_preset_is_the_published_model() -> None:
+    """12.8 billion parameters, 12 layers of the text encoder, and the classes of its folder."""
+    with torch.device("meta"):
+        model = build_model(CLASS, PRESETS["krea2"].models["transformer"])
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 1) == 12.8
+    index = open_preset("krea2", 0).index
+    assert index["text_encoder_select_layers"] == [2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35]
+    assert index["tokenizer"][0] == "transformers"
+    assert PRESETS["krea2-turbo"].options["is_distilled"]

@@ -1,0 +1,65 @@
+"""What tests of families of diffusion transformers share, whose modules are exported in place of diffusers' forward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from test_export import check_against_torch
+
+from scripts.fixtures.parity_models import preset
+from sd_ort.checkpoints.checkpoint import build_model, class_name
+from sd_ort.checkpoints.random_weights import fill_random
+from sd_ort.core.metrics import array_errors
+from sd_ort.core.pipeline_folder import read_manifest
+from sd_ort.graphs.load import load
+from sd_ort.inspect.verify import verify
+from sd_ort.stages import optimize
+
+TAKEN_APART = ("ScaledDotProductAttention", "Softmax", "ReduceMean", "Neg")
+
+
+def built(family: str, name: str) -> Any:
+    """Return a model of a family's parity preset with random weights, the same at each call."""
+    config = preset(family).models[name]
+    model = build_model(class_name(config), config)
+    fill_random(model, 1)
+    return model.eval()
+
+
+def nmse(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(array_errors(actual.detach().numpy(), expected.detach().numpy())["nmse"])
+
+
+def check_fusions(
+    folder: Path, family: str, sizes: Sequence[dict[str, int]], out: Path, expected: Mapping[str, int]
+) -> ir.Graph:
+    """Return the transformer of an export, fused for `portable`.
+
+    Asserts that the export equals torch at all `sizes`, the operators `expected` and none of TAKEN_APART after fusion,
+    and equal outputs.
+    """
+    for each in sizes:
+        assert check_against_torch(folder, "transformer", f"parity-{family}", each) <= 1e-10
+    optimize(folder, out, target="portable", components=["transformer"])
+    graph = load(out / "transformer" / "model.onnx").graph
+    counts = Counter(node.op_type for node in graph)
+    wanted = dict.fromkeys(TAKEN_APART, 0) | dict(expected)
+    assert {op: counts[op] for op in wanted} == wanted
+    result = verify(folder, out, components=["transformer"])
+    assert result["passed"], result["rows"]
+    return graph
+
+
+def hoisted_counts(folder: Path, out: Path, dtype: str) -> dict[str, Counter[str]]:
+    """Return the operators of each part of a transformer, optimized for `gpu` and hoisted, whose outputs are equal."""
+    optimize(folder, out, target="gpu", dtype=dtype, components=["transformer"], hoist=True)
+    nodes = read_manifest(out)["components"]["transformer"]["hoisted"]
+    assert nodes.keys() == {"transformer_prompt", "transformer_time", "transformer"}
+    result = verify(folder, out, components=["transformer"])
+    assert result["passed"], result["rows"]
+    return {name: Counter(node.op_type for node in load(out / name / "model.onnx").graph) for name in nodes}
