@@ -183,13 +183,13 @@ extern "C" int accumulator_at(int lane, int i) {
 
 @pytest.mark.parametrize("arch", DEVICES)
 def test_fragments_cover_the_tile(arch: str, tmp_path: Path) -> None:
-    """Every element of a tile is in the wave: once, and on RDNA3 twice in operands."""
+    """Every element of a tile is in the wave: once, and on RDNA2 and RDNA3 twice in operands."""
     library = ctypes.CDLL(str(link([compile_text(tmp_path, LAYOUTS, arch)], tmp_path / "layouts.so")))
 
     def held(size: int, at: Callable[[int, int], int]) -> list[int]:
         return sorted(at(lane, i) for lane in range(library.lanes()) for i in range(size))
 
-    copies = 2 if arch == "rdna3" else 1
+    copies = 2 if arch in ("rdna2", "rdna3") else 1
     assert held(library.operand_size(), library.operand_at) == sorted([*range(256)] * copies)
     assert held(library.accumulator_size(), library.accumulator_at) == [*range(256)]
 
