@@ -462,6 +462,34 @@ __device__ inline uint32_t interleave_high(uint32_t mine, uint32_t other) {
 }
 #endif
 
+template <class T>
+__device__ Pieces to_pieces(const Accumulator& accumulator);
+template <class T>
+__device__ Operand<T> from_pieces(const Pieces& pieces);
+
+// Converts the accumulator to a T operand with accumulator columns as depth: the A operand of the next GEMM.
+template <class T>
+__device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
+  Operand<T> operand;
+#if defined(SD_ORT_MMA_RDNA3)
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t mine = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
+    const uint32_t other = exchange_halves(mine);
+    operand.r[2 * i] = interleave_low(mine, other);
+    operand.r[2 * i + 1] = interleave_high(mine, other);
+  }
+#elif defined(SD_ORT_MMA_RDNA2)
+  operand = from_pieces<T>(to_pieces<T>(accumulator));
+#else
+#pragma unroll
+  for (int i = 0; i < kOperandRegisters; ++i) {
+    operand.r[i] = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
+  }
+#endif
+  return operand;
+}
+
 // Converts the accumulator to T in memory order.
 template <class T>
 __device__ inline Pieces to_pieces(const Accumulator& accumulator) {
@@ -478,11 +506,12 @@ __device__ inline Pieces to_pieces(const Accumulator& accumulator) {
     pieces.r[2 * i] = interleave_low(mine, other);
     pieces.r[2 * i + 1] = interleave_high(mine, other);
   }
-#else
+#elif defined(SD_ORT_MMA_RDNA2)
 #pragma unroll
-  for (int i = 0; i < kAccumulatorSize / 2; ++i) {
-    pieces.r[i] = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
-  }
+  for (int i = 0; i < 4; ++i) pieces.r[i] = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
+#else
+  const Operand<T> operand = to_operand<T>(accumulator);
+  memcpy(&pieces.r, &operand.r, sizeof(pieces.r));
 #endif
   return pieces;
 }
@@ -503,24 +532,6 @@ __device__ inline Operand<T> from_pieces(const Pieces& pieces) {
   memcpy(&operand.r, &pieces.r, sizeof(operand.r));
 #endif
   return operand;
-}
-
-// Converts the accumulator to a T operand with accumulator columns as depth: the A operand of the next GEMM.
-template <class T>
-__device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
-#if defined(SD_ORT_MMA_RDNA3)
-  Operand<T> operand;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t mine = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
-    const uint32_t other = exchange_halves(mine);
-    operand.r[2 * i] = interleave_low(mine, other);
-    operand.r[2 * i + 1] = interleave_high(mine, other);
-  }
-  return operand;
-#else
-  return from_pieces<T>(to_pieces<T>(accumulator));
-#endif
 }
 
 // An operand held for a long time. On RDNA2 and RDNA3, whose operands take twice the registers of their data, kSmall

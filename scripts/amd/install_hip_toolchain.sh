@@ -30,8 +30,8 @@ target triple = "amdgcn-amd-amdhsa"
 EOF
 }
 for version in 400 500 600; do constant "oclc_abi_version_$version" __oclc_ABI_version "$version"; done
-for arch in 942:9402 950:9500 9-4-generic:9402 10-3-generic:10300 1100:11000 1101:11001 1102:11002 1103:11003 1150:11500 1151:11501 1152:11502 \
-  1153:11503 11-generic:11003 1200:12000 1201:12001 12-generic:12000; do
+for arch in 942:9402 950:9500 9-4-generic:9402 10-3-generic:10300 1100:11000 1101:11001 1102:11002 1103:11003 1150:11500 \
+  1151:11501 1152:11502 1153:11503 11-generic:11003 1200:12000 1201:12001 12-generic:12000; do
   constant "oclc_isa_version_${arch%%:*}" __oclc_ISA_version "${arch##*:}"
 done
 printf 'HIP_VERSION_MAJOR=5\nHIP_VERSION_MINOR=2\nHIP_VERSION_PATCH=21153\n' | tee "$work/bin/.hipVersion" > "$work/share/hip/version"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,23 @@ def test_rows_are_broadcast(code_object: Callable[..., Path]) -> None:
     """DPP of gfx9: the last lane of a row goes to the next row, lane 31 to rows 2 and 3."""
     values = run_client(run_broadcasts, "gfx942", code_object("gfx942"))
     assert values == [max(16 * row - 1, -1) for row in range(4) for _ in range(16)] + [-1] * 32 + [31] * 32
+
+
+def run_shared_rows(hip: Hip, image: str) -> list:
+    """Results of share_rows for (lane, 0.5) as halves and lane as floats, added to 1."""
+    out = hip.upload((ctypes.c_float * 64)(*[1] * 64))
+    halves = b"".join(struct.pack("<ee", lane, 0.5) for lane in range(32))
+    words = hip.upload((ctypes.c_uint * 32)(*struct.unpack("<32I", halves)))
+    floats = hip.upload((ctypes.c_float * 32)(*range(32)))
+    hip.launch(hip.function(image, "share_rows"), (1, 1, 1), (32, 1, 1), out, words, floats)
+    return hip.download(out, (ctypes.c_float * 64)())
+
+
+def test_a_lane_is_shared_with_its_row(code_object: Callable[..., Path]) -> None:
+    """row_share of RDNA: what the products of RDNA2 are made of, which gfx1100 also has."""
+    values = run_client(run_shared_rows, "gfx1100", code_object("gfx1100"))
+    products = [lane * (lane // 16 * 16 + 5) for lane in range(32)]
+    assert values == [*(1.25 + product for product in products), *(1 + product for product in products)]
 
 
 @pytest.mark.parametrize(
