@@ -15,6 +15,7 @@ from hip_library import TARGETS, copying_compiler
 from hip_library import hip_library as build_hip_library
 
 from custom_ops import code_objects
+from custom_ops.amd_targets import GENERIC
 from custom_ops.code_objects import Kernel
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, headers, library
@@ -189,7 +190,8 @@ def test_every_kernel_is_launched_by_a_case(hip_library: Path, kernels: list[Ker
     """Of each architecture: a kernel that no case launches is compared with nothing."""
     for arch in TARGETS:
         report = tmp_path / f"{arch}.json"
-        simulate(arch, report, "-c", LAUNCH_CANDIDATES, str(hip_library))
+        device = GENERIC.get(arch, (arch,))[-1]  # the last one: the first has kernels of its own in `all_architectures`
+        simulate(device, report, "-c", LAUNCH_CANDIDATES, str(hip_library))
         launched = json.loads(report.read_text())["kernels"]
         assert {kernel.symbol for kernel in kernels if kernel.target == arch} - set(launched) == set()
 
