@@ -43,6 +43,9 @@ GENERIC = {
     "gfx12-generic": ("gfx1200", "gfx1201"),
 }
 
+# Targets that ROCm's hipBLASLt has no kernels for.
+WITHOUT_HIPBLASLT = _RDNA2
+
 # Of the wheel that scripts/build_wheels --hip makes: those of Debian's clang 19, which lacks gfx950 and gfx9-4-generic.
 WHEEL_TARGETS = ("gfx90a", "gfx942", "gfx10-3-generic", "gfx11-generic", "gfx12-generic")
 
