@@ -97,13 +97,16 @@ def _compiled() -> set[str]:
 
 
 def _operators(target: str) -> str:
-    """Return the runs and faults of every candidate of every operator."""
-    path = ROOT / f"results/amd/operators_{target}.txt"
+    """Return the runs and faults of every candidate of every operator; of RDNA2, whose instructions no emulator has, of
+    those that multiply, as gfx1100."""
+    path, prefix = ROOT / f"results/amd/operators_{target}.txt", ""
+    if covers(["gfx10-3-generic"], target):
+        path, prefix = ROOT / "results/amd/dot_products.txt", "products, as gfx1100: "
     if not path.is_file():
         return "never"
     found = re.findall(r"(\d+) runs, +\d+ candidates, (\d+) faults", path.read_text())
     runs, faults = (sum(int(match[index]) for match in found) for index in (0, 1))
-    return f"[{runs:,} runs, {faults} faults]({path.name})"
+    return f"{prefix}[{runs:,} runs, {faults} faults]({path.name})"
 
 
 def _commands(target: str) -> str:
