@@ -24,11 +24,13 @@ _CDNA = Simd(512, 8, 8)
 _RDNA = Simd(1024, 16, 16)
 _LARGE_RDNA = Simd(1536, 24, 16)
 
-# Not supported: targets without matrix instructions (gfx1030, gfx906, gfx9-generic), whose products would need tiles of
-# their own.
+_RDNA2 = ("gfx1030", "gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036")
+
+# Not supported: targets with neither matrix instructions nor v_dot2c_f32_f16 with DPP (gfx1010, gfx906, gfx9-generic).
 TARGETS = {
     "gfx908": Simd(256, 4, 10),  # with as many AGPRs beside them
     **dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx9-4-generic"), _CDNA),
+    **dict.fromkeys((*_RDNA2, "gfx10-3-generic"), _RDNA),
     **dict.fromkeys(("gfx1102", "gfx1103", "gfx1150", "gfx1152", "gfx1153", "gfx11-generic"), _RDNA),
     **dict.fromkeys(("gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201", "gfx12-generic"), _LARGE_RDNA),
 }
@@ -36,12 +38,16 @@ TARGETS = {
 # Targets whose code objects run on several GPUs, from ROCm 6.4 on.
 GENERIC = {
     "gfx9-4-generic": ("gfx942", "gfx950"),
+    "gfx10-3-generic": _RDNA2,
     "gfx11-generic": ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
     "gfx12-generic": ("gfx1200", "gfx1201"),
 }
 
+# Targets that ROCm's hipBLASLt has no kernels for.
+WITHOUT_HIPBLASLT = _RDNA2
+
 # Of the wheel that scripts/build_wheels --hip makes: those of Debian's clang 19, which lacks gfx950 and gfx9-4-generic.
-WHEEL_TARGETS = ("gfx90a", "gfx942", "gfx11-generic", "gfx12-generic")
+WHEEL_TARGETS = ("gfx90a", "gfx942", "gfx10-3-generic", "gfx11-generic", "gfx12-generic")
 
 
 def covers(targets: Collection[str], device: str) -> bool:

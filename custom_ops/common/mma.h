@@ -4,12 +4,17 @@
 //   CDNA (gfx90a, gfx942)     v_mfma_f32_16x16x16_{f16,bf16_1k}, wave64; gfx908 v_mfma_f32_16x16x8_bf16 twice
 //   RDNA3 (gfx11)             v_wmma_f32_16x16x16_{f16,bf16}, wave32, both halves of a wave hold the same operand
 //   RDNA4 (gfx12)             v_wmma_f32_16x16x16_{f16,bf16}, wave32, operands divided over the wave
+//   RDNA2 (gfx103x)           64 v_dot2c_f32_f16, or 128 v_fmac_f32 for bf16, wave32: there are no matrix instructions
 //   NVIDIA (sm_80 and newer)  two mma.sync.m16n8k16, wave32
 //
 // Both operands are stored with the contraction ("depth") innermost, so D[r][c] = sum over d of A[r][d] * B[c][d].
 // On AMD the instruction runs transposed, D^T = B A^T, with the operands exchanged. A lane then holds one row of D in
-// the layout of the next A operand (RDNA3 after one exchange), so chained GEMMs such as softmax(Q K^T) V of attention
-// stay in registers, as they do on NVIDIA without the transposition.
+// the layout of the next A operand (RDNA2 and RDNA3 after one exchange), so chained GEMMs such as softmax(Q K^T) V of
+// attention stay in registers, as they do on NVIDIA without the transposition.
+//
+// On RDNA2 a lane holds a complete row of each operand, and computes 8 columns of its row of D. DPP's row_share:n reads
+// lane n of the lane's own 16, as a free operand of the instruction. The second half of the wave holds rows 8-15 before
+// rows 0-7, so that the same n is column n in the first half and column n + 8 in the second.
 //
 // The constexpr functions below (operand_row, operand_depth, accumulator_row, accumulator_column) define which element
 // a lane holds; loads and stores use them. Sources: AMD's ISA documents "AMD Instinct MI300", "RDNA3" and "RDNA4"
@@ -29,16 +34,25 @@ namespace mma {
 constexpr int kTile = 16;  // rows, columns and depth of one step
 constexpr int kWave = SD_ORT_WAVE_SIZE;
 
-#if defined(SD_ORT_MMA_RDNA3)
+#if defined(SD_ORT_MMA_RDNA2) || defined(SD_ORT_MMA_RDNA3)
 constexpr bool kWideOperands = true;  // an operand takes twice the registers of its data
 #else
 constexpr bool kWideOperands = false;
 #endif
 
+// Whether a product converts its operands, which takes registers.
+#if defined(SD_ORT_MMA_RDNA2)
+template <class T>
+constexpr bool kConvertsOperands = !std::is_same_v<T, half_t>;
+#else
+template <class T>
+constexpr bool kConvertsOperands = false;
+#endif
+
 #if defined(SD_ORT_MMA_CDNA)
 constexpr int kOperandRegisters = 2;  // 4 elements per lane
 constexpr int kAccumulatorSize = 4;
-#elif defined(SD_ORT_MMA_RDNA3)
+#elif defined(SD_ORT_MMA_RDNA2) || defined(SD_ORT_MMA_RDNA3)
 constexpr int kOperandRegisters = 8;  // 16 elements: a complete row in both halves of the wave
 constexpr int kAccumulatorSize = 8;
 #else
@@ -64,7 +78,11 @@ struct Operand {
 };
 
 struct Accumulator {
+#if defined(SD_ORT_MMA_RDNA2)
+  float x[kAccumulatorSize];  // registers of their own to the instructions
+#else
   Registers<float, kAccumulatorSize>::type x;
+#endif
 };
 
 // ---- which element of a tile a lane holds -----------------------------------------------------------------------
@@ -83,12 +101,22 @@ __host__ __device__ constexpr int accumulator_column(int lane, int element) {
 __host__ __device__ constexpr int row_slot(int element) { return element / 2 % 2; }
 #else
 constexpr int kRowsPerLane = 1;
-__host__ __device__ constexpr int operand_row(int lane, int) { return lane % 16; }
-__host__ __device__ constexpr int accumulator_row(int lane, int) { return lane % 16; }
+#if defined(SD_ORT_MMA_RDNA2)
+__host__ __device__ constexpr int lane_row(int lane) { return lane % 16 ^ lane / 16 * 8; }
+constexpr int kPartner = 24;  // lane ^ kPartner holds another part of the same row
+#else
+__host__ __device__ constexpr int lane_row(int lane) { return lane % 16; }
+constexpr int kPartner = 16;
+#endif
+__host__ __device__ constexpr int operand_row(int lane, int) { return lane_row(lane); }
+__host__ __device__ constexpr int accumulator_row(int lane, int) { return lane_row(lane); }
 __host__ __device__ constexpr int row_slot(int) { return 0; }
 #if defined(SD_ORT_MMA_CDNA)
 __host__ __device__ constexpr int operand_depth(int lane, int element) { return lane / 16 * 4 + element; }
 __host__ __device__ constexpr int accumulator_column(int lane, int element) { return lane / 16 * 4 + element; }
+#elif defined(SD_ORT_MMA_RDNA2)
+__host__ __device__ constexpr int operand_depth(int, int element) { return element; }
+__host__ __device__ constexpr int accumulator_column(int lane, int element) { return lane / 16 * 8 + element; }
 #elif defined(SD_ORT_MMA_RDNA3)
 __host__ __device__ constexpr int operand_depth(int, int element) { return element; }
 __host__ __device__ constexpr int accumulator_column(int lane, int element) { return 2 * element + lane / 16; }
@@ -122,7 +150,10 @@ __device__ inline void schedule_barrier() {
 // Forces the accumulators to be computed here: RDNA's compiler would otherwise delay the multiplications until their
 // results are used, with all operands in registers.
 __device__ inline void settle(Accumulator& accumulator) {
-#if SD_ORT_HIP_CODE && !defined(SD_ORT_MMA_CDNA)
+#if SD_ORT_HIP_CODE && defined(SD_ORT_MMA_RDNA2)
+#pragma unroll
+  for (int i = 0; i < kAccumulatorSize; ++i) asm volatile("" : "+v"(accumulator.x[i]));
+#elif SD_ORT_HIP_CODE && !defined(SD_ORT_MMA_CDNA)
   asm volatile("" : "+v"(accumulator.x));
 #endif
 }
@@ -198,6 +229,50 @@ __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& 
 #endif
 }
 #else
+#if defined(SD_ORT_MMA_RDNA2)
+#if defined(__GFX11__)
+#define SD_ORT_DOT2 "v_dot2acc_f32_f16_dpp"
+#else
+#define SD_ORT_DOT2 "v_dot2c_f32_f16_dpp"
+#endif
+// Instructions that add products of the lane's operand `row` and `column` of lane n of its 16 to register n of a sum.
+#define SD_ORT_COLUMN(instruction, n, column, row) \
+  instruction " %" n ", " column ", " row " row_share:" n " row_mask:0xf bank_mask:0xf\n"
+#define SD_ORT_COLUMNS(instruction, column, row) \
+  SD_ORT_COLUMN(instruction, "0", column, row)   \
+  SD_ORT_COLUMN(instruction, "1", column, row)   \
+  SD_ORT_COLUMN(instruction, "2", column, row)   \
+  SD_ORT_COLUMN(instruction, "3", column, row)   \
+  SD_ORT_COLUMN(instruction, "4", column, row)   \
+  SD_ORT_COLUMN(instruction, "5", column, row)   \
+  SD_ORT_COLUMN(instruction, "6", column, row)   \
+  SD_ORT_COLUMN(instruction, "7", column, row)
+#define SD_ORT_SUMS \
+  "+&v"(d[0]), "+&v"(d[1]), "+&v"(d[2]), "+&v"(d[3]), "+&v"(d[4]), "+&v"(d[5]), "+&v"(d[6]), "+&v"(d[7])
+
+// accumulator += a b^T. In assembly: clang 19 makes each broadcast an instruction of its own, which halves the speed.
+template <class T>
+__device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {
+#if SD_ORT_HIP_CODE
+  auto& d = accumulator.x;
+#pragma unroll
+  for (int i = 0; i < kOperandRegisters; ++i) {
+    const uint32_t row = a.r[i], column = b.r[i];
+    if constexpr (std::is_same_v<T, half_t>) {
+      asm(SD_ORT_COLUMNS(SD_ORT_DOT2, "%8", "%9") : SD_ORT_SUMS : "v"(column), "v"(row));
+    } else {  // an element is the high half of a float
+      asm(SD_ORT_COLUMNS("v_fmac_f32_dpp", "%8", "%9") SD_ORT_COLUMNS("v_fmac_f32_dpp", "%10", "%11")
+          : SD_ORT_SUMS
+          : "v"(column << 16), "v"(row << 16), "v"(column & 0xffff0000u), "v"(row & 0xffff0000u));
+    }
+  }
+#endif
+}
+#undef SD_ORT_SUMS
+#undef SD_ORT_COLUMNS
+#undef SD_ORT_COLUMN
+#undef SD_ORT_DOT2
+#else
 typedef _Float16 HalfOperand __attribute__((ext_vector_type(kOperandSize)));
 typedef short ShortOperand __attribute__((ext_vector_type(kOperandSize)));
 
@@ -240,11 +315,13 @@ __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& 
 #endif
 #endif
 }
+#endif
 
-// Value of lane (i + 16) % 32.
+// Value of lane i ^ kPartner.
 __device__ inline uint32_t exchange_halves(uint32_t value) {
-#if defined(SD_ORT_MMA_RDNA3) || defined(SD_ORT_MMA_RDNA4)
-  uint32_t low = 0x76543210, high = 0xfedcba98;  // source lanes in the other half, for lanes 0 to 7 and 8 to 15
+#if SD_ORT_WAVE_SIZE == 32
+  // Source lanes in the other half, for lanes 0 to 7 and 8 to 15.
+  uint32_t low = kPartner == 16 ? 0x76543210 : 0xfedcba98, high = kPartner == 16 ? 0xfedcba98 : 0x76543210;
 #if !defined(SD_ORT_EMULATED)
   asm("" : "+s"(low), "+s"(high));  // in scalar registers: a literal would lengthen each instruction by half
 #endif
@@ -256,7 +333,7 @@ __device__ inline uint32_t exchange_halves(uint32_t value) {
 #endif
   return other;
 #else
-  return __shfl_xor(value, 16, kWave);
+  return __shfl_xor(value, kPartner, kWave);
 #endif
 }
 
@@ -322,7 +399,7 @@ __device__ inline Operand<T> load_operand(const T* tile, int stride) {
   const int lane = lane_id();
 #if defined(SD_ORT_MMA_NVIDIA)
   load_matrices<false>(operand.r, tile + lane % 16 * stride + lane / 16 * 8);
-#elif defined(SD_ORT_MMA_RDNA3) || defined(SD_ORT_MMA_RDNA4)
+#elif SD_ORT_WAVE_SIZE == 32
   // Loads of 16 bytes: clang 19 sometimes splits larger copies into bytes and loads at odd addresses.
   typedef uint32_t Quad __attribute__((ext_vector_type(4), may_alias));
   const auto* from = reinterpret_cast<const Quad*>(tile + operand_row(lane, 0) * stride + operand_depth(lane, 0));
@@ -361,7 +438,7 @@ __host__ __device__ constexpr int piece_column(int lane, int piece) { return ope
 #else
 constexpr int kPieces = 1;
 constexpr int kPieceSize = 256 / kWave;
-__host__ __device__ constexpr int piece_row(int lane, int) { return lane % 16; }
+__host__ __device__ constexpr int piece_row(int lane, int) { return lane_row(lane); }
 __host__ __device__ constexpr int piece_column(int lane, int) { return lane / 16 * kPieceSize; }
 #endif
 
@@ -369,7 +446,7 @@ struct Pieces {
   typename Registers<uint32_t, kPieces * kPieceSize / 2>::type r;
 };
 
-#if defined(SD_ORT_MMA_RDNA3)
+#if defined(SD_ORT_MMA_RDNA2) || defined(SD_ORT_MMA_RDNA3)
 // Selects by a mask of all ones or zeros. Not `?:`, which the compiler turns into an index into memory.
 __device__ inline uint32_t select(uint32_t mask, uint32_t yes, uint32_t no) { return (yes & mask) | (no & ~mask); }
 
@@ -385,6 +462,11 @@ __device__ inline uint32_t interleave_high(uint32_t mine, uint32_t other) {
 }
 #endif
 
+template <class T>
+__device__ Pieces to_pieces(const Accumulator& accumulator);
+template <class T>
+__device__ Operand<T> from_pieces(const Pieces& pieces);
+
 // Converts the accumulator to a T operand with accumulator columns as depth: the A operand of the next GEMM.
 template <class T>
 __device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
@@ -397,6 +479,8 @@ __device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
     operand.r[2 * i] = interleave_low(mine, other);
     operand.r[2 * i + 1] = interleave_high(mine, other);
   }
+#elif defined(SD_ORT_MMA_RDNA2)
+  operand = from_pieces<T>(to_pieces<T>(accumulator));
 #else
 #pragma unroll
   for (int i = 0; i < kOperandRegisters; ++i) {
@@ -422,6 +506,9 @@ __device__ inline Pieces to_pieces(const Accumulator& accumulator) {
     pieces.r[2 * i] = interleave_low(mine, other);
     pieces.r[2 * i + 1] = interleave_high(mine, other);
   }
+#elif defined(SD_ORT_MMA_RDNA2)
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pieces.r[i] = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
 #else
   const Operand<T> operand = to_operand<T>(accumulator);
   memcpy(&pieces.r, &operand.r, sizeof(pieces.r));
@@ -429,11 +516,11 @@ __device__ inline Pieces to_pieces(const Accumulator& accumulator) {
   return pieces;
 }
 
-// Converts memory order to an operand. On RDNA3 every lane also needs its partner's half of the row.
+// Converts memory order to an operand. On RDNA2 and RDNA3 every lane also needs its partner's half of the row.
 template <class T>
 __device__ inline Operand<T> from_pieces(const Pieces& pieces) {
   Operand<T> operand;
-#if defined(SD_ORT_MMA_RDNA3)
+#if defined(SD_ORT_MMA_RDNA2) || defined(SD_ORT_MMA_RDNA3)
   const uint32_t mask = second_half_mask();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -447,8 +534,8 @@ __device__ inline Operand<T> from_pieces(const Pieces& pieces) {
   return operand;
 }
 
-// An operand held for a long time. On RDNA3, whose operands take twice the registers of their data, kSmall stores only
-// the lane's own part and fetches the partner's at use.
+// An operand held for a long time. On RDNA2 and RDNA3, whose operands take twice the registers of their data, kSmall
+// stores only the lane's own part and fetches the partner's at use.
 template <class T, bool kSmall>
 struct HeldOperand {
   static constexpr bool kOwnPiece = kWideOperands && kSmall;
@@ -479,7 +566,7 @@ __device__ inline float reduce_row(float value) {
   value = Op::merge(value, shuffle_xor(value, 2));
 #else
 #pragma unroll
-  for (int mask = 16; mask < kWave; mask *= 2) value = Op::merge(value, shuffle_xor(value, mask));
+  for (int mask = kPartner; mask < kWave; mask *= 2) value = Op::merge(value, shuffle_xor(value, mask));
 #endif
   return value;
 }

@@ -2,7 +2,7 @@
 """Writes results/ops_amd_resources.md: registers, LDS, spills and occupancy of every kernel on every AMD architecture.
 
     python scripts/amd/amd_resources.py
-    python scripts/amd/amd_resources.py gfx908    # one that is only compiled: results/amd/resources_gfx908.md
+    python scripts/amd/amd_resources.py gfx908    # another one: results/amd/resources_gfx908.md
 
 Needs ROCm, or on Debian scripts/amd/install_hip_toolchain.sh.
 """

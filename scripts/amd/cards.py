@@ -24,6 +24,13 @@ CARDS = {
     "gfx90a": "Instinct MI210, MI250, MI250X",
     "gfx942": "Instinct MI300A, MI300X, MI325X",
     "gfx950": "Instinct MI350X, MI355X",
+    "gfx1030": "Radeon RX 6950 XT, 6900 XT, 6800 XT, 6800, PRO W6800",
+    "gfx1031": "Radeon RX 6750 XT, 6700 XT",
+    "gfx1032": "Radeon RX 6650 XT, 6600 XT, 6600, PRO W6600",
+    "gfx1033": "Steam Deck",
+    "gfx1034": "Radeon RX 6500 XT, 6400",
+    "gfx1035": "Radeon 680M, 660M",
+    "gfx1036": "graphics of Ryzen 7000 and 9000 for desktops",
     "gfx1100": "Radeon RX 7900 XTX, 7900 XT, 7900 GRE, PRO W7900, W7800",
     "gfx1101": "Radeon RX 7800 XT, 7700 XT, PRO W7700",
     "gfx1102": "Radeon RX 7600, 7600 XT",
@@ -34,10 +41,9 @@ CARDS = {
     "gfx1200": "Radeon RX 9060 XT",
     "gfx1201": "Radeon RX 9070 XT, 9070",
 }
-# Targets without kernels and their cards. None has matrix instructions, which all products and attentions are written
-# in (custom_ops/common/mma.h); a build for them ends with an error.
+# Targets without kernels and their cards. They have neither matrix instructions nor RDNA2's dot products
+# (custom_ops/common/mma.h); a build for them ends with an error.
 UNSUPPORTED = {
-    "gfx1030 to gfx1036": "Radeon RX 6000",
     "gfx1010 to gfx1012": "Radeon RX 5000",
     "gfx906": "Radeon VII, Instinct MI50",
 }
@@ -91,13 +97,16 @@ def _compiled() -> set[str]:
 
 
 def _operators(target: str) -> str:
-    """Return the runs and faults of every candidate of every operator."""
-    path = ROOT / f"results/amd/operators_{target}.txt"
+    """Return the runs and faults of every candidate of every operator; of RDNA2, whose instructions no emulator has, of
+    those that multiply, as gfx1100."""
+    path, prefix = ROOT / f"results/amd/operators_{target}.txt", ""
+    if covers(["gfx10-3-generic"], target):
+        path, prefix = ROOT / "results/amd/dot_products.txt", "products, as gfx1100: "
     if not path.is_file():
         return "never"
     found = re.findall(r"(\d+) runs, +\d+ candidates, (\d+) faults", path.read_text())
     runs, faults = (sum(int(match[index]) for match in found) for index in (0, 1))
-    return f"[{runs:,} runs, {faults} faults]({path.name})"
+    return f"{prefix}[{runs:,} runs, {faults} faults]({path.name})"
 
 
 def _commands(target: str) -> str:

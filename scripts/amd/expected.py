@@ -40,6 +40,7 @@ class Card:
 
 
 CARDS = {
+    "Radeon RX 6900 XT": Card("gfx1030", 46.1, 512),
     "Radeon RX 7900 XTX": Card("gfx1100", 122.8, 960),
     "Radeon RX 9070 XT": Card("gfx1201", 195, 640),
     "Radeon 8060S (Ryzen AI Max+ 395)": Card("gfx1151", 59.4, 256),
@@ -166,6 +167,9 @@ NOTES = (
     "Caches that hold activations between layers (Infinity Cache: 96 MB on the 7900 XTX, 64 MB on the 9070 XT, 256 MB "
     "on MI300X) lower the bytes; power limits lower the matrix rate, on laptops most. A measured time more than twice "
     "the expected one points at a fault and not at a slow card.",
+    "",
+    "gfx1030 has no matrix units: its rate is that of the vector units' dot products. hipBLASLt has no kernels for it: "
+    "its linear layers run on generic kernels: expect several times these milliseconds.",
 )
 
 

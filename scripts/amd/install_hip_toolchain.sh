@@ -14,7 +14,7 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 tree=${XDG_CACHE_HOME:-$HOME/.cache}/sd-ort/hip-tree
-[ -e "$tree/.complete-2" ] && exit 0
+[ -e "$tree/.complete-3" ] && exit 0
 work=$(mktemp -d -p "$(mkdir -p "$(dirname "$tree")" && dirname "$tree")" .hip-tree-XXXX)
 trap 'rm -rf "$work"' EXIT
 bitcode=$work/amdgcn/bitcode
@@ -30,13 +30,13 @@ target triple = "amdgcn-amd-amdhsa"
 EOF
 }
 for version in 400 500 600; do constant "oclc_abi_version_$version" __oclc_ABI_version "$version"; done
-for arch in 942:9402 950:9500 9-4-generic:9402 1100:11000 1101:11001 1102:11002 1103:11003 1150:11500 1151:11501 1152:11502 \
-  1153:11503 11-generic:11003 1200:12000 1201:12001 12-generic:12000; do
+for arch in 942:9402 950:9500 9-4-generic:9402 10-3-generic:10300 1100:11000 1101:11001 1102:11002 1103:11003 1150:11500 \
+  1151:11501 1152:11502 1153:11503 11-generic:11003 1200:12000 1201:12001 12-generic:12000; do
   constant "oclc_isa_version_${arch%%:*}" __oclc_ISA_version "${arch##*:}"
 done
 printf 'HIP_VERSION_MAJOR=5\nHIP_VERSION_MINOR=2\nHIP_VERSION_PATCH=21153\n' | tee "$work/bin/.hipVersion" > "$work/share/hip/version"
 ln -s /usr/include "$work/include"
-touch "$work/.complete-2"
+touch "$work/.complete-3"
 chmod 755 "$work"
 rm -rf "$tree" && mv "$work" "$tree"
 trap - EXIT

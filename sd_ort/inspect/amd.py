@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,11 @@ def examine(root: Path = Path("/")) -> dict[str, Any] | None:
         "library": str(library) if library else None,
         "kernels": targets,
     }
-    missing = [*_missing_access(root, is_wsl), *_missing_software(root, hip), *_missing_kernels(findings)]
+    missing = [
+        *_missing_access(root, is_wsl),
+        *_missing_software(root, hip, findings["targets"]),
+        *_missing_kernels(findings),
+    ]
     return findings | {"missing": missing}
 
 
@@ -197,14 +201,17 @@ def _group(path: Path) -> str:
         return str(path.stat().st_gid)
 
 
-def _missing_software(root: Path, hip: dict[str, Any]) -> Iterator[str]:
+def _missing_software(root: Path, hip: dict[str, Any], targets: Sequence[str]) -> Iterator[str]:
     """Yield the packages with HIP and hipBLASLt, if this machine lacks them, and a runtime that sees no device."""
     if hip.get("path") is None:
         yield f"no HIP runtime (libamdhip64.so.7, .6 or .5): {_install(root, 1)}."
         return
     if not hip["devices"]:
         yield f"HIP sees no GPU (error {hip.get('error')}): {hip['path']} and the driver may not fit each other."
-    if not hip.get("hipblaslt"):
+    without = [target for target in dict.fromkeys(targets) if target in amd_targets.WITHOUT_HIPBLASLT]
+    for target in without:
+        yield f"hipBLASLt has no kernels for {target}: linear layers take generic kernels, many times slower."
+    if not hip.get("hipblaslt") and not (targets and set(targets) <= set(without)):
         yield f"no hipBLASLt: matrix products are many times slower without it. {_install(root, 2)}."
 
 

@@ -130,11 +130,12 @@ class _Options:
     nvcc: str | None = None
 
     def hash(self) -> str:
-        """Return the hash of the sources, the compilers' versions and the architectures."""
+        """Return the hash of the sources, the compilers' versions, HIP's flags and the architectures."""
         digest = hashlib.sha256(sources_hash(self.cpu).encode())
         for part in (
             *map(_version, self.compilers()),
             self.hip_archs,
+            self.hip.flags if self.hip else (),
             self.cuda_archs,
             self.cpu,
             bool(self.provider_headers),

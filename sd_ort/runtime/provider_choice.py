@@ -160,7 +160,8 @@ def provider_for(folder: Path, name: str = AUTO) -> ProviderChoice:
         choice = resolve_device(name)
         if not choice.provider.startswith(PLUGIN) and choice.provider not in providers_of(target):
             advice = optimize_command(manifest, target_of(choice.provider))
-            warn_once(f"{folder} is made for target {target}, not for provider {choice.provider}: {advice}.")
+            state = f"is made for target {target}, not" if target else "is an export, not made"
+            warn_once(f"{folder} {state} for provider {choice.provider}: {advice}.")
         return choice
     if target == "cpu":
         best = choose_provider()

@@ -53,6 +53,18 @@ KERNEL void permute_lanes(GLOBAL int* out) {
 #endif
 }
 
+#ifdef __gfx1100__
+// out[i] += x of lane 5 of the lane's 16 times that of the lane, in two forms: halves and floats.
+KERNEL void share_rows(GLOBAL float* out, GLOBAL const unsigned* halves, GLOBAL const float* x) {
+  const unsigned lane = __builtin_amdgcn_workitem_id_x();
+  float dot = out[lane], product = out[32 + lane];
+  asm("v_dot2acc_f32_f16_dpp %0, %1, %1 row_share:5 row_mask:0xf bank_mask:0xf" : "+v"(dot) : "v"(halves[lane]));
+  asm("v_fmac_f32_dpp %0, %1, %1 row_share:5 row_mask:0xf bank_mask:0xf" : "+v"(product) : "v"(x[lane]));
+  out[lane] = dot;
+  out[32 + lane] = product;
+}
+#endif
+
 #ifdef __gfx942__
 // out[i] is the result of an instruction with a half x and the constant 1.0.
 // The compiler itself does not use v200.

@@ -37,7 +37,12 @@ def describe_device(hip: Hip) -> list:
 
 @pytest.mark.parametrize(
     ("target", "name", "wave"),
-    [("gfx1100", "gfx1100", 32), ("gfx942", "gfx942:sramecc+:xnack-", 64), ("gfx1201", "gfx1201", 32)],
+    [
+        ("gfx1030", "gfx1030", 32),
+        ("gfx1100", "gfx1100", 32),
+        ("gfx942", "gfx942:sramecc+:xnack-", 64),
+        ("gfx1201", "gfx1201", 32),
+    ],
 )
 def test_a_device_describes_its_target(target: str, name: str, wave: int) -> None:
     names = [f"Simulated {target}", name] * 2
@@ -68,10 +73,21 @@ def test_a_thread_has_its_own_device() -> None:
 
 
 def test_an_unknown_target_is_one_line() -> None:
-    result = simulate("gfx1030", ["python3", "-c", "import ctypes; ctypes.CDLL('libamdhip64.so').hipInit(0)"], *SKIP)
+    result = simulate("gfx906", ["python3", "-c", "import ctypes; ctypes.CDLL('libamdhip64.so').hipInit(0)"], *SKIP)
     assert result.returncode != 0
     assert result.stderr.startswith("simulated HIP: SIMULATED_HIP_TARGET must be one of gfx90a ")
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("tinygrad")
+def test_kernels_of_rdna2_can_only_be_skipped() -> None:
+    """The emulator does not have its instructions."""
+    command = ["python3", "-c", "import ctypes; ctypes.CDLL('libamdhip64.so').hipInit(0)"]
+    result = simulate("gfx1030", command)
+    assert result.returncode != 0
+    assert result.stderr == (
+        "simulated HIP: The emulator has no instructions of gfx1030: SIMULATED_HIP_KERNELS must be skip.\n"
+    )
 
 
 def test_kernels_need_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +335,8 @@ def test_code_objects_are_chosen_by_target(code_object: Callable[..., Path], tmp
     images.append(tmp_path / "compressed")
     expected = [_OK, _OK, "hipErrorNoBinaryForGpu", "hipErrorNoBinaryForGpu"]
     assert run_client(load_images, "gfx1100", *images, options=SKIP) == expected
+    rdna2 = bundle(tmp_path / "rdna2", "gfx10-3-generic", code_object("gfx10-3-generic", "-mcode-object-version=6"))
+    assert run_client(load_images, "gfx1032", rdna2, images[1], options=SKIP) == [_OK, "hipErrorNoBinaryForGpu"]
     features = bundle(tmp_path / "features", "gfx942:xnack-", code_object("gfx942"))
     wrong = bundle(tmp_path / "wrong", "gfx942:xnack+", code_object("gfx942"))
     assert run_client(load_images, "gfx942", features, wrong, options=SKIP) == [_OK, "hipErrorNoBinaryForGpu"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hip_client import RELAXED, Hip
 from simulation import ROOT, run_client, simulate
@@ -119,6 +122,59 @@ def test_rows_are_broadcast(code_object: Callable[..., Path]) -> None:
     """DPP of gfx9: the last lane of a row goes to the next row, lane 31 to rows 2 and 3."""
     values = run_client(run_broadcasts, "gfx942", code_object("gfx942"))
     assert values == [max(16 * row - 1, -1) for row in range(4) for _ in range(16)] + [-1] * 32 + [31] * 32
+
+
+def run_shared_rows(hip: Hip, image: str) -> list:
+    """Results of share_rows for (lane, 0.5) as halves and lane as floats, added to 1."""
+    out = hip.upload((ctypes.c_float * 64)(*[1] * 64))
+    halves = b"".join(struct.pack("<ee", lane, 0.5) for lane in range(32))
+    words = hip.upload((ctypes.c_uint * 32)(*struct.unpack("<32I", halves)))
+    floats = hip.upload((ctypes.c_float * 32)(*range(32)))
+    hip.launch(hip.function(image, "share_rows"), (1, 1, 1), (32, 1, 1), out, words, floats)
+    return hip.download(out, (ctypes.c_float * 64)())
+
+
+def test_a_lane_is_shared_with_its_row(code_object: Callable[..., Path]) -> None:
+    """row_share of RDNA: what the products of RDNA2 are made of, which gfx1100 also has."""
+    values = run_client(run_shared_rows, "gfx1100", code_object("gfx1100"))
+    products = [lane * (lane // 16 * 16 + 5) for lane in range(32)]
+    assert values == [*(1.25 + product for product in products), *(1 + product for product in products)]
+
+
+def run_products(hip: Hip, image: str, dtype: str) -> list:
+    """Results of products.hip for `small_integers`."""
+    kernel, to_bits = {
+        "float16": ("multiply_halves", lambda value: struct.unpack("<H", struct.pack("<e", value))[0]),
+        "bfloat16": ("multiply_bfloat16", lambda value: struct.unpack("<I", struct.pack("<f", value))[0] >> 16),
+    }[dtype]
+    operands = hip.upload((ctypes.c_ushort * 768)(*map(to_bits, small_integers())))
+    results, stored = hip.upload((ctypes.c_float * 784)()), hip.upload((ctypes.c_ushort * 256)())
+    hip.launch(hip.function(image, kernel), (1, 1, 1), (32, 1, 1), operands, results, stored)
+    return [hip.download(results, (ctypes.c_float * 784)()), hip.download(stored, (ctypes.c_ushort * 256)())]
+
+
+def small_integers() -> list[int]:
+    """Three tiles from -3 to 3 whose products are exact in bfloat16."""
+    return [(i * i + 5 * i + i // 7) % 7 - 3 for i in range(768)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dot_products(dtype: str, tmp_path: Path) -> None:
+    """The products that RDNA2 has in place of matrix instructions, as machine code of gfx1100."""
+    compiler = build.find_hip_compiler()
+    flags = ["-x", "hip", "--offload-arch=gfx1100", "--cuda-device-only", "--no-gpu-bundle-output", "-std=c++17", "-O3"]
+    flags += ["-D__HIP_PLATFORM_AMD__", "-DSD_ORT_DOT_PRODUCTS", f"-I{ROOT / 'custom_ops'}", "-c"]
+    source, image = str(Path(__file__).with_name("products.hip")), tmp_path / "products.co"
+    subprocess.run([compiler.path, *compiler.flags, *flags, source, "-o", str(image)], check=True)
+    results, stored = run_client(run_products, "gfx1100", image, dtype)
+    a, b, c = np.array(small_integers(), np.float64).reshape(3, 16, 16)
+    product = a @ b.T
+    assert abs(product).max() <= 256
+    expected = [*product.ravel(), *(product @ c.T).ravel(), *(product @ c.T).ravel(), *product.max(axis=1)]
+    assert results == expected
+    bits = np.array(stored, np.uint16)
+    values = bits.view(np.float16) if dtype == "float16" else (bits.astype(np.uint32) << 16).view(np.float32)
+    assert (values.reshape(16, 16) == product).all()
 
 
 @pytest.mark.parametrize(

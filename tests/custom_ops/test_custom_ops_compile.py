@@ -16,6 +16,7 @@ from hip_library import TARGETS, copying_compiler
 from hip_library import hip_library as build_hip_library
 
 from custom_ops import code_objects
+from custom_ops.amd_targets import GENERIC
 from custom_ops.code_objects import Kernel
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, headers, library
@@ -60,7 +61,7 @@ def test_no_kernel_has_hidden_arguments(kernels: list[Kernel]) -> None:
 
 def test_lanes_exchange_before_any_is_off(kernels: list[Kernel]) -> None:
     """A lane that is off gives no value: clang 19 moves v_permlanex16 into branches unless it is kept from that."""
-    for name, code in disassembled(kernels, "gfx11"):
+    for name, code in [*disassembled(kernels, "gfx10"), *disassembled(kernels, "gfx11")]:
         assert masked_exchanges(code) == [], name
 
 
@@ -190,7 +191,8 @@ def test_every_kernel_is_launched_by_a_case(hip_library: Path, kernels: list[Ker
     """Of each architecture: a kernel that no case launches is compared with nothing."""
     for arch in TARGETS:
         report = tmp_path / f"{arch}.json"
-        simulate(arch, report, "-c", LAUNCH_CANDIDATES, str(hip_library))
+        device = GENERIC.get(arch, (arch,))[-1]  # the last one: the first has kernels of its own in `all_architectures`
+        simulate(device, report, "-c", LAUNCH_CANDIDATES, str(hip_library))
         launched = json.loads(report.read_text())["kernels"]
         assert {kernel.symbol for kernel in kernels if kernel.target == arch} - set(launched) == set()
 
@@ -225,7 +227,7 @@ def loaded_hip_libraries(folder: Path, arguments: Sequence[str], **variables: st
     return {name for text in texts for name in re.findall(r"calling init: \S+/(lib(?:amdhip64|hip)\w*)\.so", text)}
 
 
-@pytest.mark.parametrize("target", ["gfx1030", "gfx1010"])
+@pytest.mark.parametrize("target", ["gfx1010", "gfx1012"])
 def test_unknown_targets_do_not_compile(target: str) -> None:
     """To kernels that multiply nothing."""
     compiler = build.find_hip_compiler()

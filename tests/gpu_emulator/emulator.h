@@ -2,7 +2,8 @@
 // barriers and cross-lane operations are meeting points of a block's or a wave's fibers. Compile the kernel's source
 // with clang++ as C++, this folder before all others on the include path, -DSD_ORT_EMULATED and one of
 //   -D__HIP_PLATFORM_AMD__ -D__GFX9__    CDNA, 64 lanes        -D__HIP_PLATFORM_AMD__ -D__GFX11__   RDNA3, 32 lanes
-//   -D__HIP_PLATFORM_AMD__ -D__GFX12__   RDNA4, 32 lanes       (none)                               NVIDIA, 32 lanes
+//   -D__HIP_PLATFORM_AMD__ -D__GFX12__   RDNA4, 32 lanes       -D__HIP_PLATFORM_AMD__ -D__gfx1030__ RDNA2, 32 lanes
+//   (none)                               NVIDIA, 32 lanes
 // The kernel's own code runs unchanged; hip/hip_runtime.h and cuda_runtime.h here stand in for the vendors' headers.
 //
 // Blocks run one after the other, but for those of a cluster, which take turns; each then has its own copy of the

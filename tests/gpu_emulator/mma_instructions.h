@@ -89,6 +89,31 @@ inline void wait_for_copies() {
   emulator::self().copies.clear();
 }
 #else
+#if defined(SD_ORT_MMA_RDNA2)
+// v_dot2c_f32_f16 with DPP row_share:n ("RDNA 2" ISA, DPP): S0 comes from lane n of the lane's row of 16 lanes.
+// Register n of the accumulator takes n, register k / 2 of the operands has depths k and k + 1.
+template <class T>
+void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {
+  OperandPair given;
+  std::memcpy(given.a, &a.r, sizeof(given.a));
+  std::memcpy(given.b, &b.r, sizeof(given.b));
+  std::memcpy(given.c, &accumulator.x, sizeof(given.c));
+  accumulator = emulator::exchange<Accumulator>(given, "dot2", [](const OperandPair* lanes, Accumulator* d) {
+    for (int lane = 0; lane < kWave; ++lane) {
+      for (int n = 0; n < kAccumulatorSize; ++n) {
+        const OperandPair& shared = lanes[lane / 16 * 16 + n];
+        double sum = 0;
+        for (int k = 0; k < 16; ++k) {
+          sum += double(element<T>(lanes[lane].a[k / 2], k % 2)) * element<T>(shared.b[k / 2], k % 2);
+        }
+        d[lane].x[n] = static_cast<float>(lanes[lane].c[n] + sum);
+      }
+    }
+  });
+}
+
+inline uint32_t exchange_halves(uint32_t value) { return __shfl_xor(value, kPartner); }
+#else
 #if defined(SD_ORT_MMA_CDNA)
 // A[M][K] in v{M + 16 * (K / 4)}, register K % 4 / 2, half K % 2; B likewise with N; D[M][N] in v(M % 4){N + 16 * (M /
 // 4)}.
@@ -141,6 +166,7 @@ void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T
 }
 
 inline uint32_t exchange_halves(uint32_t value) { return __shfl_xor(value, 16); }
+#endif
 
 inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t select) {
   const uint64_t bytes = uint64_t(high) << 32 | low;

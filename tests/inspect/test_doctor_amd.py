@@ -140,12 +140,31 @@ def test_packages(machine: Path, release: str, runtime: str, blas: str, monkeypa
     assert missing(machine) == [f"no hipBLASLt: matrix products are many times slower without it. {blas}"]
 
 
+NO_BLAS = "hipBLASLt has no kernels for gfx1032: linear layers take generic kernels, many times slower."
+
+
+def test_hipblaslt_is_not_advised_where_it_has_no_kernels(
+    machine: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another card has some."""
+    nodes = machine / "sys/class/kfd/kfd/topology/nodes"
+    (nodes / "1/properties").write_text("gfx_target_version 100302\n")
+    monkeypatch.setattr(amd, "ask_hip", lambda: HIP | {"hipblaslt": None})
+    assert [line for line in missing(machine) if "hipBLASLt" in line] == [NO_BLAS]
+    (nodes / "2").mkdir()
+    (nodes / "2/properties").write_text("gfx_target_version 110501\n")
+    first, second = [line for line in missing(machine) if "hipBLASLt" in line]
+    assert first == NO_BLAS
+    assert second.startswith("no hipBLASLt: ")
+
+
 def test_kernels(machine: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = machine / "sys/class/kfd/kfd/topology/nodes/1/properties"
     for version, line in {
         "110501": [],  # gfx1151
         "90402": ["no kernels for gfx942 are installed: sd-ort build-ops --hip gfx942."],
-        "100300": [f"no kernel is written for gfx1030; there are some for {', '.join(amd.amd_targets.TARGETS)}."],
+        "100302": [NO_BLAS, "no kernels for gfx1032 are installed: sd-ort build-ops --hip gfx1032."],
+        "100100": [f"no kernel is written for gfx1010; there are some for {', '.join(amd.amd_targets.TARGETS)}."],
     }.items():
         node.write_text(f"gfx_target_version {version}\n")
         assert missing(machine) == line

@@ -142,6 +142,8 @@ def test_a_provider_named_for_another_target_is_answered(
     machine((H200,), "cuda", "cuda")
     assert provider_for(folder_of(tmp_path, "cuda"), "sdcuda").provider == "sdcuda"
     assert "is made for target cuda, not for provider sdcuda: `sd-ort optimize my/model OUT --target gpu" in caplog.text
+    provider_for(folder_of(tmp_path / "raw", None), "sdcuda")
+    assert "raw is an export, not made for provider sdcuda: `sd-ort optimize" in caplog.text
 
 
 def test_the_name_of_a_device_is_enough(machine: Machine) -> None:

@@ -120,7 +120,7 @@ def test_folders_of_rocm_are_named(nowhere: Path, monkeypatch: pytest.MonkeyPatc
     assert f"here: {nowhere}/absent/lib)" in providers.where_to_look(["libhipblaslt.so.1"])
 
 
-@pytest.mark.parametrize("target", ["gfx1030", "gfx906", "gfx9-generic", "gfx1250", "gfx"])
+@pytest.mark.parametrize("target", ["gfx1010", "gfx906", "gfx9-generic", "gfx1250", "gfx"])
 def test_unsupported_targets_are_refused(target: str) -> None:
     """In one line, which lists those that are supported."""
     with pytest.raises(
@@ -134,6 +134,7 @@ def test_registers_of_targets() -> None:
     """As LLVM counts them, with features in the name or not."""
     assert simd("gfx90a:sramecc+:xnack-").registers == 512
     assert {simd(target).waves for target in TARGETS if target.startswith("gfx9")} == {8, 10}
+    assert simd("gfx1030") == simd("gfx10-3-generic") == simd("gfx1150")
     assert [simd(target).granularity for target in ("gfx1151", "gfx1150", "gfx11-generic", "gfx12-generic")] == [
         24,
         16,

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 # What the emulator stands in for: waves of 64 lanes (CDNA), and of 32 with different matrix instructions.
 DEVICES = {
     "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
+    "rdna2": ["-D__HIP_PLATFORM_AMD__", "-D__gfx1030__"],
     "rdna3": ["-D__HIP_PLATFORM_AMD__", "-D__GFX11__"],
     "rdna4": ["-D__HIP_PLATFORM_AMD__", "-D__GFX12__"],
     "nvidia": [],

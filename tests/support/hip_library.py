@@ -9,11 +9,12 @@ from pathlib import Path
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build
 
-# One of each kind of matrix instruction; scripts/checks/all_architectures sets the variable, for all.
+# One of each kind of matrix instruction, and RDNA2, which has none; scripts/checks/all_architectures sets the variable,
+# for all.
 TARGETS = (
-    ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
+    ("gfx90a", "gfx942", "gfx10-3-generic", "gfx1030", "gfx1100", "gfx1200", "gfx1201")
     if "SD_ORT_ALL_ARCHITECTURES" in os.environ
-    else ("gfx942", "gfx1100", "gfx1201")
+    else ("gfx942", "gfx1030", "gfx1100", "gfx1201")
 )
 
 

@@ -26,6 +26,11 @@
 #if defined(__GFX9__)
 #define SD_ORT_WAVE_SIZE 64
 #define SD_ORT_MMA_CDNA 1
+#elif defined(__gfx1030__) || defined(__gfx1031__) || defined(__gfx1032__) || defined(__gfx1033__) ||       \
+    defined(__gfx1034__) || defined(__gfx1035__) || defined(__gfx1036__) || defined(__gfx10_3_generic__) || \
+    defined(SD_ORT_DOT_PRODUCTS)  // which tests set, to run RDNA2's products on an emulated gfx1100
+#define SD_ORT_WAVE_SIZE 32
+#define SD_ORT_MMA_RDNA2 1
 #elif defined(__GFX11__)
 #define SD_ORT_WAVE_SIZE 32
 #define SD_ORT_MMA_RDNA3 1

@@ -19,7 +19,7 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries, holds_all(kKe
   constexpr int kRowTiles = kQueries / kTile / kWaves;
   constexpr int kHeadTiles = kHead / kTile;
   constexpr int kKeyTiles = kKeys / kTile;
-  constexpr bool kFewRegisters = kHead > 96, kOnce = holds_all(kKeys);
+  constexpr bool kFewRegisters = kHead > (kConvertsOperands<T> ? 64 : 96), kOnce = holds_all(kKeys);
   static_assert(kRowTiles * kTile * kWaves == kQueries, "each wave computes complete tiles of queries");
 
   using Keys = RowTile<T, kKeys, kHead, kThreads>;

@@ -58,6 +58,7 @@ class TinygradEmulator:
         _order_dual_issue(emu)
         _allow_constant_wmma_source(emu)
         _allow_half_division(emu)
+        _share_rows(emu)
         if isa == "cdna":
             _ignore_scalar_address_of_flat(emu)
             _read_half_constants(emu)
@@ -181,6 +182,20 @@ def _broadcast_rows(emu: Any) -> None:
             first = lane & emu._c(63 & -rows)
             source, valid = first.cast(emu.dtypes.int) - emu._c(1, emu.dtypes.int), first.ne(emu._c(0))
         return source, enabled, valid
+
+    emu._dpp16_ctrl = control
+
+
+def _share_rows(emu: Any) -> None:
+    """Make DPP's row_share:n read lane n of the lane's own 16. The emulator does not have it."""
+    dpp16_control = emu._dpp16_ctrl
+
+    def control(lane: Any, dpp: int, *rest: Any) -> tuple[Any, Any, Any]:
+        if dpp & ~15 != 0x150:
+            return dpp16_control(lane, dpp, *rest)
+        source, enabled, valid = dpp16_control(lane, 0xE4, *rest)  # the lane itself
+        row = source & emu._c(~15, emu.dtypes.int)
+        return row + emu._c(dpp & 15, emu.dtypes.int), enabled, valid
 
     emu._dpp16_ctrl = control
 

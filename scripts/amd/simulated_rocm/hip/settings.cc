@@ -21,6 +21,13 @@ constexpr Target kTargets[] = {
     {"gfx90a", Isa::kCdna, ":sramecc+:xnack-", 104, "", 64},
     {"gfx942", Isa::kCdna, ":sramecc+:xnack-", 304, "gfx9-4-generic", 64},
     {"gfx950", Isa::kCdna, ":sramecc+:xnack-", 256, "gfx9-4-generic", 160},
+    {"gfx1030", Isa::kRdna2, "", 40, "gfx10-3-generic", 64},
+    {"gfx1031", Isa::kRdna2, "", 20, "gfx10-3-generic", 64},
+    {"gfx1032", Isa::kRdna2, "", 16, "gfx10-3-generic", 64},
+    {"gfx1033", Isa::kRdna2, "", 4, "gfx10-3-generic", 64},
+    {"gfx1034", Isa::kRdna2, "", 8, "gfx10-3-generic", 64},
+    {"gfx1035", Isa::kRdna2, "", 6, "gfx10-3-generic", 64},
+    {"gfx1036", Isa::kRdna2, "", 1, "gfx10-3-generic", 64},
     {"gfx1100", Isa::kRdna3, "", 48, "gfx11-generic", 64},
     {"gfx1101", Isa::kRdna3, "", 30, "gfx11-generic", 64},
     {"gfx1102", Isa::kRdna3, "", 16, "gfx11-generic", 64},
@@ -76,6 +83,8 @@ Settings read_settings() {
   if (kernels != "run" && kernels != "skip")
     fail("SIMULATED_HIP_KERNELS must be run or skip, got %s.", kernels.c_str());
   settings.kernels_run = kernels == "run";
+  if (settings.kernels_run && settings.isa == Isa::kRdna2)
+    fail("The emulator has no instructions of %s: SIMULATED_HIP_KERNELS must be skip.", settings.target.c_str());
   settings.guard_pages = number("SIMULATED_HIP_GUARD", "1") != 0;
   const std::string threads = std::to_string(std::thread::hardware_concurrency());
   settings.threads = static_cast<unsigned>(number("SIMULATED_HIP_THREADS", threads.c_str()));

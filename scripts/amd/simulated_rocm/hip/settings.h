@@ -6,8 +6,8 @@
 
 namespace simulated {
 
-// Instruction sets, as the emulator names them.
-enum class Isa { kCdna, kRdna3, kRdna4 };
+// Instruction sets, as the emulator names them. It has none of RDNA2: there kernels can only be skipped.
+enum class Isa { kCdna, kRdna2, kRdna3, kRdna4 };
 
 struct Settings {
   Isa isa = Isa::kRdna3;
