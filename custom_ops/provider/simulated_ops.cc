@@ -5,6 +5,7 @@
 #include "common/gpu.h"
 #include "common/tunable.h"
 #include "operators/nhwc_winograd/op.h"
+#include "operators/quantize_float8/op.h"
 #include "operators/softmax/op.h"
 #include "operators/upsample_conv_weight/op.h"
 #include "operators/winograd_filters/op.h"
