@@ -6,7 +6,8 @@ of a delta is the delta of the initializer.
     GPU    sessions are opened once over updatable weights. Each delta is computed on the device into their memory
            (`weights.update_graph`): no session is reopened, GPU graphs stay valid, and steps take as long as before
     CPU    sessions are reopened with the new weights, prepacked like those on disk: kernels that read unpacked weights
-           took 7 to 12 % longer per step (`Components.in_place`)
+           took 7 to 12 % longer per step (`Components.in_place`). Filters of the op library's WinogradConv are not
+           copied, and computed while the sessions are opened
 
 Deltas are added to the weights on disk, never to earlier sums: without deltas the weights are those on disk.
 """
@@ -174,7 +175,7 @@ class WeightUpdater:
             }
             if not any(deltas.values()):
                 self._release()
-            return components.replace_weights(replaced, shared, _start(sums)) or closed
+            return components.replace_weights(replaced, shared, start_sums(sums)) or closed
 
     def _release(self) -> None:
         """Close data files and free factors on the device. The sessions of update graphs stay: they hold no weights."""
@@ -198,7 +199,7 @@ class WeightUpdater:
             return {}
 
         sums = [partial(self._sum, component, part, deltas, name, reuse_buffers.get(name)) for name in names]
-        return dict(zip(names, _compute(sums), strict=True))
+        return dict(zip(names, compute_sums(sums), strict=True))
 
     def _sum(self, component: str, part: str, deltas: Deltas, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return an initializer with `deltas` added, in `out` if they are low-rank."""
@@ -433,7 +434,7 @@ def _is_winograd_conv(consumer: Consumer) -> bool:
     return (consumer.domain, consumer.op_type) == (DOMAIN, "WinogradConv")
 
 
-def _compute(sums: Sequence[Callable[[], np.ndarray]]) -> list[np.ndarray]:
+def compute_sums(sums: Sequence[Callable[[], np.ndarray]]) -> list[np.ndarray]:
     """Call `sums` in a thread per processor. BLAS threads would wait for each other in each of these threads: eight
     times the processor time."""
     if not sums:
@@ -442,12 +443,12 @@ def _compute(sums: Sequence[Callable[[], np.ndarray]]) -> list[np.ndarray]:
         return list(threads.map(lambda compute: compute(), sums))
 
 
-def _start(sums: Sequence[Callable[[], np.ndarray]]) -> Future[Any] | None:
+def start_sums(sums: Sequence[Callable[[], np.ndarray]]) -> Future[Any] | None:
     """Call `sums` beside the calling thread; None if there are none."""
     if not sums:
         return None
     executor = ThreadPoolExecutor(1)
-    started = executor.submit(_compute, sums)
+    started = executor.submit(compute_sums, sums)
     executor.shutdown(wait=False)
     return started
 

@@ -210,16 +210,16 @@ def test_filters_are_summed_while_sessions_open(
         return start([partial(time.sleep, 0.5), *sums])
 
     def early(sums: list[Callable[[], np.ndarray]]) -> None:
-        updates._compute(sums)
+        updates.compute_sums(sums)
 
-    def drawn(start_sums: Callable[..., Any]) -> np.ndarray:
-        monkeypatch.setattr(updates, "_start", start_sums)
+    def drawn(start_them: Callable[..., Any]) -> np.ndarray:
+        monkeypatch.setattr(updates, "start_sums", start_them)
         pipeline = StableDiffusionPipeline.from_pretrained(optimized)
         pipeline.load_lora_weights(kohya(make(1)), "one")
         pipeline.set_adapters("one", 0.7)
         return draw(pipeline)
 
-    start = updates._start
+    start = updates.start_sums
     np.testing.assert_array_equal(drawn(late), drawn(early))
     assert min(counts) > 0
 
@@ -232,8 +232,8 @@ def test_weights_that_a_session_copies_are_there_before(
     loras.add("a", read_adapter(kohya(make(1)), {}), "a")
     monkeypatch.setattr(updates, "op_library", lambda library, provider: Path())
     go_on, finished = threading.Event(), []
-    start = updates._start
-    monkeypatch.setattr(updates, "_start", lambda sums: start([go_on.wait, *sums]))
+    start = updates.start_sums
+    monkeypatch.setattr(updates, "start_sums", lambda sums: start([go_on.wait, *sums]))
 
     def opened(*arguments: Any, **options: Any) -> None:
         finished.append(models.unfinished is None)
