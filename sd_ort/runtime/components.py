@@ -6,7 +6,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -92,6 +92,7 @@ class Components(MutableMapping[str, Model]):
         self.closed: set[str] = set()  # closed when their weights were replaced: opened again together
         self.checked: set[str] = set()
         self.overrides = ComponentOverrides()
+        self.unfinished: Future[Any] | None = None  # writes shared weights that sessions read when they run
         settings = dict(options.provider_options)
         device_id, handle = int(settings.get("device_id", 0)), settings.get("user_compute_stream")
         if not options.tuning:
@@ -164,6 +165,7 @@ class Components(MutableMapping[str, Model]):
         settings = {**self.options.provider_options, "device_id": str(number)}
         settings.pop("user_compute_stream", None)
         options = replace(self.options, provider_options=settings)
+        self.finish_weights()
         peer = Components(self.folder, self.provider, options, graph=self.graph, others=self.others)
         peer.overrides = replace(self.overrides, updatable={})
         return peer
@@ -261,6 +263,7 @@ class Components(MutableMapping[str, Model]):
         return Model(self._session(name, override), self.lock)
 
     def _open_partitions(self, name: str) -> Model:
+        self.finish_weights()
         devices, cut = self.partitioned[name]
         folder, component = self._folder_of(name)
         placed = []
@@ -323,22 +326,32 @@ class Components(MutableMapping[str, Model]):
         skip = bool(override.weights) and self.provider == "cpu" and _kind(name) not in STEP_COMPONENTS
         sizes = self.overrides.free_dimensions.get(name, {})
         options = replace(self.options, capture=capture, skip_optimization=skip or unfolded, free_dimensions=sizes)
-        return create_session(folder / component / MODEL, self.provider, options, override, checked=True)
+        if override.weights and not override.shared:  # all are copied
+            self.finish_weights()
+        session = create_session(folder / component / MODEL, self.provider, options, override, checked=True)
+        self.finish_weights()
+        return session
 
     def replace_weights(
-        self, weights: Mapping[str, Mapping[str, np.ndarray]], shared: Mapping[str, Collection[str]] | None = None
+        self,
+        weights: Mapping[str, Mapping[str, np.ndarray]],
+        shared: Mapping[str, Collection[str]] | None = None,
+        unfinished: Future[Any] | None = None,
     ) -> bool:
         """Open components with these initializers (by component) instead of those in their files from now on.
 
-        `shared`: by component, the initializers that sessions may read where they are. Returns whether sessions were
-        closed.
+        `shared`: by component, the initializers that sessions may read where they are. `unfinished`: writes values of
+        shared initializers meanwhile, which no session reads while it is opened. Returns whether sessions were closed.
         """
+        if self.unfinished is not None:
+            wait([self.unfinished])
         new = {name: values for name, values in weights.items() if values}
         closed = {*self.overrides.weights, *new}
         for name in closed:
             self._close(name)
-        self.overrides = replace(self.overrides, weights=new, shared=dict(shared or {}))
+        self.overrides, self.unfinished = replace(self.overrides, weights=new, shared=dict(shared or {})), unfinished
         if self.guidance_peer is not None:
+            self.finish_weights()
             self.guidance_peer.replace_weights(weights, shared)
         return bool(closed)
 
@@ -347,6 +360,12 @@ class Components(MutableMapping[str, Model]):
         weights = self.overrides.weights
         self.replace_weights({})
         return weights
+
+    def finish_weights(self) -> None:
+        """Wait until all values of replaced weights are written. Raises what computing them raised."""
+        if (unfinished := self.unfinished) is not None:  # another thread may finish them too
+            unfinished.result()
+            self.unfinished = None
 
     def make_updatable(self, name: str, weights: Mapping[str, np.ndarray]) -> bool:
         """Have these initializers of a component in updatable memory from now on.

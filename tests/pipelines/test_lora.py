@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,10 +30,12 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.load import load
 from sd_ort.pipelines.lora_methods import NO_LORAS, LoraMixin
-from sd_ort.runtime import updatable_weights
+from sd_ort.runtime import build, updatable_weights
 from sd_ort.runtime.components import Components
+from sd_ort.runtime.library import LIBRARY, library_path
 from sd_ort.runtime.updatable_weights import supports_in_place_update
 from sd_ort.stages import optimize
+from sd_ort.weights import updates
 from sd_ort.weights.initializers import Consumer, Initializer
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
@@ -178,6 +183,7 @@ def test_a_change_is_written_over_the_last_one(
     monkeypatch.setattr(models, "_open", opened.append)
     changes = loras.deltas({"a": -0.5})
     assert loras.apply(models, changes)
+    models.finish_weights()
     assert not models.opened
     models.open(["unet"])
     assert sorted(opened) == sorted(MODULES)
@@ -190,6 +196,56 @@ def test_a_change_is_written_over_the_last_one(
     assert sum(shared) >= 6  # the rest is no plain product: packed, a table, a vector
     assert loras.apply(models, {})
     assert not models.overrides.weights
+
+
+def test_filters_are_summed_while_sessions_open(
+    optimized: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of WinogradConv, which runs alone read; the image is that of sums that are there before."""
+    library_path(LIBRARY) or build.build(cpu=True, provider=True)
+    counts: list[int] = []
+
+    def late(sums: list[Callable[[], np.ndarray]]) -> Future[Any] | None:
+        counts.append(len(sums))
+        return start([partial(time.sleep, 0.5), *sums])
+
+    def early(sums: list[Callable[[], np.ndarray]]) -> None:
+        updates.compute_sums(sums)
+
+    def drawn(start_them: Callable[..., Any]) -> np.ndarray:
+        monkeypatch.setattr(updates, "start_sums", start_them)
+        pipeline = StableDiffusionPipeline.from_pretrained(optimized)
+        pipeline.load_lora_weights(kohya(make(1)), "one")
+        pipeline.set_adapters("one", 0.7)
+        return draw(pipeline)
+
+    start = updates.start_sums
+    np.testing.assert_array_equal(drawn(late), drawn(early))
+    assert min(counts) > 0
+
+
+def test_weights_that_a_session_copies_are_there_before(
+    optimized: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edited graph has other consumers, for which nothing is shared."""
+    loras, models = LoraManager(optimized), Components(optimized)
+    loras.add("a", read_adapter(kohya(make(1)), {}), "a")
+    monkeypatch.setattr(updates, "op_library", lambda library, provider: Path())
+    go_on, finished = threading.Event(), []
+    start = updates.start_sums
+    monkeypatch.setattr(updates, "start_sums", lambda sums: start([go_on.wait, *sums]))
+
+    def opened(*arguments: Any, **options: Any) -> None:
+        finished.append(models.unfinished is None)
+        go_on.set()
+
+    monkeypatch.setattr("sd_ort.runtime.components.create_session", opened)
+    for shared in (True, False):
+        loras.apply(models, loras.deltas({"a": 1.0}))
+        override = models.overrides.of("unet")
+        models._session("unet", override if shared else replace(override, shared=()))
+        assert models.unfinished is None
+    assert finished == [False, True]
 
 
 @pytest.mark.parametrize("target", ["cuda", "rocm"])
