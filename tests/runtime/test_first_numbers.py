@@ -85,6 +85,7 @@ def test_one_file_has_all_that_was_measured(checkout: Path) -> None:
     """The log to its last line included, also when steps fail."""
     (checkout / "results/tuning").mkdir(parents=True)
     (checkout / "results/tuning/gfx1100.json").write_text("{}")
+    (checkout / "results/tuning/.gfx1100.json.lock").touch()
     run(checkout, "generate")
     with tarfile.open(checkout / f"{OUT}.tar.gz") as archive:
         names = set(archive.getnames())
@@ -92,6 +93,7 @@ def test_one_file_has_all_that_was_measured(checkout: Path) -> None:
         assert log is not None
         assert log.read().decode().endswith("Failed: generate demo\n")
     assert {"first_numbers_gfx1100/doctor.json", "first_numbers_gfx1100/tuning/gfx1100.json"} <= names
+    assert not any(name.endswith(".lock") for name in names)
 
 
 def test_a_step_that_hangs_is_ended(checkout: Path) -> None:
