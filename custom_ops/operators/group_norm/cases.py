@@ -139,9 +139,8 @@ CASES = [
     *(_case(shape, groups, activation=index % 2) for index, (shape, groups) in enumerate(SHAPES)),
     *(_case(shape, groups, activation=1 - index % 2, nchw=True) for index, (shape, groups) in enumerate(SHAPES)),
     *(
-        _case(shape, groups, 1 - index % 2, quantized=outputs)
+        _case(shape, groups, 1 - index % 2, quantized=("Y", QUANTIZED) if index % 2 else (QUANTIZED,))
         for index, (shape, groups) in enumerate(SHAPES[1::3])
-        for outputs in (((QUANTIZED,), ("Y", QUANTIZED))[index % 2],)
     ),
     _case((2, 9, 8, 64), 8, nchw=True, quantized=(QUANTIZED,)),
     *(_case((2, 9, 8, 64), 8, distribution=distribution) for distribution in ("large", "tiny", "offset", "constant")),
