@@ -1,0 +1,376 @@
+"""The two graphs of a UNet whose image is split into bands of rows, one a device (patch parallelism).
+
+As DistriFusion (Li et al., 2024): the first steps compute the whole image on each device, later ones a band. What a
+band needs of the others comes from earlier steps, since neighboring steps differ little:
+
+    convolutions         the rows next to the band (halo)
+    self-attention       keys and values of the other bands
+    group normalization  nothing: its gamma and beta are corrected from the band's mean and variance to the image's, by
+                         those of the last whole step
+
+A whole step returns all this for one band. A band's step reads it as inputs, and returns its own rows, keys and values
+for the others. Both graphs are edits of the optimized one, over the same initializers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes import DOMAIN, value_queries
+from fusion_passes.graph_edits import new_initializer
+from fusion_passes.shapes.infer import annotate
+from sd_ort.core.errors import InputError
+from sd_ort.graphs.hoist import all_inputs
+
+CONVOLUTIONS = {"Conv": 2, "WinogradConv": 2, "NhwcConv": 1}  # and the axis of the height
+NORMS = ("GroupNorm", "SkipGroupNorm")
+ATTENTIONS = ("MultiHeadAttention", "Attention")
+# Operators that mix rows and are none of these would be wrong in a band.
+ROW_MIXING = (
+    "InstanceNormalization", "GroupNormalization", "AveragePool", "MaxPool", "GlobalAveragePool", "ConvTranspose",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Band:
+    """One of `count` bands of rows."""
+
+    index: int
+    count: int
+
+    @property
+    def others(self) -> list[int]:
+        """Return the other bands' indices."""
+        return [index for index in range(self.count) if index != self.index]
+
+
+def outputs_for(names: Iterable[str], band: Band, reader: int) -> list[str]:
+    """Return those of a band's outputs that another band reads: halos for the one below, what all read, for the one
+    above. In this order, what each band reads is consecutive."""
+    halo = {band.index + 1: ".last", band.index - 1: ".first"}.get(reader)
+    names = list(names)
+    halos = [name for name in names if halo is not None and name.endswith(halo)]
+    shared = [name for name in names if name.endswith((".keys", ".values"))]
+    return [*halos, *shared] if reader > band.index else [*shared, *halos]
+
+
+def inputs_from(names: Iterable[str], band: Band, writer: int) -> list[str]:
+    """Return those of a band's inputs that another band writes, in the order of its `outputs_for`."""
+    halo = {band.index - 1: ".above", band.index + 1: ".below"}.get(writer)
+    names = list(names)
+    halos = [name for name in names if halo is not None and name.endswith(halo)]
+    shared = [name for name in names if name.endswith(f".{writer}")]
+    return [*halos, *shared] if writer < band.index else [*shared, *halos]
+
+
+def return_borders(model: ir.Model, band: Band) -> None:
+    """Add the inputs of a band's graph to the outputs of the whole image's. Raises InputError as `compute_band`."""
+    _Editor(model, band).return_borders()
+
+
+def compute_band(model: ir.Model, band: Band) -> None:
+    """Reduce a UNet to a band of its image; its further outputs are for other bands: see `outputs_for`.
+
+    Raises InputError if the graph has operators that mix rows in another way than those of Stable Diffusion's UNets.
+    """
+    _Editor(model, band).compute_band()
+
+
+class _Editor:
+    """Edits of one graph for one band."""
+
+    def __init__(self, model: ir.Model, band: Band) -> None:
+        self.graph, self.band = model.graph, band
+        if any(node.op_type in CONVOLUTIONS and node.outputs[0].shape is None for node in self.graph):
+            annotate(self.graph)
+        self.image = _image_values(self.graph)
+        self.nodes = list(self.graph)
+        self.anchor: ir.Node | None = None
+        for node in self.nodes:
+            smooth = node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") != "nearest"
+            if node.outputs[0] in self.image and (smooth or node.op_type in ROW_MIXING):
+                raise InputError(f"this UNet's {node.op_type} cannot be split into bands of rows: optimize the folder.")
+
+    # --- Sites ------------------------------------------------------------------------------------------------------
+
+    def convolutions(self) -> Iterator[tuple[str, ir.Node, int, int, int]]:
+        """Yield name, node, axis of the height, and rows that are read above and below."""
+        found = (node for node in self.nodes if node.op_type in CONVOLUTIONS and node.inputs[0] in self.image)
+        for number, node in enumerate(found):
+            above, below = (1, 1) if node.op_type == "WinogradConv" else self._pads(node)
+            if above or below:
+                yield f"patch.{number}", node, CONVOLUTIONS[node.op_type], above, below
+
+    @staticmethod
+    def _pads(node: ir.Node) -> tuple[int, int]:
+        pads = node.attributes.get_ints("pads") or [0, 0, 0, 0]
+        if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+            raise InputError("a convolution with auto_pad cannot be split into bands of rows: optimize the folder.")
+        return pads[0], pads[2]
+
+    def norms(self) -> Iterator[tuple[str, ir.Node, ir.Value]]:
+        """Yield name, node and the normalized image."""
+        found = (node for node in self.nodes if node.op_type in NORMS)
+        for number, node in enumerate(found):
+            image = node.outputs[1] if node.op_type == "SkipGroupNorm" else node.inputs[0]
+            assert image is not None
+            yield f"patch.norm_{number}", node, image
+
+    def attentions(self) -> Iterator[tuple[str, ir.Node]]:
+        """Yield name and node of each self-attention."""
+        found = (node for node in self.nodes if node.op_type in ATTENTIONS)
+        for number, node in enumerate(found):
+            key = node.inputs[1] if len(node.inputs) > 1 else None
+            if key is None or key in self.image:
+                if any(value is not None for value in node.inputs[3:]):
+                    raise InputError("self-attention with a bias or a mask cannot be split into bands of rows.")
+                yield f"patch.attention_{number}", node
+
+    # --- The whole image --------------------------------------------------------------------------------------------
+
+    def return_borders(self) -> None:
+        band = self.band
+        for name, node, axis, above, below in self.convolutions():
+            value = node.inputs[0]
+            assert value is not None
+            self.anchor = node
+            parts = self.split(value, axis, f"{name}.rows")
+            if band.index > 0 and above:
+                self.output(self.rows(parts[band.index - 1], axis, -above, name), f"{name}.above")
+            if band.index + 1 < band.count and below:
+                self.output(self.rows(parts[band.index + 1], axis, below, name), f"{name}.below")
+        for name, node, image in self.norms():
+            self.anchor = self._after(node)
+            gamma, beta = self.corrected(name, node, image)
+            self.output(gamma, f"{name}.gamma")
+            self.output(beta, f"{name}.beta")
+        for name, node in self.attentions():
+            self.anchor = node
+            for key, value in self.shared_keys(name, node):
+                parts = self.split(value, 1, f"{name}.{key}")
+                for other in band.others:
+                    self.output(parts[other], f"{name}.{key}.{other}")
+
+    def corrected(self, name: str, node: ir.Node, image: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return gamma and beta with which a band's own mean and variance normalize as those of the image."""
+        gamma, beta = node.inputs[1], node.inputs[2]
+        assert gamma is not None
+        assert beta is not None
+        channels, groups = value_queries.size(gamma, 0), node.attributes["groups"].as_int()
+        assert channels is not None
+        epsilon, bands = node.attributes["epsilon"].as_float(), self.band.count
+        value = self.add("Cast", [image], name, to=ir.DataType.FLOAT)
+        if not node.attributes.get_int("channels_last", 0):
+            value = self.add("Transpose", [value], name, perm=[0, 2, 3, 1])
+        value = self.add("Reshape", [value, self.ints(name, [bands, -1, groups, channels // groups])], name)
+        means = self.mean(value, name)
+        squares = self.mean(self.add("Mul", [value, value], name), name)
+        own, every = self.moments(name, means, squares, epsilon)
+        ratio = self.add("Div", [own[1], every[1]], name)
+        shift = self.add("Div", [self.add("Sub", [own[0], every[0]], name), every[1]], name)
+        by_group = self.ints(name, [groups, -1])
+        flat = self.ints(name, [channels])
+        gamma32, beta32 = (
+            self.add("Reshape", [self.add("Cast", [value], name, to=ir.DataType.FLOAT), by_group], name)
+            for value in (gamma, beta)
+        )
+        ratio, shift = (self.add("Reshape", [value, by_group], name) for value in (ratio, shift))
+        scaled = self.add("Mul", [gamma32, ratio], name)
+        moved = self.add("Add", [beta32, self.add("Mul", [gamma32, shift], name)], name)
+        assert gamma.dtype is not None
+        results = [
+            self.add("Cast", [self.add("Reshape", [value, flat], name)], name, to=gamma.dtype)
+            for value in (scaled, moved)
+        ]
+        return results[0], results[1]
+
+    def mean(self, value: ir.Value, name: str) -> ir.Value:
+        """Return the mean by band and group (P, G) of (P, pixels, G, channels)."""
+        for axis in (3, 1):
+            value = self.add("ReduceMean", [value, self.ints(name, [axis])], name, keepdims=0)
+        return value
+
+    def moments(
+        self, name: str, means: ir.Value, squares: ir.Value, epsilon: float
+    ) -> tuple[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]]:
+        """Return mean and deviation by group of the band and of the image."""
+        found = []
+        index = self.ints(name, [self.band.index])
+        for is_own in (True, False):
+            mean, square = (
+                self.add("Gather", [value, index], name, axis=0)
+                if is_own
+                else self.add("ReduceMean", [value, self.ints(name, [0])], name, keepdims=1)
+                for value in (means, squares)
+            )
+            variance = self.add("Sub", [square, self.add("Mul", [mean, mean], name)], name)
+            small = new_initializer(self.graph, self.unused(name), np.array([epsilon], np.float32))
+            found.append((mean, self.add("Sqrt", [self.add("Add", [variance, small], name)], name)))
+        return found[0], found[1]
+
+    # --- A band -----------------------------------------------------------------------------------------------------
+
+    def compute_band(self) -> None:
+        band = self.band
+        for name, node, axis, above, below in list(self.convolutions()):
+            value = node.inputs[0]
+            assert value is not None
+            self.anchor = node
+            parts = [value]
+            if band.index > 0 and above:
+                parts.insert(0, self.input(f"{name}.above", value, axis, above))
+                if below:
+                    self.output(self.rows(value, axis, below, name), f"{name}.first")
+            if band.index + 1 < band.count:
+                if below:
+                    parts.append(self.input(f"{name}.below", value, axis, below))
+                if above:
+                    self.output(self.rows(value, axis, -above, name), f"{name}.last")
+            self.replace_convolution(name, node, self.add("Concat", parts, name, value, axis=axis), above, below)
+        for name, node, _ in list(self.norms()):
+            for place, part in ((1, "gamma"), (2, "beta")):
+                value = node.inputs[place]
+                assert value is not None
+                node.replace_input_with(place, self.input(f"{name}.{part}", value))
+        for name, node in list(self.attentions()):
+            self.anchor = node
+            query, whole = self.query(name, node), []
+            for key, value in self.shared_keys(name, node):
+                self.output(value, f"{name}.{key}")
+                others = [self.input(f"{name}.{key}.{other}", value) for other in band.others]
+                whole.append(self.add("Concat", [value, *others], name, value, axis=1))
+            new = ir.node(node.op_type, [query, *whole], domain=node.domain, overload=self.overload(node))
+            for attribute in node.attributes.values():
+                new.attributes[attribute.name] = attribute
+            self.replace(node, new)
+        self.graph.sort()
+
+    def replace_convolution(self, name: str, node: ir.Node, rows: ir.Value, above: int, below: int) -> None:
+        """Let a convolution read `rows`, padded only at the image's own borders."""
+        pads = [1, 1, 1, 1] if node.op_type == "WinogradConv" else list(node.attributes.get_ints("pads") or [])
+        pads[0] = above if self.band.index == 0 else 0
+        pads[2] = below if self.band.index + 1 == self.band.count else 0
+        if node.op_type == "WinogradConv":
+            node = self.replace(node, ir.node("Conv", list(node.inputs)))
+        node.replace_input_with(0, rows)
+        node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+
+    def replace(self, node: ir.Node, new: ir.Node) -> ir.Node:
+        """Replace a node by another one with the same outputs."""
+        old, output = node.outputs[0], new.outputs[0]
+        output.name, output.type, output.shape = old.name, old.type, old.shape
+        self.graph.insert_before(node, new)
+        ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+        self.graph.remove(node, safe=True)
+        return new
+
+    def query(self, name: str, node: ir.Node) -> ir.Value:
+        """Return the query (B, S, N * D) of a self-attention."""
+        query = node.inputs[0]
+        assert query is not None
+        if value_queries.rank(query) != 5:
+            return query
+        part = self.slice(query, 3, 0, 1, name)
+        return self.add("Reshape", [part, self.ints(name, [0, 0, -1])], name)
+
+    def shared_keys(self, name: str, node: ir.Node) -> list[tuple[str, ir.Value]]:
+        """Return what other bands attend to: packed keys and values (B, S, N, 2, D), or keys and values."""
+        query = node.inputs[0]
+        assert query is not None
+        if value_queries.rank(query) == 5:
+            packed = self.slice(query, 3, 1, 3, name)
+            dims = query.shape
+            assert dims is not None
+            packed.shape = ir.Shape([*list(dims)[:3], 2, dims[4]])
+            return [("keys", packed)]
+        key, value = node.inputs[1], node.inputs[2]
+        assert key is not None
+        assert value is not None
+        return [("keys", key), ("values", value)]
+
+    def overload(self, node: ir.Node) -> str:
+        """Return the overload of an attention over separate keys, which cross-attention has."""
+        if node.domain != DOMAIN or len(node.inputs) > 1:
+            return node.overload
+        for other in self.nodes:
+            if other.op_type == node.op_type and len(other.inputs) == 2 and other.inputs[1] not in self.image:
+                return other.overload
+        raise InputError("this UNet has no cross-attention: its image cannot be split into bands.")
+
+    # --- Nodes ------------------------------------------------------------------------------------------------------
+
+    def _after(self, node: ir.Node) -> ir.Node | None:
+        """Return the node behind `node`, None at the end."""
+        following = self.nodes.index(node) + 1
+        return self.nodes[following] if following < len(self.nodes) else None
+
+    def unused(self, name: str) -> str:
+        self.count = getattr(self, "count", 0) + 1
+        return f"{name}.{self.count}"
+
+    def ints(self, name: str, values: Sequence[int]) -> ir.Value:
+        return new_initializer(self.graph, self.unused(name), values)
+
+    def add(
+        self, op_type: str, inputs: Sequence[ir.Value], name: str, like: ir.Value | None = None, **attributes: Any
+    ) -> ir.Value:
+        """Insert a standard operator before the anchor and return its output, of the type of `like` (inputs[0])."""
+        node = ir.node(op_type, inputs, attributes)
+        self._insert(node)
+        output = node.outputs[0]
+        output.name = self.unused(name)
+        output.type = ir.TensorType(ir.DataType(attributes["to"])) if "to" in attributes else (like or inputs[0]).type
+        return output
+
+    def _insert(self, node: ir.Node) -> None:
+        if self.anchor is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self.anchor, node)
+
+    def slice(self, value: ir.Value, axis: int, start: int, end: int, name: str) -> ir.Value:
+        bounds = [self.ints(name, [number]) for number in (start, end, axis)]
+        return self.add("Slice", [value, *bounds], name)
+
+    def rows(self, value: ir.Value, axis: int, count: int, name: str) -> ir.Value:
+        """Return the first rows of an image or, for a negative `count`, the last."""
+        start, end = (0, count) if count > 0 else (count, np.iinfo(np.int64).max)
+        return self.slice(value, axis, start, int(end), name)
+
+    def split(self, value: ir.Value, axis: int, name: str) -> list[ir.Value]:
+        """Return the bands' parts of a value."""
+        node = ir.node("Split", [value], {"axis": axis, "num_outputs": self.band.count}, num_outputs=self.band.count)
+        self._insert(node)
+        for output in node.outputs:
+            output.name, output.type = self.unused(name), value.type
+        return list(node.outputs)
+
+    def input(self, name: str, like: ir.Value, axis: int = 0, rows: int = 0) -> ir.Value:
+        """Add a graph input as `like`, with `rows` along `axis`."""
+        value = ir.Value(name=name, type=like.type)
+        dims = list(like.shape) if like.shape is not None else []
+        if rows:
+            dims[axis] = rows
+        value.shape = ir.Shape(dims)
+        self.graph.inputs.append(value)
+        return value
+
+    def output(self, value: ir.Value, name: str) -> None:
+        """Add a graph output with a copy of `value`, which may be an input or another output."""
+        copy = self.add("Identity", [value], name)
+        copy.name, copy.shape = name, value.shape
+        self.graph.outputs.append(copy)
+
+
+def _image_values(graph: ir.Graph) -> set[ir.Value]:
+    """Return the values that depend on the sample, other than by its shape."""
+    found = {value for value in graph.inputs if value.name == "sample"}
+    for node in graph:
+        if node.op_type != "Shape" and any(value in found for value in all_inputs(node)):
+            found.update(node.outputs)
+    return found
