@@ -29,6 +29,7 @@ from sd_ort.graphs.hoist import all_inputs
 
 CONVOLUTIONS = {"Conv": 2, "WinogradConv": 2, "NhwcConv": 1}  # and the axis of the height
 NORMS = ("GroupNorm", "SkipGroupNorm")
+CORRECTIONS = ("patch.gamma", "patch.beta")  # of all norms, one behind the other
 ATTENTIONS = ("MultiHeadAttention", "Attention")
 # Operators that mix rows and are none of these would be wrong in a band.
 ROW_MIXING = (
@@ -49,14 +50,17 @@ class Band:
         return [index for index in range(self.count) if index != self.index]
 
 
-def outputs_for(names: Iterable[str], band: Band, reader: int) -> list[str]:
-    """Return those of a band's outputs that another band reads: halos for the one below, what all read, for the one
-    above. In this order, what each band reads is consecutive."""
-    halo = {band.index + 1: ".last", band.index - 1: ".first"}.get(reader)
+def offered(names: Iterable[str]) -> list[str]:
+    """Return those of a band's outputs that others read, in an order in which what each of these reads is consecutive:
+    the last rows, for the band below; keys and values, for all; the first rows, for the band above."""
     names = list(names)
-    halos = [name for name in names if halo is not None and name.endswith(halo)]
-    shared = [name for name in names if name.endswith((".keys", ".values"))]
-    return [*halos, *shared] if reader > band.index else [*shared, *halos]
+    return [name for kind in ((".last",), (".keys", ".values"), (".first",)) for name in names if name.endswith(kind)]
+
+
+def outputs_for(names: Iterable[str], band: Band, reader: int) -> list[str]:
+    """Return those of a band's outputs that another band reads, in the order of `offered`."""
+    halos = {band.index + 1: (".last",), band.index - 1: (".first",)}.get(reader, ())
+    return [name for name in offered(names) if name.endswith((".keys", ".values", *halos))]
 
 
 def inputs_from(names: Iterable[str], band: Band, writer: int) -> list[str]:
@@ -135,6 +139,7 @@ class _Editor:
 
     def return_borders(self) -> None:
         band = self.band
+        self.return_corrections()
         for name, node, axis, above, below in self.convolutions():
             value = node.inputs[0]
             assert value is not None
@@ -144,11 +149,6 @@ class _Editor:
                 self.output(self.rows(parts[band.index - 1], axis, -above, name), f"{name}.above")
             if band.index + 1 < band.count and below:
                 self.output(self.rows(parts[band.index + 1], axis, below, name), f"{name}.below")
-        for name, node, image in self.norms():
-            self.anchor = self._after(node)
-            gamma, beta = self.corrected(name, node, image)
-            self.output(gamma, f"{name}.gamma")
-            self.output(beta, f"{name}.beta")
         for name, node in self.attentions():
             self.anchor = node
             for key, value in self.shared_keys(name, node):
@@ -156,38 +156,52 @@ class _Editor:
                 for other in band.others:
                     self.output(parts[other], f"{name}.{key}.{other}")
 
-    def corrected(self, name: str, node: ir.Node, image: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return gamma and beta with which a band's own mean and variance normalize as those of the image."""
-        gamma, beta = node.inputs[1], node.inputs[2]
-        assert gamma is not None
-        assert beta is not None
-        channels, groups = value_queries.size(gamma, 0), node.attributes["groups"].as_int()
-        assert channels is not None
-        epsilon, bands = node.attributes["epsilon"].as_float(), self.band.count
-        value = self.add("Cast", [image], name, to=ir.DataType.FLOAT)
-        if not node.attributes.get_int("channels_last", 0):
-            value = self.add("Transpose", [value], name, perm=[0, 2, 3, 1])
-        value = self.add("Reshape", [value, self.ints(name, [bands, -1, groups, channels // groups])], name)
-        means = self.mean(value, name)
-        squares = self.mean(self.add("Mul", [value, value], name), name)
-        own, every = self.moments(name, means, squares, epsilon)
-        ratio = self.add("Div", [own[1], every[1]], name)
-        shift = self.add("Div", [self.add("Sub", [own[0], every[0]], name), every[1]], name)
-        by_group = self.ints(name, [groups, -1])
-        flat = self.ints(name, [channels])
-        gamma32, beta32 = (
-            self.add("Reshape", [self.add("Cast", [value], name, to=ir.DataType.FLOAT), by_group], name)
-            for value in (gamma, beta)
+    def return_corrections(self) -> None:
+        """Return gamma and beta of all norms with which a band's own mean and variance normalize as the image's."""
+        means, squares = [], []
+        epsilons: list[float] = []
+        groups_of: list[int] = []  # by channel
+        norms = list(self.norms())
+        for name, node, image in norms:
+            self.anchor = self._after(node)
+            channels, groups = self.channels(node), node.attributes["groups"].as_int()
+            value = self.add("Cast", [image], name, to=ir.DataType.FLOAT)
+            if not node.attributes.get_int("channels_last", 0):
+                value = self.add("Transpose", [value], name, perm=[0, 2, 3, 1])
+            shape = self.ints(name, [self.band.count, -1, groups, channels // groups])
+            value = self.add("Reshape", [value, shape], name)
+            means.append(self.mean(value, name))
+            squares.append(self.mean(self.add("Mul", [value, value], name), name))
+            groups_of += [len(epsilons) + channel // (channels // groups) for channel in range(channels)]
+            epsilons += [node.attributes["epsilon"].as_float()] * groups
+        self.anchor, name = None, "patch.norms"
+        epsilon = new_initializer(self.graph, self.unused(name), np.array([epsilons], np.float32))
+        (mean, deviation), (image_mean, image_deviation) = self.moments(
+            self.add("Concat", means, name, axis=1), self.add("Concat", squares, name, axis=1), epsilon
         )
-        ratio, shift = (self.add("Reshape", [value, by_group], name) for value in (ratio, shift))
-        scaled = self.add("Mul", [gamma32, ratio], name)
-        moved = self.add("Add", [beta32, self.add("Mul", [gamma32, shift], name)], name)
-        assert gamma.dtype is not None
-        results = [
-            self.add("Cast", [self.add("Reshape", [value, flat], name)], name, to=gamma.dtype)
-            for value in (scaled, moved)
-        ]
-        return results[0], results[1]
+        ratio = self.add("Div", [deviation, image_deviation], name)
+        shift = self.add("Div", [self.add("Sub", [mean, image_mean], name), image_deviation], name)
+        flat, index = self.ints(name, [-1]), self.ints(name, groups_of)
+        ratio, shift = (
+            self.add("Gather", [self.add("Reshape", [value, flat], name), index], name, axis=0)
+            for value in (ratio, shift)
+        )
+        weights = [[part for _, node, _ in norms if (part := node.inputs[place]) is not None] for place in (1, 2)]
+        gamma, beta = (
+            self.add("Cast", [self.add("Concat", values, name, axis=0)], name, to=ir.DataType.FLOAT)
+            for values in weights
+        )
+        scaled = self.add("Mul", [gamma, ratio], name)
+        moved = self.add("Add", [beta, self.add("Mul", [gamma, shift], name)], name)
+        for values, result, output in zip(weights, (scaled, moved), CORRECTIONS, strict=True):
+            assert values[0].dtype is not None
+            self.output(self.add("Cast", [result], name, to=values[0].dtype), output)
+
+    @staticmethod
+    def channels(node: ir.Node) -> int:
+        channels = value_queries.size(node.inputs[1], 0)
+        assert channels is not None
+        return channels
 
     def mean(self, value: ir.Value, name: str) -> ir.Value:
         """Return the mean by band and group (P, G) of (P, pixels, G, channels)."""
@@ -195,23 +209,16 @@ class _Editor:
             value = self.add("ReduceMean", [value, self.ints(name, [axis])], name, keepdims=0)
         return value
 
-    def moments(
-        self, name: str, means: ir.Value, squares: ir.Value, epsilon: float
-    ) -> tuple[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]]:
-        """Return mean and deviation by group of the band and of the image."""
-        found = []
-        index = self.ints(name, [self.band.index])
-        for is_own in (True, False):
-            mean, square = (
-                self.add("Gather", [value, index], name, axis=0)
-                if is_own
-                else self.add("ReduceMean", [value, self.ints(name, [0])], name, keepdims=1)
-                for value in (means, squares)
-            )
+    def moments(self, means: ir.Value, squares: ir.Value, epsilon: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
+        """Return mean and deviation by group (1, G), of the band and of the image."""
+        name, found = "patch.norms", []
+        for operator, argument in (("Gather", self.band.index), ("ReduceMean", 0)):
+            at = self.ints(name, [argument])
+            attributes: dict[str, Any] = {"axis": 0} if operator == "Gather" else {"keepdims": 1}
+            mean, square = (self.add(operator, [value, at], name, **attributes) for value in (means, squares))
             variance = self.add("Sub", [square, self.add("Mul", [mean, mean], name)], name)
-            small = new_initializer(self.graph, self.unused(name), np.array([epsilon], np.float32))
-            found.append((mean, self.add("Sqrt", [self.add("Add", [variance, small], name)], name)))
-        return found[0], found[1]
+            found.append((mean, self.add("Sqrt", [self.add("Add", [variance, epsilon], name)], name)))
+        return found
 
     # --- A band -----------------------------------------------------------------------------------------------------
 
@@ -232,11 +239,6 @@ class _Editor:
                 if above:
                     self.output(self.rows(value, axis, -above, name), f"{name}.last")
             self.replace_convolution(name, node, self.add("Concat", parts, name, value, axis=axis), above, below)
-        for name, node, _ in list(self.norms()):
-            for place, part in ((1, "gamma"), (2, "beta")):
-                value = node.inputs[place]
-                assert value is not None
-                node.replace_input_with(place, self.input(f"{name}.{part}", value))
         for name, node in list(self.attentions()):
             self.anchor = node
             query, whole = self.query(name, node), []
@@ -248,7 +250,25 @@ class _Editor:
             for attribute in node.attributes.values():
                 new.attributes[attribute.name] = attribute
             self.replace(node, new)
+        self.read_corrections()
         self.graph.sort()
+
+    def read_corrections(self) -> None:
+        """Let all norms read parts of two inputs as gamma and beta."""
+        nodes = [node for _, node, _ in self.norms()]
+        self.anchor = self.nodes[0]
+        channels = [self.channels(node) for node in nodes]
+        sizes = self.ints("patch.norms", channels)
+        for place, name in enumerate(CORRECTIONS, 1):
+            like = nodes[0].inputs[place]
+            assert like is not None
+            source = self.input(name, like)
+            source.shape = ir.Shape([sum(channels)])
+            split = ir.node("Split", [source, sizes], {"axis": 0}, num_outputs=len(nodes))
+            self._insert(split)
+            for node, part in zip(nodes, split.outputs, strict=True):
+                part.name, part.type = self.unused("patch.norms"), like.type
+                node.replace_input_with(place, part)
 
     def replace_convolution(self, name: str, node: ir.Node, rows: ir.Value, above: int, below: int) -> None:
         """Let a convolution read `rows`, padded only at the image's own borders."""

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.graphs import sampling_graphs
-from sd_ort.graphs.patches import Band, compute_band, inputs_from, outputs_for, return_borders
+from sd_ort.graphs.patches import Band, compute_band, inputs_from, offered, outputs_for, return_borders
 from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES
 from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf
 from sd_ort.pipelines.device.loop import Buffers, DeviceLoop
 from sd_ort.pipelines.patches import BandSteps, bands_of
 from sd_ort.pipelines.step_cache import edited
-from sd_ort.runtime.bound_run import BoundRun
+from sd_ort.runtime.bound_run import BoundRun, GpuGraphModel
 from sd_ort.runtime.ort_values import view
 from sd_ort.runtime.partitioned import is_captured
 from sd_ort.runtime.session import DTYPES
@@ -151,7 +151,7 @@ class BandUnet:
     def __init__(self, sessions: DeviceSessions, steps: BandSteps, unet: Model, values: Mapping[str, Any]) -> None:
         """Bind both graphs. The whole image's also writes what other devices send in later steps."""
         self.band = band = Band(steps.index, steps.count)
-        device = sessions.models.device
+        device, graph = sessions.models.device, partial(sessions.graph, capture=isinstance(unet, GpuGraphModel))
         likes = BoundRun(unet.session, {name: values[name] for name in unet.inputs}, device).outputs
         likes = {name: likes[name] for other in band.others for name in inputs_from(likes, band, other)}
         self.received = [Arena(sessions, likes) for _ in range(2)]
@@ -160,7 +160,7 @@ class BandUnet:
         shared = {name: value for name, value in self.whole[0].outputs.items() if name not in likes}
         self.whole.append(sessions.bind(unet, values, shared | self.received[1].values))
         self.extrapolate = [
-            sessions.graph(
+            graph(
                 sampling_graphs.extrapolate_graph,
                 read.dtype,
                 {"latest": latest.memory, "before": before.memory, "next": read.memory},
@@ -169,22 +169,17 @@ class BandUnet:
         ]
         prediction, sample = shared["out_sample"], values["sample"]
         dtype = np.dtype(DTYPES[sample.data_type()])
-        self.cut = sessions.graph(sampling_graphs.band_graph, (dtype, band.index, band.count), {"sample": sample})
+        self.cut = graph(sampling_graphs.band_graph, (dtype, band.index, band.count), {"sample": sample})
         model = steps.open_model()
         feed = {**values, **shared, **read.values, "sample": self.cut.outputs["band"]}
         likes = BoundRun(model.session, {name: feed[name] for name in model.inputs}, device).outputs
-        order = [name for other in band.others[::-1] for name in outputs_for(likes, band, other)]
-        above = [name for name in order if name.endswith(".first")]
-        order = [*(name for name in dict.fromkeys(order) if name not in above), *above]
-        self.offered = Arena(sessions, {name: likes[name] for name in order})
+        self.offered = Arena(sessions, {name: likes[name] for name in offered(likes)})
         self.rows = sessions.bind(model, feed, self.offered.values)
         dtype = np.dtype(DTYPES[prediction.data_type()])
         rows = self.rows.outputs["out_sample"]
         self.bands = {other: sessions.empty(rows.shape(), dtype) for other in band.others} | {band.index: rows}
         parts = {f"band_{index}": value for index, value in self.bands.items()}
-        self.join = sessions.graph(
-            sampling_graphs.join_bands_graph, (dtype, band.count), {**parts, "joined": prediction}
-        )
+        self.join = graph(sampling_graphs.join_bands_graph, (dtype, band.count), {**parts, "joined": prediction})
         self.rows_size = math.prod(rows.shape()) * dtype.itemsize
         self.begin(steps)
 
@@ -209,14 +204,15 @@ class BandUnet:
     def copies_to(self, other: BandUnet) -> list[tuple[Span, Span]]:
         """Return the memory that another band reads after this step, here and there."""
         names, read = self.offered.values, other.received[self.parity]
-        offered = self.offered.span(outputs_for(names, self.band, other.band.index))
+        source = self.offered.span(outputs_for(names, self.band, other.band.index))
+        target = read.span(inputs_from(read.values, other.band, self.band.index))
         rows = (each.bands[self.band.index].data_ptr() for each in (self, other))
-        source, target = (Span(address, self.rows_size) for address in rows)
-        return [(offered, read.span(inputs_from(read.values, other.band, self.band.index))), (source, target)]
+        here, there = (Span(address, self.rows_size) for address in rows)
+        return [(source, target), (here, there)]
 
     def release(self) -> None:
         """Free the GPU graphs."""
-        for run in (*self.whole, self.rows):
+        for run in (*self.whole, *self.extrapolate, self.cut, self.rows, self.join):
             run.release()
 
 
