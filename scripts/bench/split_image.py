@@ -5,8 +5,8 @@
                                                      are computed; writes results/split_image.{json,md}
 
 Images are drawn in turn: on one device, on two with guidance split and, with four devices or more, or without guidance,
-in bands. `whole_ms` and `band_ms` are steps of all rows and of a band on one device, `exchange_ms` what a band's step
-takes longer with its copies: all by the devices' own events.
+in bands. `whole_ms` and `band_ms` are U-Net calls for all rows and for a band on one device, `extrapolate_ms` what a
+band needs before, `sent_MB` what a device sends in a step: times by the device's own events.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,11 +84,17 @@ def parts(loop: Any) -> dict[str, float]:
             "band_ms": (unet.cut, unet.rows),
             "extrapolate_ms": unet.extrapolate[:1],
         }.items():
-            found[name] = 1e3 * device_seconds(loop, lambda runs=runs: [run.run(False) for run in runs], 20)
+            found[name] = 1e3 * device_seconds(loop, partial(run_all, runs), 20)
     others = [other.buffer_cache for other in loop.loops[1 : unet.band.count]]
     peers = [next(reversed(cache.values())).band_unet for cache in others]
     found["sent_MB"] = sum(span.size for peer in peers for span, _ in unet.copies_to(peer)) / 1e6
     return found
+
+
+def run_all(runs: Sequence[Any]) -> None:
+    """Queue runs."""
+    for run in runs:
+        run.run(False)
 
 
 def quality(work: Path, prompts: int) -> list[dict[str, Any]]:
@@ -129,8 +136,8 @@ def page(report: Mapping[str, Any]) -> str:
     lines = [
         "# One image in two bands of rows", "",
         f"{report['prompts']} unseen prompts of the demo model at {SIDE} x {SIDE}, {demo.STEPS} steps, guidance "
-        f"{demo.GUIDANCE:g}, float32 on a CPU: two halves of guidance times two bands (`--split-image 0,1,2,3`), beside "
-        "one device. A band is 8 of 16 rows of latents, one at the lowest level: larger images have fewer rows next to "
+        f"{demo.GUIDANCE:g}, float32 on a CPU: two halves of guidance times two bands (`--split-image 0,1,2,3`). PSNR "
+        "is to the image of one device. A band is 8 of 16 rows of latents, one at the lowest level: larger images have fewer rows next to "
         "another band. `generate` computes all rows in the steps of the row in bold.", "",
         "| first whole steps | then one in | whole, of all | median PSNR | worst |",
         "|---|---|---|---|---|",
