@@ -137,8 +137,8 @@ def page(report: Mapping[str, Any]) -> str:
         "# One image in two bands of rows", "",
         f"{report['prompts']} unseen prompts of the demo model at {SIDE} x {SIDE}, {demo.STEPS} steps, guidance "
         f"{demo.GUIDANCE:g}, float32 on a CPU: two halves of guidance times two bands (`--split-image 0,1,2,3`). PSNR "
-        "is to the image of one device. A band is 8 of 16 rows of latents, one at the lowest level: larger images have fewer rows next to "
-        "another band. `generate` computes all rows in the steps of the row in bold.", "",
+        "is to the image of one device. A band is 8 of 16 rows of latents, one at the lowest level: larger images have "
+        "fewer rows next to another band. `generate` computes all rows in the steps of the row in bold.", "",
         "| first whole steps | then one in | whole, of all | median PSNR | worst |",
         "|---|---|---|---|---|",
     ]  # fmt: skip

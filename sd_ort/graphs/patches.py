@@ -31,10 +31,13 @@ CONVOLUTIONS = {"Conv": 2, "WinogradConv": 2, "NhwcConv": 1}  # and the axis of 
 NORMS = ("GroupNorm", "SkipGroupNorm")
 CORRECTIONS = ("patch.gamma", "patch.beta")  # of all norms, one behind the other
 ATTENTIONS = ("MultiHeadAttention", "Attention")
-# Operators that mix rows and are none of these would be wrong in a band.
-ROW_MIXING = (
-    "InstanceNormalization", "GroupNormalization", "AveragePool", "MaxPool", "GlobalAveragePool", "ConvTranspose",
-)  # fmt: skip
+# Operators that compute rows, pixels or tokens each by itself; others, such as an attention that is not fused, would be
+# wrong in a band.
+ROW_WISE = frozenset({
+    "Add", "Sub", "Mul", "Div", "Sigmoid", "Gelu", "Cast", "Identity", "Concat", "Split", "Reshape", "Transpose",
+    "MatMul", "Gemm", "Resize", "UpsampleNearest", "SubpixelShuffle", "LayerNormalization", "SkipLayerNormalization",
+    "BiasAdd", "BiasSplitGelu", "LinearAdd", "LinearSplitGelu", "QuickGelu",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,16 @@ class _Editor:
             annotate(self.graph)
         self.image = _image_values(self.graph)
         self.nodes = list(self.graph)
-        self.anchor: ir.Node | None = None
+        self.anchor: ir.Node | None = None  # before which nodes are inserted; None for the end
+        self.inserted: set[ir.Node | None] = set()
+        self.names = 0
+        known = ROW_WISE | {*CONVOLUTIONS, *NORMS, *ATTENTIONS}
         for node in self.nodes:
+            if node.outputs[0] not in self.image or node.op_type in ("Shape", "Size"):
+                continue
             smooth = node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") != "nearest"
-            if node.outputs[0] in self.image and (smooth or node.op_type in ROW_MIXING):
+            images = sum(value in self.image for value in node.inputs)
+            if node.op_type not in known or smooth or (node.op_type == "MatMul" and images > 1):
                 raise InputError(f"this UNet's {node.op_type} cannot be split into bands of rows: optimize the folder.")
 
     # --- Sites ------------------------------------------------------------------------------------------------------
@@ -256,7 +265,7 @@ class _Editor:
     def read_corrections(self) -> None:
         """Let all norms read parts of two inputs as gamma and beta."""
         nodes = [node for _, node, _ in self.norms()]
-        self.anchor = self.nodes[0]
+        self.anchor = self.graph[0]
         channels = [self.channels(node) for node in nodes]
         sizes = self.ints("patch.norms", channels)
         for place, name in enumerate(CORRECTIONS, 1):
@@ -330,8 +339,8 @@ class _Editor:
         return self.nodes[following] if following < len(self.nodes) else None
 
     def unused(self, name: str) -> str:
-        self.count = getattr(self, "count", 0) + 1
-        return f"{name}.{self.count}"
+        self.names += 1
+        return f"{name}.{self.names}"
 
     def ints(self, name: str, values: Sequence[int]) -> ir.Value:
         return new_initializer(self.graph, self.unused(name), values)
@@ -348,6 +357,7 @@ class _Editor:
         return output
 
     def _insert(self, node: ir.Node) -> None:
+        self.inserted.add(node)
         if self.anchor is None:
             self.graph.append(node)
         else:
@@ -381,10 +391,10 @@ class _Editor:
         return value
 
     def output(self, value: ir.Value, name: str) -> None:
-        """Add a graph output with a copy of `value`, which may be an input or another output."""
-        copy = self.add("Identity", [value], name)
-        copy.name, copy.shape = name, value.shape
-        self.graph.outputs.append(copy)
+        """Add a graph output: `value` itself if a node of this editor computed it, else a copy."""
+        result = value if value.producer() in self.inserted else self.add("Identity", [value], name)
+        result.name, result.shape = name, value.shape
+        self.graph.outputs.append(result)
 
 
 def _image_values(graph: ir.Graph) -> set[ir.Value]:

@@ -10,15 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 from PIL import Image
 
+from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core import metrics
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.load import load, serialize_over_data
 from sd_ort.graphs.patches import Band, compute_band, inputs_from, outputs_for, return_borders
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
 from sd_ort.pipelines import patches as settings
 from sd_ort.pipelines.device.guidance_split import Events
 from sd_ort.pipelines.device.patches import BandUnet, PatchDevice, SplitImageStep
@@ -101,16 +106,13 @@ def test_bands_with_values_of_the_same_step(target: str, count: int, request: py
     assert np.abs(alone["out_sample"] - expected[:, :, :8]).max() > 0.01, "what others offer matters"
 
 
-@pytest.mark.parametrize(("devices", "guidance"), [(4, 4.0), (2, 1.0)])
-def test_same_image_with_values_of_the_same_step(
-    fused: Path, monkeypatch: pytest.MonkeyPatch, devices: int, guidance: float
-) -> None:
+def test_same_image_with_values_of_the_same_step(fused: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole steps give the bytes of one device. So do, but for rounding, bands that read values of their own step:
     guidance, rows and predictions find their places."""
-    one = draw(StableDiffusionPipeline.from_pretrained(fused, device_loop=True), guidance_scale=guidance)
-    several = StableDiffusionPipeline.from_pretrained(fused, split_image=range(devices))
+    one = draw(StableDiffusionPipeline.from_pretrained(fused, device_loop=True))
+    several = StableDiffusionPipeline.from_pretrained(fused, split_image=range(4))
     monkeypatch.setattr(BandSteps, "is_whole", lambda self, step: True)
-    np.testing.assert_array_equal(draw(several, guidance_scale=guidance), one)
+    np.testing.assert_array_equal(draw(several), one)
     monkeypatch.setattr(BandSteps, "is_whole", lambda self, step: step < 2)
     run = BandUnet.run
 
@@ -122,9 +124,9 @@ def test_same_image_with_values_of_the_same_step(
         run(self, wait)
 
     monkeypatch.setattr(BandUnet, "run", run_of_fresh_values)
-    np.testing.assert_allclose(draw(several, guidance_scale=guidance), one, atol=1e-3)
+    np.testing.assert_allclose(draw(several), one, atol=1e-3)
     monkeypatch.setattr(BandUnet, "run", run)
-    close = draw(several, guidance_scale=guidance)
+    close = draw(several)
     assert 25 < metrics.psnr(255 * close, 255 * one) < 100
     for loop in several.loop.loops:
         (buffers,) = loop.buffer_cache.values()
@@ -191,6 +193,46 @@ def test_a_graph_that_is_not_fused(small_export: Path) -> None:
     """Its normalizations are not found, so their means would be those of the band."""
     with pytest.raises(InputError, match="cannot be split into bands of rows: optimize the folder"):
         compute_band(load(small_export / "unet" / MODEL), Band(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("graph", "reason"),
+    [
+        ("y = Softmax (sample)", "Softmax cannot be split"),
+        ("turned = Transpose <perm = [0, 1, 3, 2]> (sample)  y = MatMul (sample, turned)", "MatMul cannot be split"),
+        ('y = Resize <mode = "linear"> (sample, , scales)', "Resize cannot be split"),
+        ('y = Conv <auto_pad = "SAME_UPPER"> (sample, w)', "auto_pad"),
+        ("y = com.microsoft.MultiHeadAttention <num_heads = 1> (t, t, t, b)", "with a bias or a mask"),
+    ],
+)
+def test_what_mixes_rows_otherwise(graph: str, reason: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
+        unet (float[1,4,8,8] sample, float[4] scales, float[4,4,3,3] w, float[24] b) => (float[a,c,d,e] y)
+        {{ s = Constant <value_ints = [1, 32, 8]> ()  t = Reshape (sample, s)  {graph} }}"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    with pytest.raises(InputError, match=reason):
+        compute_band(model, Band(0, 2))
+
+
+def test_sites_of_sdxl(tmp_path: Path) -> None:
+    """A band reads two halos of each 3 x 3 convolution, the other's keys of 70 self-attentions, and one gamma and beta.
+
+    Of the 140 attentions half are cross-attention; 1 x 1 convolutions are products, and shortcuts have no halo.
+    """
+    name = "sdxl-tiny-dynamo-20.unet"
+    raw = graph_fixtures.make_folder(tmp_path / "raw", name)
+    optimize_component(raw / "unet" / MODEL, tmp_path / MODEL, TARGETS["gpu"])
+    model = load(tmp_path / MODEL)
+    convolutions = sum(node.op_type == "NhwcConv" for node in model.graph)
+    compute_band(model, Band(1, 3))
+    names = [str(value.name) for value in model.graph.inputs]
+    assert sum(name.endswith((".keys.0", ".keys.2")) for name in names) == 2 * 70
+    assert sum(name.endswith((".above", ".below")) for name in names) == 2 * convolutions
+    assert [name for name in names if "norm" in name or name in ("patch.gamma", "patch.beta")] == [
+        "patch.gamma", "patch.beta",
+    ]  # fmt: skip
+    outputs = [str(value.name) for value in model.graph.outputs]
+    assert len(outputs_for(outputs, Band(1, 3), 0)) == len(outputs_for(outputs, Band(1, 3), 2)) == 70 + convolutions
 
 
 def test_generate(fused: Path, sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
