@@ -38,7 +38,7 @@ class SamplingMixin(StepCacheMixin):
     @cached_property
     def loop(self) -> DeviceLoop:
         """Return the loop on the device, without opened sessions."""
-        from sd_ort.pipelines.device.guidance_split import open_loop  # onnx, which the loop on the host does without
+        from sd_ort.pipelines.device.loops import open_loop  # onnx, which the loop on the host does without
 
         return open_loop(self.models)
 

@@ -25,8 +25,9 @@ from sd_ort.graphs.patches import Band, compute_band, inputs_from, outputs_for, 
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.pipelines import patches as settings
+from sd_ort.pipelines.device.band_unet import BandUnet
 from sd_ort.pipelines.device.guidance_split import Events
-from sd_ort.pipelines.device.patches import BandUnet, PatchDevice, SplitImageStep
+from sd_ort.pipelines.device.patches import PatchDevice, SplitImageStep
 from sd_ort.pipelines.patches import BandSteps
 from sd_ort.runtime.session import DEFAULT_OPTIONS, ModelOverride, create_session
 from sd_ort.stages import optimize
@@ -68,13 +69,12 @@ def results(path: Path, edit: Callable[[Any], None] | None, arrays: Mapping[str,
     return dict(zip((value.name for value in session.get_outputs()), outputs, strict=True))
 
 
-@pytest.mark.parametrize(("target", "count"), [("fused", 2), ("channels_last", 3)])
-def test_bands_with_values_of_the_same_step(target: str, count: int, request: pytest.FixtureRequest) -> None:
+def test_bands_with_values_of_the_same_step(channels_last: Path) -> None:
     """Bands that read what the whole image's graph returns in this step compute its rows, and offer what it returned.
 
     Equal but for rounding: sums of other orders, and variances from mean squares, in float32.
     """
-    path = request.getfixturevalue(target) / "unet" / MODEL
+    path, count = channels_last / "unet" / MODEL, 3
     random_ = np.random.default_rng(0)
     arrays = {}
     for value in create_session(path, "cpu").get_inputs():

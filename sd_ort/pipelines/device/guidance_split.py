@@ -35,15 +35,6 @@ if TYPE_CHECKING:
     from sd_ort.runtime.stream import Stream
 
 
-def open_loop(models: Components) -> DeviceLoop:
-    """Return the loop of components on one device, or on several."""
-    if models.splits_image:
-        from sd_ort.pipelines.device.patches import SplitImageLoop  # which imports this module
-
-        return SplitImageLoop(models)
-    return SplitGuidanceLoop(models, models.peers[0]) if models.peers else DeviceLoop(models)
-
-
 class SplitGuidanceLoop(DeviceLoop):
     """A device loop whose second half of guidance is predicted on another device."""
 

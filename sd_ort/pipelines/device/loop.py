@@ -30,7 +30,7 @@ from sd_ort.runtime.ort_values import read_value
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
-    from sd_ort.pipelines.device.patches import BandUnet
+    from sd_ort.pipelines.device.band_unet import BandUnet
     from sd_ort.pipelines.step_cache import ShallowSteps
     from sd_ort.runtime.bound_run import BoundRun
     from sd_ort.runtime.components import Components
@@ -270,7 +270,7 @@ class Buffers:
             scales = tuple(self.controls.scale_dtypes)
             new = DeviceSchedule(self.sessions, job, self.values, self.timestep, self.prompt, scales)
             if self.unet is None and job.band is not None:
-                from sd_ort.pipelines.device.patches import BandUnet  # which imports this module
+                from sd_ort.pipelines.device.band_unet import BandUnet  # onnx_ir, which other loops do without
 
                 self.band_unet = BandUnet(self.sessions, job.band, self.sessions.models[job.unet], self.values)
                 self.unet = self.band_unet.whole[0]
