@@ -109,6 +109,12 @@ class Devices(click.ParamType):
     "--split-guidance", type=Devices(), metavar="A,B", help="Predict one half of guidance on each of two devices: 0,1."
 )
 @click.option(
+    "--split-image",
+    type=Devices(),
+    metavar="A,B,...",
+    help="Compute bands of rows of one large image on several devices: 0,1,2,3. It is close to that of one device.",
+)
+@click.option(
     "--unet-devices",
     "--unet-on",
     "unet_on",
@@ -229,7 +235,8 @@ def command(
     settings = png_text(
         prompt=prompt, negative_prompt=negative or "", steps=steps, guidance=guidance, model=model, **image_files,
         scheduler=pipeline.scheduler_name, loras=", ".join(loras) or None,
-        embeddings=", ".join(embedding_files) or None, ip_adapter_scale=ip_adapter_scale, cache=cache, **shared,
+        embeddings=", ".join(embedding_files) or None, ip_adapter_scale=ip_adapter_scale, cache=cache,
+        split_image=",".join(map(str, load_options["split_image"] or ())) or None, **shared,
     )  # fmt: skip
     arguments = {
         "prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance,

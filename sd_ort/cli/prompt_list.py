@@ -11,7 +11,7 @@ from sd_ort.cli.model_options import check_files, resolve_pipeline_folder, say, 
 
 LOAD_OPTIONS = ("scheduler", "allow_fallback", "graph", "low_memory", "vae_tiling", "vae_slicing")
 ONE_PROMPT = ("image", "mask", "strength", "control_image", "ip_adapter_image", "ip_adapter_scale",
-              "split_guidance", "unet_on", "decode_on")  # fmt: skip
+              "split_guidance", "split_image", "unet_on", "decode_on")  # fmt: skip
 
 
 def check_options(options: Mapping[str, Any]) -> None:

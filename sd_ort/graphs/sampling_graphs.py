@@ -3,6 +3,9 @@
     conditioning_graph     outputs of the text encoders -> an input of the UNet
     repeat_rows_graph      rows of one prompt -> rows of all steps, for the time graph of a hoisted UNet
     sum_residuals_graph    residuals of several ControlNets -> their sums
+    band_graph             sample -> its rows of one band (patch parallelism)
+    extrapolate_graph      values of two steps -> those of the next one
+    join_bands_graph       predictions of bands -> the image's
     scheduler_step_graph   between two UNet calls: guidance, scheduler (a table, see `checkpoints.schedule`), next input
     unscale_latents_graph  final latents -> input of the VAE decoder
     to_uint8_graph         output of the VAE decoder -> uint8 image
@@ -90,6 +93,29 @@ def sum_residuals_graph(spec: tuple[int, tuple[tuple[str, np.dtype], ...]]) -> b
         lines.append(f"sum_{name} = Sum ({', '.join(f'wide_{name}_{i}' for i in range(count))})")
         lines.append(f"{name} = {_cast(dtype)} (sum_{name})")
     return _model(inputs, outputs, lines)
+
+
+def band_graph(spec: tuple[np.dtype, int, int]) -> bytes:
+    """Build the graph sample (B, C, h, w) -> band, its rows of a band, for `spec`: (dtype, index, count)."""
+    dtype, index, count = spec
+    parts = ", ".join("band" if i == index else f"rest_{i}" for i in range(count))
+    line = f"{parts} = Split <axis = 2, num_outputs = {count}> (sample)"
+    return _model([f"{_type(dtype)}[b,c,h,w] sample"], [f"{_type(dtype)}[b,c,k,w] band"], [line])
+
+
+def join_bands_graph(spec: tuple[np.dtype, int]) -> bytes:
+    """Build the graph band_0, band_1, ... -> joined (B, C, h, w), for `spec`: (dtype, count)."""
+    dtype, count = spec
+    names = [f"band_{i}" for i in range(count)]
+    line = f"joined = Concat <axis = 2> ({', '.join(names)})"
+    return _model([f"{_type(dtype)}[b,c,k,w] {n}" for n in names], [f"{_type(dtype)}[b,c,h,w] joined"], [line])
+
+
+def extrapolate_graph(dtype: np.dtype) -> bytes:
+    """Build the graph latest (N,), before (N,) -> next = 2 latest - before."""
+    kind = f"{_type(dtype)}[n]"
+    lines = ["change = Sub (latest, before)", "next = Add (latest, change)"]
+    return _model([f"{kind} latest", f"{kind} before"], [f"{kind} next"], lines)
 
 
 @dataclass(frozen=True)

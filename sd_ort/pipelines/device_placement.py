@@ -16,6 +16,7 @@ class DevicePlacement:
     """The arguments of these names of `StableDiffusionPipeline.from_pretrained`, None for one device."""
 
     split_guidance: Sequence[int] | None = None
+    split_image: Sequence[int] | None = None
     unet_on: Sequence[int] | None = None
     decode_on: int | None = None
 
@@ -30,35 +31,51 @@ class DevicePlacement:
             )
             if self.split_guidance is not None:
                 raise InputError("guidance is split between whole UNets: choose split_guidance or unet_on.")
-        if self.split_guidance is None:
+        if self.split_image is not None:
+            _check_numbers(
+                self.split_image, "an image is split between two or more different devices, such as 0 and 1", separate
+            )
+            if self.split_guidance is not None or self.unet_on is not None:
+                raise InputError("split_image splits guidance, too, and needs whole UNets: leave the others out.")
+        name, devices = self._split
+        if devices is None:
             return
-        _check_numbers(
-            self.split_guidance, "guidance is split between two different devices, such as 0 and 1", separate
-        )
-        if len(self.split_guidance) > 2:
-            raise InputError(f"guidance is split between two devices, not {len(self.split_guidance)}.")
+        if self.split_guidance is not None:
+            _check_numbers(devices, "guidance is split between two different devices, such as 0 and 1", separate)
+            if len(devices) > 2:
+                raise InputError(f"guidance is split between two devices, not {len(devices)}.")
         if low_memory:
-            raise InputError("split guidance keeps a UNet on both devices: leave low_memory off.")
+            raise InputError(f"{name} keeps a UNet on each device: leave low_memory off.")
         if device_loop is False:
-            raise InputError("split guidance runs in the loop on the devices: leave device_loop on.")
+            raise InputError(f"{name} runs in the loop on the devices: leave device_loop on.")
+
+    @property
+    def _split(self) -> tuple[str, Sequence[int] | None]:
+        """Return the option that splits one image between devices, and these."""
+        if self.split_image is not None:
+            return "split_image", self.split_image
+        return "split_guidance", self.split_guidance
 
     def options(self, provider: str, options: SessionOptions) -> SessionOptions:
-        """Return the session options of the first device. On a CPU each side of guidance has half of the threads if
+        """Return the session options of the first device. On a CPU each device has its share of the threads if
         their number is not set."""
-        first = self.split_guidance or self.unet_on
+        _, split = self._split
+        first = split or self.unet_on
         if first is None:
             return options
         threads = options.threads
-        if provider == "cpu" and self.split_guidance is not None:
-            threads = threads or max(1, (os.cpu_count() or 2) // 2)
+        if provider == "cpu" and split is not None:
+            threads = threads or max(1, (os.cpu_count() or 2) // len(split))
         settings = {**options.provider_options, "device_id": str(first[0])}
         return replace(options, threads=threads, provider_options=settings)
 
     def place(self, models: Components) -> None:
         """Place the components on these devices. Raises ProviderError for a device that does not exist, or a provider
         that supports only one device."""
-        if self.split_guidance is not None:
-            models.open_guidance_peer(self.split_guidance[1])
+        _, split = self._split
+        if split is not None:
+            models.open_peers(split[1:])
+            models.splits_image = self.split_image is not None
         if self.unet_on is not None:
             from sd_ort.graphs.partition import partition_graph  # onnx_ir, which a pipeline on one device does without
 

@@ -12,7 +12,7 @@ import numpy as np
 from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.linear_schedule import LinearSchedule
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines import host_loop
+from sd_ort.pipelines import host_loop, patches
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.images import pil_images
 from sd_ort.pipelines.output import PipelineOutput
@@ -38,7 +38,7 @@ class SamplingMixin(StepCacheMixin):
     @cached_property
     def loop(self) -> DeviceLoop:
         """Return the loop on the device, without opened sessions."""
-        from sd_ort.pipelines.device.guidance_split import open_loop  # onnx, which the loop on the host does without
+        from sd_ort.pipelines.device.loops import open_loop  # onnx, which the loop on the host does without
 
         return open_loop(self.models)
 
@@ -71,7 +71,11 @@ class SamplingMixin(StepCacheMixin):
         # A ControlNet on the device reads the UNet's sample: all rows, and no channels of a mask.
         same_sample = not controls or (channels is None and not request.guess_mode)
         if not self._runs_on_device(request, schedule) or not same_sample or not request.unet_on_device:
-            if self.models.guidance_peer is not None:
+            if self.models.splits_image:
+                raise InputError(
+                    "split_image runs in the loop on the devices: take a scheduler without callbacks that runs there."
+                )
+            if self.models.peers:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
             arrays |= request.pictures
@@ -127,11 +131,13 @@ class SamplingMixin(StepCacheMixin):
             layers = ", ".join(self.pag_applied_layers)
             edits.append((f"PAG in {layers}", partial(_perturb_attention, self.folder, self.pag_applied_layers)))
         # the graphs of full and shallow steps alone run on the device as the UNet does
-        request.unet_on_device = not edits and (self.step_cache is None or self.models.guidance_peer is None)
+        request.unet_on_device = not edits and (self.step_cache is None or not self.models.peers)
         if self.step_cache is not None:
             self.step_cache.check(request, self._scheduler.name)
             request.shallow_steps = self._shallow_steps([*edits])
             edits.append((self.step_cache.label, self.step_cache.return_features))
+        if self.models.splits_image:
+            patches.check(request, self._scheduler.name, self.models, self.size_multiple, [name for name, _ in edits])
         if not edits:
             return
         request.unet = self._edit_unet(edits, captured=len(edits) == 1 and self.step_cache is not None)
@@ -143,7 +149,7 @@ class SamplingMixin(StepCacheMixin):
     def _condition(self, request: Request) -> Conditioning | PromptTokens:
         """Return the conditioning of the prompts, or their tokens if the text encoders run on the device, too."""
         models = self.models
-        on_device = self.device_loop and request.callback_on_step_end is None and models.guidance_peer is None
+        on_device = self.device_loop and request.callback_on_step_end is None and not models.peers
         if on_device and not models.low_memory and not {name for _, name in self.texts.encoders} & {*models.placed}:
             tokens = self.texts.tokens(request)
             if tokens is not None:

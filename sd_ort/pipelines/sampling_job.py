@@ -13,6 +13,7 @@ from sd_ort.core.errors import SdOrtError
 if TYPE_CHECKING:
     from sd_ort.checkpoints.linear_schedule import LinearSchedule
     from sd_ort.pipelines.controlnet_inputs import ControlNetInput
+    from sd_ort.pipelines.patches import BandSteps
     from sd_ort.pipelines.step_cache import ShallowSteps
 
 Arrays = Mapping[str, np.ndarray]
@@ -73,7 +74,8 @@ class SamplingJob:
     the result is latents. `rescale`: guidance rescale, see `host_loop.guided`. `controls`: ControlNets that read all
     rows. `side`: "negative" or "positive" if guidance is split between two devices and these are the B rows of one of
     them; None for all rows on one device. `unet`: key of the UNet in `Components`. `shallow_steps`: those of its steps
-    that read the deep features of the last full one.
+    that read the deep features of the last full one. `band`: the steps that compute one band of the image's rows, None
+    for all rows.
     """
 
     latents: np.ndarray
@@ -92,6 +94,7 @@ class SamplingJob:
     texts: PromptTokens | None = None
     unet: str = "unet"
     shallow_steps: ShallowSteps | None = None
+    band: BandSteps | None = None
 
     @property
     def rows(self) -> int:

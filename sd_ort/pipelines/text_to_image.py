@@ -106,7 +106,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             scheduler if isinstance(scheduler, PipelineScheduler) else PipelineScheduler(folder, scheduler)
         )
         self.safety_checker = safety_checker
-        wanted = models.device != "cpu" or models.guidance_peer is not None
+        wanted = models.device != "cpu" or bool(models.peers)
         self.device_loop = wanted if device_loop is None else device_loop
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
@@ -134,6 +134,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         graph: bool | None = None,
         controlnet: Path | str | Sequence[Path | str] = (),
         split_guidance: Sequence[int] | None = None,
+        split_image: Sequence[int] | None = None,
         unet_on: Sequence[int] | None = None,
         decode_on: int | None = None,
         config: str | None = None,
@@ -156,6 +157,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         with a warning for what it cannot; False for never; True fails where it cannot. `controlnet`: a folder whose
         ControlNet is used instead of this folder's own, or several. `split_guidance`: two devices, such as (0, 1), of
         which one predicts the negative and one the positive half of classifier-free guidance (`guidance_split`).
+        `split_image`: two or more devices, each of which computes rows of one image in most steps, of one half of
+        guidance if there is guidance; the image is close to that of one device (`device.patches`).
         `unet_on`: the devices of a UNet that is too large for one: each holds a range of its layers.
         `decode_on`: the device of the VAE decoder, for `draw_each`. `options`: of
         `runtime.session.SessionOptions` (threads, allow_fallback, tuning, library, profile).
@@ -172,7 +175,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if choice.reason:
             announce(choice.line)
         provider = choice.provider
-        devices = DevicePlacement(split_guidance, unet_on, decode_on)
+        devices = DevicePlacement(split_guidance, split_image, unet_on, decode_on)
         devices.check("unet" in cls.REQUIRED_COMPONENTS, low_memory, device_loop)
         session_options = devices.options(provider, loading_options(options, folder))
         controlnet = [controlnet] if isinstance(controlnet, (str, Path)) else controlnet
@@ -197,9 +200,12 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         )
         pipeline._check_unet()
         if not low_memory:  # opened now, so that the first image takes no longer than the second
-            models.open([*needed, *(n for n in models if n == "image_encoder" or n.startswith("unet_"))])
-            if models.guidance_peer is not None:
-                models.guidance_peer.open([name for name in models if name == "unet" or name.startswith("unet_")])
+            parts = [name for name in models if name.startswith("unet_")]
+            if models.splits_image:  # the loop opens another UNet on each device
+                needed.remove("unet")
+            models.open([*needed, *(name for name in models if name == "image_encoder"), *parts])
+            for peer in models.peers:
+                peer.open(parts if models.splits_image else [*parts, "unet"])
         return pipeline
 
     @classmethod

@@ -55,7 +55,7 @@ STEP_LIMIT = 5000  # denoising steps
 # Options of StableDiffusionPipeline.from_pretrained that change nothing here at these values.
 UNUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "scheduler": (None,), "device_loop": (None, False), "split_guidance": (None,),
-    "unet_on": (None,), "decode_on": (None,), "safety_checker": (None, True, False),
+    "split_image": (None,), "unet_on": (None,), "decode_on": (None,), "safety_checker": (None, True, False),
 }  # fmt: skip
 _NO_ADAPTER = "IP-Adapters of diffusion transformers are not supported: use diffusers"
 # Arguments that are refused unless they are None, with the reason.

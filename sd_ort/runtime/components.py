@@ -56,7 +56,7 @@ class Components(MutableMapping[str, Model]):
     """Name -> `Model` of a folder's components. A component that is assigned replaces the folder's.
 
     On a GPU all sessions share `stream`, and `lock` is held while one of them runs: threads take turns. On a CPU there
-    is no stream, and sessions run at once. `guidance_peer`: the same components on another device, if any; `placed`:
+    is no stream, and sessions run at once. `peers`: the same components on the other devices of one image; `placed`:
     components that run on other devices than the rest; `partitioned`: devices that each run a partition of a
     component's graph, and the function that cuts it.
     """
@@ -111,7 +111,8 @@ class Components(MutableMapping[str, Model]):
         self.lock: Any = nullcontext() if self.device == "cpu" else threading.RLock()
         if self.stream is not None:
             self.lock = DeviceLock(self.stream)
-        self.guidance_peer: Components | None = None
+        self.peers: list[Components] = []
+        self.splits_image = False  # between its rows, too, and not only between the halves of guidance
         self.placed: dict[str, Components] = {}
         self.partitioned: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Partition]]]] = {}
 
@@ -141,9 +142,9 @@ class Components(MutableMapping[str, Model]):
             return min(self.free_bytes() + held, int(limit) - weights)
         return self.free_bytes() + held - (0 if held else 2 * weights)
 
-    def open_guidance_peer(self, number: int) -> None:
-        """Open the `guidance_peer` on device `number`. Raises as `_open_on_device`."""
-        self.guidance_peer = self._open_on_device(number)
+    def open_peers(self, numbers: Sequence[int]) -> None:
+        """Open the `peers` on devices `numbers`. Raises as `_open_on_device`."""
+        self.peers = [self._open_on_device(number) for number in numbers]
 
     def run_on_device(self, name: str, number: int) -> None:
         """Run a component on device `number` from now on. Another thread may run it there while others run here.
@@ -176,9 +177,9 @@ class Components(MutableMapping[str, Model]):
 
         The CPU's kernels want prepacked weights: without, a step of SD 1.5 takes 1.07 times as long at 64 x 64 latents
         and 1.12 at 32 x 32. Without the op library, weights of `sd_ort`'s operators are folded into other constants.
-        With a `guidance_peer` or `partitioned` components, all open their sessions again.
+        With `peers` or `partitioned` components, all open their sessions again.
         """
-        if self.device == "cpu" or self.low_memory or self.guidance_peer is not None or self.partitioned:
+        if self.device == "cpu" or self.low_memory or self.peers or self.partitioned:
             return False
         if not is_plugin(self.provider) and op_library(self.options.library, self.provider) is None:
             return False
@@ -350,9 +351,10 @@ class Components(MutableMapping[str, Model]):
         for name in closed:
             self._close(name)
         self.overrides, self.unfinished = replace(self.overrides, weights=new, shared=dict(shared or {})), unfinished
-        if self.guidance_peer is not None:
+        if self.peers:
             self.finish_weights()
-            self.guidance_peer.replace_weights(weights, shared)
+        for peer in self.peers:
+            peer.replace_weights(weights, shared)
         return bool(closed)
 
     def release_replaced_weights(self) -> Mapping[str, Mapping[str, np.ndarray]]:
@@ -390,7 +392,7 @@ class Components(MutableMapping[str, Model]):
         self.drop_variants(name)
 
     def __setitem__(self, name: str, model: Model) -> None:
-        if (self.guidance_peer is not None and _kind(name) in STEP_COMPONENTS) or name in self.partitioned:
+        if (self.peers and _kind(name) in STEP_COMPONENTS) or name in self.partitioned:
             raise InputError(f"{name} is open on two devices: load the pipeline on one to replace it.")
         self.placed.pop(name, None)
         self.opened[name] = model

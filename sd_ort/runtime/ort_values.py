@@ -20,6 +20,7 @@ from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.ort_wheel import runtime
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+DTYPE_OF_ELEMENT = {1: np.float32, 10: np.float16}  # of onnx.TensorProto.DataType
 
 
 @cache
@@ -106,6 +107,16 @@ def memory_view(device: str, address: int, dtype: Any, shape: Sequence[int]) -> 
     where = device_arguments(device)
     binding.bind_output("y", where["device_type"], where["device_id"], dtype, list(shape), address)
     return binding.get_outputs()[0]
+
+
+def view(value: Any, offset: int, like: Any, device: str) -> Any:
+    """Return an OrtValue in the shape and dtype of `like` over the memory of `value`, `offset` bytes from its start."""
+    address = value.data_ptr() + offset
+    if ":" in device:
+        return value_at(device, address, like.element_type(), like.shape(), owner=value)
+    seen = memory_view(device, address, np.dtype(DTYPE_OF_ELEMENT[like.element_type()]), like.shape())
+    seen.owner = value
+    return seen
 
 
 def keep(session: Any, owner: object) -> Any:

@@ -396,6 +396,33 @@ except ProviderError as error:
 """
 
 
+BANDS = """
+import sys
+import numpy as np
+from sd_ort import StableDiffusionPipeline
+from sd_ort.core import metrics
+folder, provider = sys.argv[1:]
+arguments = dict(height=128, width=64, num_inference_steps=10, guidance_scale=1, generator=3, progress=False)
+images = []
+for options in ({}, {"split_image": (0, 1)}):
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, provider, **options)
+    images.append(np.asarray(pipeline("a cat", **arguments).images[0]))
+unet = next(iter(pipeline.loop.buffer_cache.values())).band_unet
+print(metrics.psnr(*images), unet.rows.host_inputs, unet.rows.graph_id >= 0)
+"""
+
+
+def test_bands_on_two_devices(provider: str, small_export: Path, tmp_path: Path) -> None:
+    """Rows of an image on a second device: the simulated ones capture runs, and have memory of a vendor."""
+    optimize(small_export, tmp_path / "gpu", target="gpu", components=["text_encoder", "unet", "vae_decoder"])
+    command = [sys.executable, "-c", BANDS, str(tmp_path / "gpu"), provider]
+    environment = os.environ | {"SD_ORT_SIMULATED_DEVICES": "2"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    decibel, host_inputs, is_captured = result.stdout.split()
+    assert float(decibel) > 25
+    assert (host_inputs, is_captured) == ("[]", "True")
+
+
 def test_two_devices(provider: str, small_export: Path) -> None:
     """Guidance, decoding and layers of the U-Net on a second device; the simulated ones share the host's memory."""
     command = [sys.executable, "-c", TWO_DEVICES, str(small_export), provider]

@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from sd_ort.runtime.stream import Stream
 
 
-def open_loop(models: Components) -> DeviceLoop:
-    """Return the loop of components on one device, or on two."""
-    return DeviceLoop(models) if models.guidance_peer is None else SplitGuidanceLoop(models, models.guidance_peer)
-
-
 class SplitGuidanceLoop(DeviceLoop):
     """A device loop whose second half of guidance is predicted on another device."""
 
@@ -104,20 +99,22 @@ class GuidanceHalf:
 
     def predict(self, other: GuidanceHalf, wait: bool) -> None:
         """Predict, and send the prediction to the other device."""
+        if self.stream is not None:
+            self.stream.use()
+        for stage in self.predictors:
+            stage.run(wait)
+        self.send(other)
+
+    def send(self, other: GuidanceHalf) -> None:
+        """Send the prediction to the other device."""
         if self.stream is None:
-            self._run(wait)
             write_value(other.received, read_value(self.noise))
             return
         self.stream.use()
-        self._run(wait)
         assert other.stream is not None
         self.stream.follow(other.events.stepped)
         self.stream.send(self.noise.data_ptr(), other.stream, other.received.data_ptr(), self.prediction_bytes)
         self.stream.mark(self.events.sent)
-
-    def _run(self, wait: bool) -> None:
-        for stage in self.predictors:
-            stage.run(wait)
 
     def step(self, other: GuidanceHalf, wait: bool) -> None:
         """Take the scheduler's step with both predictions."""

@@ -30,6 +30,7 @@ from sd_ort.runtime.ort_values import read_value
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
+    from sd_ort.pipelines.device.band_unet import BandUnet
     from sd_ort.pipelines.step_cache import ShallowSteps
     from sd_ort.runtime.bound_run import BoundRun
     from sd_ort.runtime.components import Components
@@ -87,6 +88,8 @@ class DeviceLoop:
         models = [id(self.models[name]) for name in (job.unet, *(job.texts.ids if job.texts else ()))]
         if job.shallow_steps is not None:
             models.append(id(job.shallow_steps.open_model()))
+        if job.band is not None:
+            models.append(id(job.band.open_model()))
         key = (*models, job.latents.shape, job.rows, job.side, conditioning, texts, channels, controls)
         buffers = self.buffer_cache.pop(key, None)
         if buffers is None:
@@ -168,6 +171,7 @@ class Buffers:
         self.controls = ControlNets(sessions, job, self.conditioning, self.values, self.timestep)
         self.unet: BoundRun | None = None
         self.cached_unet: CachedUnet | None = None
+        self.band_unet: BandUnet | None = None
         self.schedule: DeviceSchedule | None = None
         self.schedule_key: Any = None
         self.stages: list[StepStage] = []  # what runs in a step
@@ -183,7 +187,7 @@ class Buffers:
         """Free the GPU graphs."""
         self._release_schedule()
         shallow = None if self.cached_unet is None else self.cached_unet.shallow
-        for run in (*self.controls.nets, self.unet, shallow):
+        for run in (*self.controls.nets, self.band_unet or self.unet, shallow):
             if run is not None:
                 run.release()
         if self.conditioning.texts is not None:
@@ -204,6 +208,8 @@ class Buffers:
         schedule = self._schedule_for(job)
         if self.cached_unet is not None and job.shallow_steps is not None:
             self.cached_unet.begin(job.shallow_steps)
+        if self.band_unet is not None and job.band is not None:
+            self.band_unet.begin(job.band)
         texts = self.conditioning.texts
         for run in (*(texts.runs if texts else ()), *schedule.write(job), *schedule.per_image):
             run.run(self.sessions.wait)
@@ -263,13 +269,18 @@ class Buffers:
             self._release_schedule()  # the old buffers go before the new ones come
             scales = tuple(self.controls.scale_dtypes)
             new = DeviceSchedule(self.sessions, job, self.values, self.timestep, self.prompt, scales)
-            if self.unet is None:
+            if self.unet is None and job.band is not None:
+                from sd_ort.pipelines.device.band_unet import BandUnet  # onnx_ir, which other loops do without
+
+                self.band_unet = BandUnet(self.sessions, job.band, self.sessions.models[job.unet], self.values)
+                self.unet = self.band_unet.whole[0]
+            elif self.unet is None:
                 self.unet = self.sessions.bind(self.sessions.models[job.unet], self.values)
                 if job.shallow_steps is not None:
                     self.cached_unet = CachedUnet(self.sessions, self.unet, job.shallow_steps, self.values)
             new.bind_step(self.unet, job.side)
             self.schedule, self.schedule_key = new, key
-            self.stages = [*self.controls.runs, self.cached_unet or self.unet, new.step]
+            self.stages = [*self.controls.runs, self.band_unet or self.cached_unet or self.unet, new.step]
         return self.schedule
 
     def _decoder(self, decode: tuple[np.ndarray, np.ndarray] | None) -> list[BoundRun]:
