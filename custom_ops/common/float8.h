@@ -35,26 +35,22 @@ SD_ORT_HOST_DEVICE float float8_to_float(uint8_t bits) {
 }
 
 // Rounds to nearest even and saturates; NaN stays. Zero is positive, since the bits of -0 are NaN in AMD's FNUZ format.
+// Without branches: unrolled ones take compilers minutes.
 SD_ORT_HOST_DEVICE uint8_t float_to_float8(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
-  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80u);
-  bits &= 0x7fffffffu;
-  if (bits > 0x7f800000u) return 0x7f;
-  if (bits >= 0x43e00000u) return sign | 0x7e;  // 448 and more
-  uint32_t rounded;
-  if (bits < 0x3c800000u) {  // below 2^-6: multiples of 2^-9, which adding 2^14 * 1.5 rounds to
-    float magnitude;
-    memcpy(&magnitude, &bits, 4);
-    magnitude += 24576.f;
-    memcpy(&rounded, &magnitude, 4);
-    rounded -= 0x46c00000u;
-  } else {
-    bits += 0x7ffffu + (bits >> 20 & 1u);
-    rounded = (bits >> 20) - (120u << 3);
-    if (rounded > 0x7eu) rounded = 0x7eu;
-  }
-  return rounded == 0 ? 0 : static_cast<uint8_t>(sign | rounded);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t clamped = magnitude < 0x43e00000u ? magnitude : 0x43e00000u;  // 448
+  const uint32_t normal = ((clamped + 0x7ffffu + (clamped >> 20 & 1u)) >> 20) - (120u << 3);
+  float shifted;  // below 2^-6: multiples of 2^-9, which adding 2^14 * 1.5 rounds to
+  memcpy(&shifted, &clamped, 4);
+  shifted += 24576.f;
+  uint32_t subnormal;
+  memcpy(&subnormal, &shifted, 4);
+  subnormal -= 0x46c00000u;
+  const uint32_t rounded = clamped < 0x3c800000u ? subnormal : normal;
+  const uint32_t with_sign = rounded == 0 ? 0 : rounded | (bits >> 24 & 0x80u);
+  return static_cast<uint8_t>(magnitude > 0x7f800000u ? 0x7fu : with_sign);
 }
 
 // Converts two numbers, the first one to the low byte. NVIDIA's units read OCP's format, so zero may be negative there.
