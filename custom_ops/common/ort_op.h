@@ -160,7 +160,7 @@ class Shapes {
   }
 
   // Whether the node has an attribute.
-  bool has(const char* name) const {
+  bool has_attribute(const char* name) const {
     const OrtOpAttr* attribute = nullptr;
     OrtStatus* const status = ort_api->ShapeInferContext_GetAttribute(context_, name, &attribute);
     if (status != nullptr) ort_api->ReleaseStatus(status);
@@ -201,7 +201,7 @@ class Shapes {
   }
   // Sets the shape of an output in float8, if the node has it: ONNX Runtime 1.22 crashes for outputs that a node lacks.
   void set_float8_output(size_t index, std::vector<Dim> dims) {
-    if (!has("quantized_scale")) return;
+    if (!has_attribute("quantized_scale")) return;
     set_typed_output(index, std::move(dims), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN);
   }
   void set_typed_output(size_t index, std::vector<Dim> dims, ONNXTensorElementDataType type) {
