@@ -134,7 +134,7 @@ def test_what_the_package_has() -> None:
         template = templates.Template(path)
         assert len(template.sources) >= 30  # demo-dit's T5 of three layers
     assert {path.stem for path in templates.BUNDLED.glob("*.xz")} == {f"{name}.onnx" for name, _, _ in every()}
-    assert sum(path.stat().st_size for path in templates.BUNDLED.iterdir()) < 1_700_000
+    assert sum(path.stat().st_size for path in templates.BUNDLED.iterdir()) < 1_800_000
 
 
 def test_a_shipped_template_is_a_fresh_export(tmp_path: Path) -> None:
