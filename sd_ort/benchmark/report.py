@@ -66,7 +66,8 @@ def write(folder: Path, overwrite: bool = False) -> Path:
 
     Raises InputError if there are none, OutputError for a page that sd-ort did not write, unless `overwrite`.
     """
-    steps = read_steps(folder) if folder.is_dir() else {}
+    is_benchmark = any((folder / f"{kind}.json").is_file() for kind in SECTIONS)
+    steps = {} if is_benchmark else read_steps(folder)  # beside a benchmark lie traces of many MB
     with files.parsing(folder, "benchmark results"):  # any of a hundred fields
         text = _steps_page(steps) if steps else page(read(folder), folder)
     return results_folder(folder, overwrite).write(PAGE, text.encode())

@@ -33,7 +33,7 @@ def read_steps(folder: Path) -> dict[str, Row]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         content = files.read_json(path)
-        rows = _rows(content) if isinstance(content, dict) else []
+        rows = _rows(content)
         if rows and all(isinstance(row, dict) and {"device_ms", "theirs_s"} & row.keys() for row in rows):
             found[path.stem] = content
     return found

@@ -376,6 +376,15 @@ def test_calls_without_limits_have_no_roofline(tmp_path: Path) -> None:
     assert "roofline" not in report.write(tmp_path).read_text()
 
 
+def test_a_benchmark_beside_calls_is_reported_alone(folder: Path) -> None:
+    """A profile's trace beside it, which is no JSON object, is not read."""
+    (folder / "calls.json").write_text(json.dumps(calls()))
+    (folder / "trace.json").write_text("[]")
+    text = report.write(folder).read_text()
+    assert "raw ONNX" in text
+    assert "torch &lt;eager&gt;" not in text
+
+
 def test_damaged_calls_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(calls(machine=3)))
     with pytest.raises(InputError, match="benchmark results"):
