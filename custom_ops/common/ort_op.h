@@ -159,12 +159,13 @@ class Shapes {
     return dims;
   }
 
-  // Whether the node has an attribute.
-  bool has_attribute(const char* name) const {
+  // An attribute of the node, or null.
+  const OrtOpAttr* find_attribute(const char* name) const {
     const OrtOpAttr* attribute = nullptr;
     OrtStatus* const status = ort_api->ShapeInferContext_GetAttribute(context_, name, &attribute);
-    if (status != nullptr) ort_api->ReleaseStatus(status);
-    return status == nullptr && attribute != nullptr;
+    if (status == nullptr) return attribute;
+    ort_api->ReleaseStatus(status);
+    return nullptr;
   }
 
   // An attribute of the node.
@@ -179,13 +180,11 @@ class Shapes {
 
   // An attribute of the node, or the default.
   int64_t integer(const char* name, int64_t default_value) const {
-    const OrtOpAttr* attribute = nullptr;
+    const OrtOpAttr* const attribute = find_attribute(name);
+    if (attribute == nullptr) return default_value;
     int64_t value = default_value;
     size_t bytes = 0;
-    OrtStatus* status = ort_api->ShapeInferContext_GetAttribute(context_, name, &attribute);
-    if (status == nullptr && attribute != nullptr) {
-      status = ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &bytes);
-    }
+    OrtStatus* const status = ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &bytes);
     if (status != nullptr) ort_api->ReleaseStatus(status);
     return value;
   }
@@ -201,7 +200,7 @@ class Shapes {
   }
   // Sets the shape of an output in float8, if the node has it: ONNX Runtime 1.22 crashes for outputs that a node lacks.
   void set_float8_output(size_t index, std::vector<Dim> dims) {
-    if (!has_attribute("quantized_scale")) return;
+    if (find_attribute("quantized_scale") == nullptr) return;
     set_typed_output(index, std::move(dims), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN);
   }
   void set_typed_output(size_t index, std::vector<Dim> dims, ONNXTensorElementDataType type) {
