@@ -108,6 +108,11 @@ def consumers(value: ir.Value) -> Sequence[ir.Node]:
     return tuple(dict.fromkeys(node for node, _ in value.uses()))
 
 
+def has_one_use(value: ir.Value) -> bool:
+    """Return whether one input of one node reads a value, and the graph does not return it."""
+    return len(value.uses()) == 1 and not value.is_graph_output()
+
+
 def data_consumers(value: ir.Value) -> Sequence[ir.Node]:
     """Return the consumers of a value's elements, without duplicates: all but Shape, which reads only the sizes."""
     return tuple(node for node in consumers(value) if node.op_type != "Shape")

@@ -87,7 +87,7 @@ def _shift(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
     """Return (Add, shift) if the only consumer of an RMSNormalization adds a shift with the shape of its scale."""
     normal, scale = node.outputs[0], node.inputs[1]
     add = next(iter(values.consumers(normal)), None)
-    if node.op_type != "RMSNormalization" or normal.is_graph_output() or len(list(normal.uses())) != 1:
+    if node.op_type != "RMSNormalization" or not values.has_one_use(normal):
         return None
     if add is None or add.op_type != "Add" or add.domain:
         return None

@@ -96,7 +96,7 @@ def _split(node: ir.Node) -> ir.Node | None:
     if split is None or split.op_type != "Split" or list(split.outputs) != list(node.inputs[:3]):
         return None
     is_last = values.last_axis(split.attributes.get_int("axis", 0), split.inputs[0])
-    return split if is_last and all(len(v.uses()) == 1 and not v.is_graph_output() for v in split.outputs) else None
+    return split if is_last and all(map(values.has_one_use, split.outputs)) else None
 
 
 def _reject_reason(node: ir.Node) -> str | None:

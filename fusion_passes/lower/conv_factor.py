@@ -40,7 +40,7 @@ def conv_factor(model: ir.Model) -> PassOutcome:
 def only_consumer(conv: ir.Node, op_type: str) -> ir.Node | None:
     """Return the node of ai.onnx `op_type` that reads a float32 convolution, if nothing else does."""
     output = conv.outputs[0]
-    if len(output.uses()) != 1 or output.is_graph_output() or output.dtype != ir.DataType.FLOAT:
+    if not values.has_one_use(output) or output.dtype != ir.DataType.FLOAT:
         return None
     (user,) = output.consumers()
     return user if user.op_type == op_type and user.domain == "" and user.graph is conv.graph else None

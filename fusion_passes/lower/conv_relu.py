@@ -13,6 +13,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
+from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import replace_value
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.lower import fold_bias, linear_add, nhwc_layout, subpixel_conv, upsample_nearest
@@ -35,15 +36,15 @@ def _match(relu: ir.Node) -> Match | str:
     add = _producer(relu.inputs[0], "BiasAdd")
     if add is None:
         conv = _producer(relu.inputs[0], "NhwcConv")
-    elif not _is_only_read_once(add.outputs[0]):
+    elif not values.has_one_use(add.outputs[0]):
         return "the sum has other consumers"
     else:
         addends = [_producer(value, "NhwcConv") for value in _images(add)]
         bare = [conv for conv in addends if conv is not None and len(conv.inputs) == 2]
-        conv = next((conv for conv in bare if _is_only_read_once(conv.outputs[0])), bare[0] if bare else None)
+        conv = next((conv for conv in bare if values.has_one_use(conv.outputs[0])), bare[0] if bare else None)
     if conv is None:
         return "its input is not computed by a channels-last convolution"
-    if not _is_only_read_once(conv.outputs[0]):
+    if not values.has_one_use(conv.outputs[0]):
         return "the convolution's result has other consumers"
     if conv.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return "the convolution is padded by auto_pad"
@@ -58,10 +59,6 @@ def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 def _images(add: ir.Node) -> list[ir.Value | None]:
     return [add.inputs[0], add.inputs[2] if len(add.inputs) > 2 else None]
-
-
-def _is_only_read_once(value: ir.Value) -> bool:
-    return len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def _rewrite(graph: ir.Graph, relu: ir.Node) -> None:
