@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 from provider_sessions import placed, session_of
 
 from fusion_passes.eight_bits.formats import FORMATS
@@ -16,6 +16,22 @@ from fusion_passes.operators import function_bodies
 
 ELEMENTS = {"float8": TensorProto.FLOAT8E4M3FN, "int8": TensorProto.INT8}
 FLOATS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+
+
+def run_nodes(
+    nodes: list[NodeProto], constants: list[TensorProto], inputs: dict[str, np.ndarray], dtype: str, provider: str
+) -> np.ndarray:
+    """Return y of a graph of `inputs` [n, s, columns], all of whose nodes the provider must take."""
+    values = [helper.make_tensor_value_info(n, FLOATS[dtype], ["n", "s", x.shape[-1]]) for n, x in inputs.items()]
+    y = helper.make_tensor_value_info("y", FLOATS[dtype], None)
+    graph = helper.make_graph(nodes, "layer", values, [y], constants)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sd_ort", 1)]
+    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    function_bodies.attach(model, [node for node in model.graph if node.domain == "sd_ort"])
+    session = session_of(ir.to_proto(model).SerializeToString(), provider)
+    assert sum(placed(session)["SdOrtSimulated"].values()) == len(nodes)
+    result: np.ndarray = session.run(None, inputs)[0]
+    return result
 
 
 @pytest.mark.parametrize("columns", [8, 3])  # whole vectors, and single elements
@@ -38,19 +54,7 @@ def test_a_gated_layer(name: str, dtype: str, columns: int, provider: str) -> No
         helper.make_node("QuantizeLinear", ["x", "s"], ["q"], output_dtype=ELEMENTS[name]),
         helper.make_node("QuantizedLinear", ["q", "w", "scale", "bias"], ["y"], domain="sd_ort", gelu=0, gated=1),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "gated",
-        [helper.make_tensor_value_info("x", FLOATS[dtype], ["n", "s", columns])],
-        [helper.make_tensor_value_info("y", FLOATS[dtype], None)],
-        constants,
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sd_ort", 1)]
-    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
-    function_bodies.attach(model, [node for node in model.graph if node.domain == "sd_ort"])
-    session = session_of(ir.to_proto(model).SerializeToString(), provider)
-    assert sum(placed(session)["SdOrtSimulated"].values()) == 2
-    (y,) = session.run(None, {"x": x})
+    y = run_nodes(nodes, constants, {"x": x}, dtype, provider)
     limit = 448.0 if name == "float8" else 127.0
     scaled = (x.astype(np.float32) / 0.0625).clip(-limit, limit)
     q = np.rint(scaled) if name == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -90,19 +94,7 @@ def test_a_norm_writes_float8(dtype: str, provider: str) -> None:
         helper.make_node("Reshape", ["q", "row"], ["r"]),
         helper.make_node("QuantizedLinear", ["r", "w", "scale", "bias"], ["y"], domain="sd_ort", gelu=0, gated=0),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "norm",
-        [helper.make_tensor_value_info(name, FLOATS[dtype], ["n", "s", 16]) for name in ("x", "skip")],
-        [helper.make_tensor_value_info("y", FLOATS[dtype], None)],
-        constants,
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sd_ort", 1)]
-    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
-    function_bodies.attach(model, [node for node in model.graph if node.domain == "sd_ort"])
-    session = session_of(ir.to_proto(model).SerializeToString(), provider)
-    assert sum(placed(session)["SdOrtSimulated"].values()) == 3
-    (y,) = session.run(None, {"x": x, "skip": skip})
+    y = run_nodes(nodes, constants, {"x": x, "skip": skip}, dtype, provider)
     v = x.astype(np.float64) + skip
     normalized = (v - v.mean(-1, keepdims=True)) / np.sqrt(v.var(-1, keepdims=True) + 1e-5) * gamma + beta
     q = (normalized / 0.0625).astype(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(-1, 16)

@@ -1,4 +1,4 @@
-"""Krea 2: the modules equal diffusers and transformers; fusions; images; LoRAs; what is refused."""
+"""Tests of Krea 2: exported modules beside diffusers and transformers, fusions, images, LoRAs, refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformer_families import built, check_fusions, hoisted_counts, nmse
+from transformer_families import built, check_fusions, check_lora, hoisted_counts, nmse
 
 from scripts.fixtures.parity_models import Models
 from sd_ort import Krea2Pipeline, transformer_pipeline
@@ -20,7 +20,6 @@ from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.open import open_checkpoint
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core.errors import InputError
-from sd_ort.core.metrics import psnr
 from sd_ort.pipelines.transformer_krea2 import Krea2Embeddings
 from sd_ort.pipelines.transformer_pipelines import image_ids
 
@@ -125,26 +124,8 @@ def test_images_with_and_without_a_lora(models: Models, hoisted: Krea2Pipeline, 
         stored = {f"{prefix}{names[index]}.lora_{end}.weight": tensor.clone()
                   for names, pair in tensors.items() for end, tensor in zip("AB", pair, strict=True)}  # fmt: skip
         save_file(stored, tmp_path / f"{file}.safetensors")
-    theirs = models.theirs(FAMILY, KIND)
-
-    def expected() -> np.ndarray:
-        with torch.no_grad():
-            images: np.ndarray = theirs(**CALL, prompt=PROMPTS, generator=torch.Generator().manual_seed(5)).images
-        return images
-
-    without = expected()
-    theirs.load_lora_weights(str(tmp_path / "diffusers.safetensors"))
-    try:
-        changed = expected()
-    finally:
-        theirs.unload_lora_weights()
-    assert psnr(hoisted(**CALL, prompt=PROMPTS, generator=5).images, without, 0.01, peak=1.0) >= 60
-    hoisted.load_lora_weights(tmp_path / f"{layout}.safetensors")
-    assert psnr(hoisted(**CALL, prompt=PROMPTS, generator=5).images, changed, 0.01, peak=1.0) >= 60
-    hoisted.unload_lora_weights()
-    assert psnr(without, changed, 0.01, peak=1.0) < 40, "the LoRA changes nothing"
-    other = hoisted(**CALL, prompt=PROMPTS[::-1], generator=5).images
-    assert psnr(other, without, 0.01, peak=1.0) < 50, "the comparison does not see the prompt"
+    files = (tmp_path / f"{file}.safetensors" for file in ("diffusers", layout))
+    check_lora(models.theirs(FAMILY, KIND), hoisted, CALL, PROMPTS, *files)
 
 
 def test_the_schedule_of_distilled_models(models: Models, hoisted: Krea2Pipeline) -> None:

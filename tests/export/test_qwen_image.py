@@ -12,7 +12,7 @@ import torch
 from export_limits import assert_not_exportable
 from PIL import Image
 from safetensors.torch import save_file
-from transformer_families import built, check_fusions, hoisted_counts, nmse
+from transformer_families import built, check_fusions, check_lora, hoisted_counts, nmse
 
 from scripts.fixtures.parity_models import Models
 from sd_ort import QwenImagePipeline, transformer_pipeline
@@ -23,7 +23,6 @@ from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core.errors import InputError
-from sd_ort.core.metrics import psnr
 from sd_ort.pipelines.transformer_qwen_image import Embeddings
 
 CLASS, KIND, FAMILY = "QwenImageTransformer2DModel", "QwenImagePipeline", "qwen_image"
@@ -145,26 +144,8 @@ def test_images_with_and_without_a_lora(
     for file, before in (("theirs", "transformer."), ("ours", prefix)):
         save_file({f"{before}{name}": tensor for name, tensor in tensors.items()}, tmp_path / f"{file}.safetensors")
     call: dict[str, Any] = {**CALL, "negative_prompt": ["b c", " "]}
-    theirs = models.theirs(FAMILY, KIND)
-
-    def expected() -> np.ndarray:
-        with torch.no_grad():
-            images: np.ndarray = theirs(**call, prompt=PROMPTS, generator=torch.Generator().manual_seed(5)).images
-        return images
-
-    without = expected()
-    theirs.load_lora_weights(str(tmp_path / "theirs.safetensors"))
-    try:
-        changed = expected()
-    finally:
-        theirs.unload_lora_weights()
-    assert psnr(hoisted(**call, prompt=PROMPTS, generator=5).images, without, 0.01, peak=1.0) >= 60
-    hoisted.load_lora_weights(tmp_path / "ours.safetensors")
-    assert psnr(hoisted(**call, prompt=PROMPTS, generator=5).images, changed, 0.01, peak=1.0) >= 60
-    hoisted.unload_lora_weights()
-    assert psnr(without, changed, 0.01, peak=1.0) < 40, "the LoRA changes nothing"
-    other = hoisted(**call, prompt=PROMPTS[::-1], generator=5).images
-    assert psnr(other, without, 0.01, peak=1.0) < 50, "the comparison does not see the prompt"
+    files = (tmp_path / f"{file}.safetensors" for file in ("theirs", "ours"))
+    check_lora(models.theirs(FAMILY, KIND), hoisted, call, PROMPTS, *files)
 
 
 def test_generate_command(hoisted: QwenImagePipeline, sd_ort: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from test_export import check_against_torch
@@ -14,7 +15,7 @@ from test_export import check_against_torch
 from scripts.fixtures.parity_models import preset
 from sd_ort.checkpoints.checkpoint import build_model, class_name
 from sd_ort.checkpoints.random_weights import fill_random
-from sd_ort.core.metrics import array_errors
+from sd_ort.core.metrics import array_errors, psnr
 from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.graphs.load import load
 from sd_ort.inspect.verify import verify
@@ -63,3 +64,31 @@ def hoisted_counts(folder: Path, out: Path, dtype: str) -> dict[str, Counter[str
     result = verify(folder, out, components=["transformer"])
     assert result["passed"], result["rows"]
     return {name: Counter(node.op_type for node in load(out / name / "model.onnx").graph) for name in nodes}
+
+
+def check_lora(
+    theirs: Any, ours: Any, call: Mapping[str, Any], prompts: Sequence[str], their_lora: Path, our_lora: Path
+) -> None:
+    """Assert that images without a LoRA, and with it, are those of diffusers, and that the LoRA and the prompts count.
+
+    The files hold one LoRA, in names that each side reads. `call`: the arguments of both beside prompts and seed.
+    """
+
+    def expected() -> np.ndarray:
+        with torch.no_grad():
+            images: np.ndarray = theirs(**call, prompt=prompts, generator=torch.Generator().manual_seed(5)).images
+        return images
+
+    without = expected()
+    theirs.load_lora_weights(str(their_lora))
+    try:
+        changed = expected()
+    finally:
+        theirs.unload_lora_weights()
+    assert psnr(ours(**call, prompt=prompts, generator=5).images, without, 0.01, peak=1.0) >= 60
+    ours.load_lora_weights(our_lora)
+    assert psnr(ours(**call, prompt=prompts, generator=5).images, changed, 0.01, peak=1.0) >= 60
+    ours.unload_lora_weights()
+    assert psnr(without, changed, 0.01, peak=1.0) < 40, "the LoRA changes nothing"
+    other = ours(**call, prompt=prompts[::-1], generator=5).images
+    assert psnr(other, without, 0.01, peak=1.0) < 50, "the comparison does not see the prompt"
