@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Tables from what scripts/bench/bench_gpu_step.py measured: those of results/gpu_step.md, and the README's.
 
-python scripts/bench/gpu_step_table.py results/gpu_step --out results/gpu_step.md
-python scripts/bench/gpu_step_table.py results/gpu_provider --page docs/explanation/speed.md  # puts it there
+    python scripts/bench/gpu_step_table.py results/gpu_step --out results/gpu_step.md
+    python scripts/bench/gpu_step_table.py results/gpu_provider --page docs/explanation/speed.md  # puts it there
+
+No GPU is needed.
 """
 
 from __future__ import annotations

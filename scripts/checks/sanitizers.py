@@ -27,9 +27,10 @@ def build(sources: Path, folder: Path, *definitions: str, target: str = "all") -
 
 
 def environment(report: Path | None = None) -> dict[str, str]:
-    """Return the environment of a process that loads such a library. `report`: a file for what is found, else stderr.
+    """Return the environment of a process that loads a library built with sanitizers.
 
-    Python and ONNX Runtime keep memory to their end; a size that cannot be had is an error like others.
+    `report`: a file for what they find, else they write to stderr. Python and ONNX Runtime keep memory to their end; a
+    size that cannot be had is an error like others.
     """
     preloaded = [
         subprocess.check_output([COMPILER, f"-print-file-name={name}"], text=True).strip()

@@ -391,7 +391,7 @@ class _Editor:
         return value
 
     def output(self, value: ir.Value, name: str) -> None:
-        """Add a graph output: `value` itself if a node of this editor computed it, else a copy."""
+        """Return a value from the graph under `name`; values of the original graph keep theirs, and are copied."""
         result = value if value.producer() in self.inserted else self.add("Identity", [value], name)
         result.name, result.shape = name, value.shape
         self.graph.outputs.append(result)

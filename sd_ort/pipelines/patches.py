@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.step_cache import FEW_STEP_SCHEDULERS, FEWEST_STEPS
+from sd_ort.pipelines.step_cache import FEWEST_STEPS, takes_few_steps
 
 if TYPE_CHECKING:
     from sd_ort.pipelines.request import Request
@@ -66,7 +66,7 @@ def check(request: Request, scheduler: str, models: Components, size_multiple: i
         raise InputError(f"split_image is for one large image at a time, not {request.batch}: {ADVICE}.")
     if request.control_image is not None:
         raise InputError(f"an image with a ControlNet is not split into rows: {ADVICE}, or use split_guidance.")
-    if scheduler in FEW_STEP_SCHEDULERS or request.embedded_guidance is not None:
+    if takes_few_steps(request, scheduler):
         raise InputError(f"LCM models take few steps, which differ too much for rows of the last one: {ADVICE}.")
     if request.num_inference_steps < FEWEST_STEPS:
         raise InputError(

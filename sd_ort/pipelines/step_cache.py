@@ -25,6 +25,11 @@ FEW_STEP_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 ADVICE = "disable_cache() or leave out --cache"
 
 
+def takes_few_steps(request: Request, scheduler: str) -> bool:
+    """Return whether a call is one of an LCM model, whose few steps differ much."""
+    return scheduler in FEW_STEP_SCHEDULERS or request.embedded_guidance is not None
+
+
 @dataclass(frozen=True)
 class StepCache:
     """Settings of DeepCache, under the names of its authors' package.
@@ -43,7 +48,7 @@ class StepCache:
 
     def check(self, request: Request, scheduler: str) -> None:
         """Raise InputError for calls whose steps differ too much from each other."""
-        if scheduler in FEW_STEP_SCHEDULERS or request.embedded_guidance is not None:
+        if takes_few_steps(request, scheduler):
             raise InputError(f"LCM models take few steps, of which none can be shallow: {ADVICE}.")
         if request.num_inference_steps < FEWEST_STEPS:
             raise InputError(

@@ -127,7 +127,7 @@ class Krea2Pipeline(QwenImagePipeline):
         sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
         return flow_match.make_schedule(self.scheduler_config, steps, tokens, sigmas, mu)
 
-    def _given(
+    def _checked_embeddings(
         self, states: np.ndarray, mask: np.ndarray | None, prefix: str, count: int | None, length: int
     ) -> Krea2Embeddings:
         config = self.transformer_config

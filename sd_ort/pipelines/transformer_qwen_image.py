@@ -226,12 +226,12 @@ class QwenImagePipeline(TransformerPipeline):
             raise InputError(f"{prefix}prompt and {prefix}prompt_embeds were both given: give one of them.")
         states, mask = as_array(embeds), getattr(call, f"{prefix}prompt_embeds_mask")
         kept = None if mask is None else as_array(mask) != 0
-        made = self._given(states, kept, prefix, count, call.max_sequence_length)
+        made = self._checked_embeddings(states, kept, prefix, count, call.max_sequence_length)
         if (kept is not None and kept.shape != states.shape[:2]) or not made.mask.any(1).all():
             raise InputError(f"{prefix}prompt_embeds_mask must be {states.shape[:2]}, with a token in each row.")
         return made
 
-    def _given(
+    def _checked_embeddings(
         self, states: np.ndarray, mask: np.ndarray | None, prefix: str, count: int | None, length: int
     ) -> Embeddings:
         """Return embeddings that were given, with their mask, of at most `length` tokens.

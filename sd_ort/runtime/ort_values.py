@@ -20,7 +20,6 @@ from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.ort_wheel import runtime
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
-DTYPE_OF_ELEMENT = {1: np.float32, 10: np.float16}  # of onnx.TensorProto.DataType
 
 
 @cache
@@ -109,12 +108,13 @@ def memory_view(device: str, address: int, dtype: Any, shape: Sequence[int]) -> 
     return binding.get_outputs()[0]
 
 
-def view(value: Any, offset: int, like: Any, device: str) -> Any:
-    """Return an OrtValue in the shape and dtype of `like` over the memory of `value`, `offset` bytes from its start."""
+def view(value: Any, offset: int, like: Any, dtype: np.dtype, device: str) -> Any:
+    """Return an OrtValue in the shape of `like` and its `dtype` over the memory of `value`, `offset` bytes from its
+    start."""
     address = value.data_ptr() + offset
     if ":" in device:
         return value_at(device, address, like.element_type(), like.shape(), owner=value)
-    seen = memory_view(device, address, np.dtype(DTYPE_OF_ELEMENT[like.element_type()]), like.shape())
+    seen = memory_view(device, address, dtype, like.shape())
     seen.owner = value
     return seen
 

@@ -48,7 +48,7 @@ class Arena:
             end += -(-size // ALIGNMENT) * ALIGNMENT
         self.memory = sessions.value(np.zeros(end // dtype.itemsize, dtype))
         device = sessions.models.device
-        self.values = {name: view(self.memory, self.ends[name][0], like, device) for name, like in likes.items()}
+        self.values = {name: view(self.memory, self.ends[name][0], like, dtype, device) for name, like in likes.items()}
 
     def span(self, names: Sequence[str]) -> Span:
         """Return the memory of consecutive values."""
