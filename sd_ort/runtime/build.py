@@ -34,6 +34,7 @@ from sd_ort.runtime.library import (
     PROVIDER_LIBRARIES,
     SOURCES,
     BuildError,
+    has_present_sources,
     is_complete,
     sources_hash,
     trim_builds,
@@ -77,8 +78,8 @@ def build(
         options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
-    if not ((folder / "build.json").is_file() and is_complete(folder)):
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged build
+    if not (has_present_sources(folder) and is_complete(folder)):
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or by a version that recorded other sources
         say(f"building {library.name} ...")
         _compile(options, folder)
         trim_builds(int(float(os.environ.get("SD_ORT_BUILDS_GB", BUILDS_GB)) * 1e9), keep=folder)
@@ -181,7 +182,7 @@ def _compile(options: _Options, folder: Path) -> None:
                 shutil.move(Path(work) / name, done / name)
         record = {
             "libraries": {path.name: record_file(path) for path in sorted(done.iterdir())},
-            "sources": sources_hash(),
+            "sources": sources_hash(options.cpu),
             "cpu": options.cpu,
             "hip": options.hip_archs,
             "cuda": options.cuda_archs,

@@ -82,6 +82,15 @@ def is_complete(folder: Path, name: str | None = None) -> bool:
         return False
 
 
+def has_present_sources(folder: Path) -> bool:
+    """Whether a build was made from the present sources: without the CPU library, from those of the GPU's alone."""
+    try:
+        record = read_json(folder / "build.json")
+        return record.get("sources") == sources_hash(record.get("cpu", True))
+    except (InputError, OSError, AttributeError):  # a damaged record is a build that was not finished
+        return False
+
+
 def library_path(name: str = LIBRARY) -> Path | None:
     """The newest library of this name built from the present sources, else the one that the wheel brought, or None.
 
@@ -91,13 +100,9 @@ def library_path(name: str = LIBRARY) -> Path | None:
     found = []
     for record in list_files(cache_folder() / "ops", "*/build.json"):
         library = record.parent / name
-        with suppress(InputError, OSError):  # a damaged record is a build that was not finished
-            if (
-                read_json(record).get("sources") == sources_hash()
-                and library.is_file()
-                and is_complete(record.parent, name)
-            ):
-                has_gpu = any((record.parent / gpu).is_file() for gpu in (HIP_LIBRARY, CUDA_LIBRARY))
+        if has_present_sources(record.parent) and library.is_file() and is_complete(record.parent, name):
+            has_gpu = any((record.parent / gpu).is_file() for gpu in (HIP_LIBRARY, CUDA_LIBRARY))
+            with suppress(OSError):  # another process removed it
                 found.append((has_gpu, record.stat().st_mtime_ns, library))
     if found:
         return max(found)[-1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from cli_type import Cli
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.ownership import record_file
+from sd_ort.runtime import build as build_module
 from sd_ort.runtime.build import build
 from sd_ort.runtime.library import (
     CUDA_LIBRARY,
@@ -58,6 +61,45 @@ def test_the_last_build_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     first, second = build(), build(provider=True)
     assert library_path() == second
     assert build() == first == library_path()
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the libraries' sources, to change."""
+    copy = tmp_path / "sources"
+    shutil.copytree(SOURCES, copy)
+    monkeypatch.setattr("sd_ort.runtime.library.SOURCES", copy)
+    sources_hash.cache_clear()
+    yield copy
+    sources_hash.cache_clear()
+
+
+def test_a_gpu_build_is_found_after_a_change_of_the_cpu_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: Path
+) -> None:
+    """The cache knew it by the GPU's sources, its record by all: it was neither found nor built again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build_module, "find_hip_compiler", lambda: build_module.HipCompiler("true"))
+    made = []
+
+    def run(command: Sequence[str], _: str) -> None:
+        if "--build" in command:
+            made.append(Path(command[2]))
+            (made[-1] / HIP_LIBRARY).touch()
+
+    monkeypatch.setattr(build_module, "_run", run)
+    library = build(cpu=False, hip=["gfx1100"])
+    assert library_path(HIP_LIBRARY) == library
+    with (sources / "cpu_library.cc").open("a") as file:
+        file.write("// changed")
+    sources_hash.cache_clear()
+    assert build(cpu=False, hip=["gfx1100"]) == library == library_path(HIP_LIBRARY)
+    assert len(made) == 1
+    with (sources / "gpu_library.cc").open("a") as file:
+        file.write("// changed")
+    sources_hash.cache_clear()
+    assert library_path(HIP_LIBRARY) is None
+    assert build(cpu=False, hip=["gfx1100"]) == library_path(HIP_LIBRARY) != library
 
 
 def test_a_truncated_library_is_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
