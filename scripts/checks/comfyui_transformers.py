@@ -1,0 +1,199 @@
+"""Diffusion transformers as MODELs in ComfyUI: tiny nets by sd-ort's graphs and by ComfyUI's own code.
+
+    python scripts/checks/comfyui_transformers.py --comfyui CHECKOUT [--out results/hosts/comfyui_transformers.json]
+
+CHECKOUT is ComfyUI's source, 0.33.0 or later, of which nothing is changed; einops, torchsde, comfy-aimdo and
+comfy-kitchen must be installed beside sd-ort, other requirements may be missing. Each net of random weights is exported
+and optimized for the CPU, once whole and once hoisted. ComfyUI's net gets the same weights in its own layout, and both
+predict through ComfyUI's `apply_model`, in float32: without and with a patch of weights (query, key and value joined;
+shift and scale of the last norm in ComfyUI's order), at two sizes of the image, and with a reference image where the
+family takes one. The relative error is the norm of the difference in norms of ComfyUI's prediction, and must be at most
+1e-5, the rounding of two orders of summation; each change must move the prediction by at least 1e-3.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from scripts.checks.stubs import stub_missing
+from scripts.report import save_findings
+from sd_ort.checkpoints.presets import PRESETS, Preset, open_preset
+from sd_ort.checkpoints.transformer_layouts import join_parts
+from sd_ort.export.exporter import export
+from sd_ort.integrations.models import TorchComponentSessions
+from sd_ort.stages import optimize
+
+MISSING = (
+    "torchvision",
+    "torchaudio",
+    "av",
+    "scipy",
+    "sentencepiece",
+    "blake3",
+    "aiohttp",
+    "yarl",
+    "spandrel",
+    "simpleeval",
+)
+SEED = 1
+MAX_ERROR, MIN_CHANGE = 1e-5, 1e-3
+# Of ComfyUI's nets: 64 channels a head in SD 3, at least 1024 channels in Z-Image.
+CHANGES: dict[str, dict[str, Any]] = {
+    "flux-dev-tiny": {},
+    "flux-schnell-tiny": {},
+    "flux2-klein-4b-tiny": {},
+    "sd35-medium-tiny": {"attention_head_dim": 64, "num_attention_heads": 2, "caption_projection_dim": 128},
+    "sd35-large-tiny": {"attention_head_dim": 64, "num_attention_heads": 2, "caption_projection_dim": 128},
+    "qwen-image-tiny": {},
+    "z-image-turbo-tiny": {"dim": 1024, "n_heads": 8, "n_kv_heads": 8, "axes_dims": [32, 48, 48], "n_layers": 1},
+}
+WITH_REFERENCE = ("flux-dev-tiny", "flux2-klein-4b-tiny")
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference in norms of `expected`."""
+    return float((actual - expected).norm() / expected.norm())
+
+
+def own_net(host: Any, ours: Any, weights: Mapping[str, torch.Tensor]) -> Any:
+    """Return ComfyUI's own BaseModel of the same config, with diffusers' weights in its layout."""
+    net = ours.model.diffusion_model
+    arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+    theirs = {name: torch.from_numpy(join_parts(arrays, parts)) for name, parts in net.names.items()}
+    for name in ("pos_embed", "x_pad_token", "cap_pad_token"):
+        if (diffusers := f"pos_embed.{name}" if name == "pos_embed" else name) in weights:
+            theirs[f"diffusion_model.{name}"] = weights[diffusers]
+    description = type(ours.model.model_config)(ours.model.model_config.unet_config)
+    description.unet_config |= {"disable_unet_model_creation": False, "dtype": torch.float32}
+    description.sampling_settings = ours.model.model_config.sampling_settings
+    description.unet_config.pop("disable_unet_model_creation")
+    model = host.__mro__[2](description, model_type=ours.model.model_type)
+    found = model.load_state_dict(theirs, strict=False)
+    missing = [name for name in found.missing_keys if not name.startswith("model_sampling.")]
+    assert (missing, found.unexpected_keys) == ([], [])
+    return model
+
+
+def call(model: Any, inputs: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> torch.Tensor:
+    """Return the denoised latents of ComfyUI's `apply_model` less the noisy ones: its net's prediction, scaled."""
+    with torch.inference_mode():
+        x = inputs["x"]
+        out: torch.Tensor = model.apply_model(**inputs, transformer_options={**(options or {})}) - x
+        return out
+
+
+def inputs_of(
+    name: str, config: Mapping[str, Any], comfy_config: Mapping[str, Any], size: tuple[int, int]
+) -> dict[str, Any]:
+    """Return arguments of `apply_model` for two images of `size` latents."""
+    generator = torch.Generator().manual_seed(sum(size))
+    channels = comfy_config.get("out_channels", comfy_config["in_channels"])
+    shape = (2, channels, *([1] if name.startswith("qwen") else []), *size)
+    text = config.get("joint_attention_dim", config.get("cap_feat_dim"))
+    inputs = {
+        "x": torch.randn(shape, generator=generator),
+        "t": torch.full((2,), 0.6),
+        "c_crossattn": torch.randn(2, 21, text, generator=generator),
+    }
+    if pooled := config.get("pooled_projection_dim"):
+        inputs["y"] = torch.randn(2, pooled, generator=generator)
+    if config.get("guidance_embeds"):
+        inputs["guidance"] = torch.full((2,), 3.0)
+    if name.startswith("z-image"):
+        inputs["num_tokens"] = 21
+    return inputs
+
+
+def compare(
+    name: str, folder: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return relative errors of a folder's MODEL to ComfyUI's own, and how far each change moves the prediction."""
+    from sd_ort.integrations.comfyui.model import open_model
+
+    model_patcher = importlib.import_module("comfy.model_patcher")
+    ours = open_model(TorchComponentSessions(folder, "cpu"))
+    own = own_net(type(ours.model), ours, weights)
+    comfy_config = ours.model.model_config.unet_config
+    sizes = [(8, 12), (12, 8), (9, 7)]
+    first = inputs_of(name, config, comfy_config, sizes[0])
+    plain = call(own, first)
+    errors = {}
+    for size in sizes:
+        inputs = inputs_of(name, config, comfy_config, size)
+        errors[f"{size[0]} x {size[1]} latents"] = relative(
+            call(ours.model, inputs, {"uuids": ["a"]}), call(own, inputs)
+        )
+    moves = {}
+    if name in WITH_REFERENCE:
+        inputs = {**first, "ref_latents": [first["x"].flip(2)[:, :, :6, :]]}
+        expected = call(own, inputs)
+        errors["a reference image"] = relative(call(ours.model, inputs), expected)
+        moves["a reference image"] = relative(expected, plain)
+    generator = torch.Generator().manual_seed(SEED)
+    patches = {}
+    for key, tensor in ours.model.state_dict().items():
+        if key.endswith((".weight",)) and any(part in key for part in ("qkv", "linear1", "final_layer.adaLN", "to_q.")):
+            patches[key] = ("diff", (0.1 * torch.randn(tensor.shape, generator=generator) / tensor.shape[-1] ** 0.5,))
+    assert patches
+    changed = ours.clone()
+    changed.add_patches(patches, 0.7)
+    theirs = model_patcher.ModelPatcher(own, torch.device("cpu"), torch.device("cpu"))
+    theirs.add_patches(patches, 0.7)
+    theirs.patch_model()
+    expected = call(own, first)
+    moves["a patch of weights"] = relative(expected, plain)
+    changed.pre_run()
+    errors["a patch of weights"] = relative(call(changed.model, first, {"uuids": ["b"]}), expected)
+    theirs.unpatch_model()
+    ours.pre_run()
+    errors["without it again"] = relative(call(ours.model, first), plain)
+    assert all(move >= MIN_CHANGE for move in moves.values()), moves
+    return errors
+
+
+@click.command()
+@click.option("--comfyui", type=click.Path(path_type=Path), required=True, help="A checkout of ComfyUI.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the findings here.")
+@click.option("--preset", "presets", multiple=True, type=click.Choice(list(CHANGES)), help="Only these.")
+def main(comfyui: Path, out: Path | None, presets: tuple[str, ...]) -> None:
+    """Compare the nets of `CHANGES`."""
+    torch.set_num_threads(1)
+    if not (comfyui / "comfy").is_dir():
+        raise click.ClickException(f"{comfyui} is no checkout of ComfyUI: it has no folder comfy.")
+    stub_missing(MISSING)
+    sys.path.insert(0, str(comfyui))
+    sys.argv = sys.argv[:1]
+    importlib.import_module("comfy.cli_args").args.cpu = True
+    findings: dict[str, Any] = {}
+    for name in presets or CHANGES:
+        with tempfile.TemporaryDirectory(prefix="sd-ort-comfyui-") as temporary:
+            base, preset = Path(temporary), PRESETS[name]
+            config = preset.models["transformer"] | CHANGES[name]
+            key = f"comfyui-{name}"
+            PRESETS[key] = Preset(preset.pipeline, {"transformer": config}, preset.scheduler, preset.options)
+            export(None, base / "raw", preset=key, random_weights=True, seed=SEED)
+            weights = open_preset(key, SEED).load("transformer").state_dict()
+            for way, hoist in (("whole", False), ("hoisted", True)):
+                optimize(base / "raw", base / way, target="cpu", hoist=hoist)
+                errors = compare(name, base / way, weights, config)
+                findings[f"{name}, {way}"] = {what: float(f"{error:.1e}") for what, error in errors.items()}
+                click.echo(f"{name}, {way}: {findings[f'{name}, {way}']}")
+    findings["ComfyUI"] = (comfyui / "comfyui_version.py").read_text().split('"')[-2]
+    save_findings(
+        "Diffusion transformers in ComfyUI: relative error to its own nets, float32",
+        "scripts/checks/comfyui_transformers.py --comfyui CHECKOUT", findings, out,
+    )  # fmt: skip
+    worst = max(max(each.values()) for each in findings.values() if isinstance(each, dict))
+    assert worst <= MAX_ERROR, f"an error of {worst} is above {MAX_ERROR}"
+
+
+if __name__ == "__main__":
+    main()
