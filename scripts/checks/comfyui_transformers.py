@@ -5,10 +5,12 @@
 CHECKOUT is ComfyUI's source, 0.33.0 or later, of which nothing is changed; einops, torchsde, comfy-aimdo and
 comfy-kitchen must be installed beside sd-ort, other requirements may be missing. Each net of random weights is exported
 and optimized for the CPU, once whole and once hoisted. ComfyUI's net gets the same weights in its own layout, and both
-predict through ComfyUI's `apply_model`, in float32: without and with a patch of weights (query, key and value joined;
-shift and scale of the last norm in ComfyUI's order), at two sizes of the image, and with a reference image where the
-family takes one. The relative error is the norm of the difference in norms of ComfyUI's prediction, and must be at most
-1e-5, the rounding of two orders of summation; each change must move the prediction by at least 1e-3.
+predict through ComfyUI's `apply_model`, in float32: at three sizes of the image, with a patch of weights (query, key
+and value joined; shift and scale of the last norm in ComfyUI's order), with a LoRA in diffusers' names, and with a
+reference image where the family takes one. ComfyUI's sampler takes four steps with guidance.
+
+The relative error is the norm of the difference in norms of ComfyUI's prediction, and must be at most 1e-5, the
+rounding of two orders of summation; each change must move the prediction by at least 1e-3.
 """
 
 from __future__ import annotations
@@ -137,26 +139,65 @@ def compare(
         expected = call(own, inputs)
         errors["a reference image"] = relative(call(ours.model, inputs), expected)
         moves["a reference image"] = relative(expected, plain)
-    generator = torch.Generator().manual_seed(SEED)
-    patches = {}
-    for key, tensor in ours.model.state_dict().items():
-        if key.endswith((".weight",)) and any(part in key for part in ("qkv", "linear1", "final_layer.adaLN", "to_q.")):
-            patches[key] = ("diff", (0.1 * torch.randn(tensor.shape, generator=generator) / tensor.shape[-1] ** 0.5,))
-    assert patches
-    changed = ours.clone()
-    changed.add_patches(patches, 0.7)
     theirs = model_patcher.ModelPatcher(own, torch.device("cpu"), torch.device("cpu"))
-    theirs.add_patches(patches, 0.7)
-    theirs.patch_model()
-    expected = call(own, first)
-    moves["a patch of weights"] = relative(expected, plain)
-    changed.pre_run()
-    errors["a patch of weights"] = relative(call(changed.model, first, {"uuids": ["b"]}), expected)
-    theirs.unpatch_model()
+    for what, patches in (
+        ("a patch of weights", differences(ours)),
+        ("a LoRA in diffusers' names", lora(ours, weights)),
+    ):
+        changed, reference = ours.clone(), theirs.clone()
+        for patcher in (changed, reference):
+            assert len(patcher.add_patches(patches, 0.7)) == len(patches)
+        reference.patch_model()
+        expected = call(own, first)
+        reference.unpatch_model()
+        moves[what] = relative(expected, plain)
+        changed.pre_run()
+        errors[what] = relative(call(changed.model, first, {"uuids": ["b"]}), expected)
     ours.pre_run()
-    errors["without it again"] = relative(call(ours.model, first), plain)
+    errors["without it again"] = relative(call(ours.model, first, {"uuids": ["b"]}), plain)
+    sampled = [sample(patcher, first) for patcher in (ours, theirs)]
+    errors["4 steps of ComfyUI's sampler"] = relative(*sampled)
     assert all(move >= MIN_CHANGE for move in moves.values()), moves
     return errors
+
+
+def differences(ours: Any) -> dict[str, Any]:
+    """Return ComfyUI's patches of joined matrices, of the last norm, and of Qwen-Image's queries."""
+    generator, patches = torch.Generator().manual_seed(SEED), {}
+    for key, tensor in ours.model.state_dict().items():
+        if key.endswith(".weight") and any(part in key for part in ("qkv", "linear1", "final_layer.adaLN", "to_q.")):
+            patches[key] = ("diff", (0.1 * torch.randn(tensor.shape, generator=generator) / tensor.shape[-1] ** 0.5,))
+    assert patches
+    return patches
+
+
+def lora(ours: Any, weights: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    """Return ComfyUI's patches for a LoRA of rank 4 whose modules have diffusers' names."""
+    comfy_lora, generator = importlib.import_module("comfy.lora"), torch.Generator().manual_seed(SEED)
+    key_map, tensors = comfy_lora.model_lora_keys_unet(ours.model, {}), {}
+    for key in key_map:
+        module = key.removeprefix("transformer.")
+        if key.startswith("transformer.") and module.endswith(
+            ("to_k", "to_q", "to_out.0", "norm_out.linear", "proj_mlp")
+        ):
+            out, into = weights[f"{module}.weight"].shape
+            tensors[f"{key}.lora_A.weight"] = torch.randn(4, into, generator=generator) / into**0.5
+            tensors[f"{key}.lora_B.weight"] = 0.2 * torch.randn(out, 4, generator=generator)
+    patches: dict[Any, Any] = comfy_lora.load_lora(tensors, key_map)
+    assert len(patches) == len(tensors) // 2
+    return patches
+
+
+def sample(patcher: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the latents after 4 steps with guidance 3 by ComfyUI's sampler."""
+    comfy_sample = importlib.import_module("comfy.sample")
+    options = {name: inputs[key][:1] for name, key in (("pooled_output", "y"),) if key in inputs}
+    texts = [[[text[None], {**options}]] for text in inputs["c_crossattn"]]
+    latents = torch.zeros_like(inputs["x"][:1])
+    out: torch.Tensor = comfy_sample.sample(
+        patcher, inputs["x"][:1], 4, 3.0, "euler", "simple", *texts, latents, disable_pbar=True, seed=SEED
+    )
+    return out
 
 
 @click.command()
