@@ -57,6 +57,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen-image-tiny": {},
     "z-image-turbo-tiny": {"dim": 1024, "n_heads": 8, "n_kv_heads": 8, "axes_dims": [32, 48, 48], "n_layers": 1},
 }
+LORA_MODULES = ("to_k", "to_q", "to_out.0", "norm_out.linear", "proj_mlp")
 WITH_REFERENCE = ("flux-dev-tiny", "flux2-klein-4b-tiny")
 
 
@@ -100,7 +101,7 @@ def inputs_of(
     channels = comfy_config.get("out_channels", comfy_config["in_channels"])
     shape = (2, channels, *([1] if name.startswith("qwen") else []), *size)
     text = config.get("joint_attention_dim", config.get("cap_feat_dim"))
-    inputs = {
+    inputs: dict[str, Any] = {
         "x": torch.randn(shape, generator=generator),
         "t": torch.full((2,), 0.6),
         "c_crossattn": torch.randn(2, 21, text, generator=generator),
@@ -175,14 +176,13 @@ def lora(ours: Any, weights: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
     """Return ComfyUI's patches for a LoRA of rank 4 whose modules have diffusers' names."""
     comfy_lora, generator = importlib.import_module("comfy.lora"), torch.Generator().manual_seed(SEED)
     key_map, tensors = comfy_lora.model_lora_keys_unet(ours.model, {}), {}
-    for key in key_map:
-        module = key.removeprefix("transformer.")
-        if key.startswith("transformer.") and module.endswith(
-            ("to_k", "to_q", "to_out.0", "norm_out.linear", "proj_mlp")
-        ):
-            out, into = weights[f"{module}.weight"].shape
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(LORA_MODULES) and (key := f"transformer.{module}") in key_map:
+            out, into = weight.shape
             tensors[f"{key}.lora_A.weight"] = torch.randn(4, into, generator=generator) / into**0.5
             tensors[f"{key}.lora_B.weight"] = 0.2 * torch.randn(out, 4, generator=generator)
+    assert tensors
     patches: dict[Any, Any] = comfy_lora.load_lora(tensors, key_map)
     assert len(patches) == len(tensors) // 2
     return patches
