@@ -47,7 +47,7 @@ MISSING = (
 )
 SEED = 1
 MAX_ERROR, MIN_CHANGE = 1e-5, 1e-3
-# Of ComfyUI's nets: 64 channels a head in SD 3, at least 1024 channels in Z-Image.
+# Of ComfyUI's nets: 64 channels a head in SD 3, at least 1024 channels in Z-Image, and a whole width of its MLP.
 CHANGES: dict[str, dict[str, Any]] = {
     "flux-dev-tiny": {},
     "flux-schnell-tiny": {},
@@ -55,7 +55,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sd35-medium-tiny": {"attention_head_dim": 64, "num_attention_heads": 2, "caption_projection_dim": 128},
     "sd35-large-tiny": {"attention_head_dim": 64, "num_attention_heads": 2, "caption_projection_dim": 128},
     "qwen-image-tiny": {},
-    "z-image-turbo-tiny": {"dim": 1024, "n_heads": 8, "n_kv_heads": 8, "axes_dims": [32, 48, 48], "n_layers": 1},
+    "z-image-turbo-tiny": {"dim": 1056, "n_heads": 11, "n_kv_heads": 11, "axes_dims": [32, 32, 32], "n_layers": 1},
 }
 LORA_MODULES = ("to_k", "to_q", "to_out.0", "norm_out.linear", "proj_mlp")
 WITH_REFERENCE = ("flux-dev-tiny", "flux2-klein-4b-tiny")

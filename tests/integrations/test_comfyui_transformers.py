@@ -186,7 +186,13 @@ def test_model_of_flux(transformers: Any, flux: Mapping[bool, TorchComponentSess
     model = transformers.transformer_model(flux[False])
     description = model.description
     assert (type(description).__name__, model.model_type) == ("FluxSchnell", "flow")
-    config = {"in_channels": 4, "out_channels": 4, "hidden_size": 192, "depth": 3, "depth_single_blocks": 6}
+    config: dict[str, Any] = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "hidden_size": 192,
+        "depth": 3,
+        "depth_single_blocks": 6,
+    }
     config |= {"axes_dim": [8, 12, 12], "disable_unet_model_creation": True, "dtype": torch.float32, "vec_in_dim": 128}
     assert config.items() <= description.unet_config.items()
     assert description.latent_format.latent_channels == 4
