@@ -16,7 +16,6 @@ rounding of two orders of summation; each change must move the prediction by at 
 from __future__ import annotations
 
 import importlib
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import click
 import torch
 
-from scripts.checks.stubs import stub_missing
+from scripts.checks.comfyui_host import make_importable
 from scripts.report import save_findings
 from sd_ort.checkpoints.presets import PRESETS, Preset, open_preset
 from sd_ort.checkpoints.transformer_layouts import join_parts
@@ -207,12 +206,7 @@ def sample(patcher: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 def main(comfyui: Path, out: Path | None, presets: tuple[str, ...]) -> None:
     """Compare the nets of `CHANGES`."""
     torch.set_num_threads(1)
-    if not (comfyui / "comfy").is_dir():
-        raise click.ClickException(f"{comfyui} is no checkout of ComfyUI: it has no folder comfy.")
-    stub_missing(MISSING)
-    sys.path.insert(0, str(comfyui))
-    sys.argv = sys.argv[:1]
-    importlib.import_module("comfy.cli_args").args.cpu = True
+    make_importable(comfyui.absolute(), MISSING)
     findings: dict[str, Any] = {}
     for name in presets or CHANGES:
         with tempfile.TemporaryDirectory(prefix="sd-ort-comfyui-") as temporary:

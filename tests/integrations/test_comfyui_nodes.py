@@ -111,18 +111,23 @@ def test_nodes_and_workflows(comfy: Path) -> None:
     assert seen == {"SdOrtLoadModel", "SdOrtLoadControlNet"}
 
 
-def test_errors_have_one_line(comfy: Path) -> None:
+def test_errors_have_one_line(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = importlib.import_module("sd_ort.integrations.comfyui.nodes")
     for call, message in (
         (lambda: nodes.Convert.execute("a.safetensors", "../up", "auto", True), "no name of a folder"),
         (lambda: nodes.Convert.execute("a.safetensors", "new", "auto", True), "neither in models/checkpoints nor"),
         (lambda: nodes.LoadModel.execute("tiny", "rocm"), "rocm"),
         (lambda: nodes.LoadControlNet.execute("tiny", "cpu"), "has no controlnet"),
+        (lambda: nodes.LoadDiffusionModel.execute("tiny", "rocm"), "rocm"),
     ):
         with pytest.raises(RuntimeError, match=message) as caught:
             call()
         assert str(caught.value).startswith("sd-ort: ")
         assert "\n" not in str(caught.value)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="use Load sd-ort diffusion model"):
+        patch.setattr(nodes, "TorchComponentSessions", lambda *_: {"transformer"})
+        nodes.LoadModel.execute("tiny", "cpu")
+    assert [output.kind for output in nodes.LoadDiffusionModel.define_schema().outputs] == ["Model"]
     other_model = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=torch.nn.Identity()))
     assert nodes.Info.execute(other_model).result == ("this MODEL is not sd-ort's",)
 
