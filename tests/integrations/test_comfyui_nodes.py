@@ -124,12 +124,12 @@ def test_errors_have_one_line(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> N
             call()
         assert str(caught.value).startswith("sd-ort: ")
         assert "\n" not in str(caught.value)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="use Load sd-ort diffusion model"):
-        patch.setattr(nodes, "TorchComponentSessions", lambda *_: {"transformer"})
-        nodes.LoadModel.execute("tiny", "cpu")
     assert [output.kind for output in nodes.LoadDiffusionModel.define_schema().outputs] == ["Model"]
     other_model = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=torch.nn.Identity()))
     assert nodes.Info.execute(other_model).result == ("this MODEL is not sd-ort's",)
+    monkeypatch.setattr(nodes, "TorchComponentSessions", lambda *_: {"transformer"})
+    with pytest.raises(RuntimeError, match="use Load sd-ort diffusion model"):
+        nodes.LoadModel.execute("tiny", "cpu")
 
 
 def test_diffusion_model(comfy: Path, small_export: Path) -> None:
