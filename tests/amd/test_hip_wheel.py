@@ -55,7 +55,9 @@ def test_the_wheel_carries_the_libraries(wheel: Path, tmp_path: Path) -> None:
         for name in LIBRARIES[1:]:
             assert kernel_targets(Path(archive.extract(f"custom_ops/{name}", tmp_path))) == sorted(TARGETS)
     assert wheel_size.main(wheel, tmp_path / "wheel.md") == 0
-    assert f"| libsd_ort_hip.so | {', '.join(sorted(TARGETS))} |" in (tmp_path / "wheel.md").read_text()
+    written = (tmp_path / "wheel.md").read_text()
+    assert f"| libsd_ort_hip.so | {', '.join(sorted(TARGETS))} |" in written
+    assert all(line.endswith(" 2.18 |") for line in written.splitlines() if line.startswith("| libsd_ort"))
 
 
 def test_the_targets_of_the_wheel_are_supported() -> None:
