@@ -20,10 +20,10 @@ GLIBC = (2, 28)  # of RHEL 8 and Debian 10: tag manylinux_2_28
 DEMO = "sd_ort/demo/"
 
 
-def needed_glibc(library: Path) -> tuple[int, int]:
-    """Return the newest version of glibc's symbols that a library names, in the table of strings of its symbols."""
+def needed_glibc(library: Path) -> tuple[int, ...]:
+    """Return the newest version of glibc's symbols that a library names in its table of strings, or () if none."""
     names = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes())
-    return max((int(major), int(minor)) for major, minor in names)
+    return max(((int(major), int(minor)) for major, minor in names), default=())
 
 
 def main(wheel: Path, out: Path = ROOT / "results/amd/wheel.md") -> int:
@@ -42,12 +42,12 @@ def main(wheel: Path, out: Path = ROOT / "results/amd/wheel.md") -> int:
         f"Made by `scripts/build_wheels --hip`: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB, of which the demo's",
         f"models have {demo / 1e6:.1f} MB and the libraries {total / 1e6:.1f} MB (limit: {LIMIT_MB} MB).",
         "",
-        "| library | targets | MB | MB in the wheel | glibc |",
+        "| library | kernels for | MB | MB in the wheel | glibc |",
         "|---|---|---|---|---|",
         *(
-            f"| {Path(entry.filename).name} | {', '.join(targets[entry.filename]) or 'CPU'} "
+            f"| {Path(entry.filename).name} | {', '.join(targets[entry.filename]) or 'none'} "
             f"| {entry.file_size / 1e6:.1f} | {entry.compress_size / 1e6:.1f} "
-            f"| {'.'.join(map(str, glibc[entry.filename]))} |"
+            f"| {'.'.join(map(str, glibc[entry.filename])) or 'none'} |"
             for entry in libraries
         ),
     ]
