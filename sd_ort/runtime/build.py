@@ -105,7 +105,7 @@ def wheel_options(hip: Sequence[str]) -> list[str]:
     options.headers = find_headers()
     options.provider_headers = find_headers(api=PROVIDER_API)
     settings = [f"cmake.define.{definition.removeprefix('-D')}" for definition in options.definitions()]
-    settings.append("build.targets=sd_ort_ops;sd_ort_hip;sd_ort_ep_hip")
+    settings += ["cmake.define.SHARE_KERNELS=ON", "build.targets=sd_ort_ops;sd_ort_hip;sd_ort_ep_hip"]
     return [f"--config-settings={setting}" for setting in settings]
 
 
