@@ -122,7 +122,8 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path) -> None:
     }
     unet = diffusers.UNet2DConditionModel.from_pretrained(demo.MODEL_DIR / "unet", dtype=torch.float32)
     feed["encoder_hidden_states"] = random.standard_normal((1, 24, unet.config.cross_attention_dim)).astype(np.float32)
-    np.savez(tmp_path / "runs.npz", **{f"unet/{name}/0": array for name, array in feed.items()})
+    runs: dict[str, Any] = {f"unet/{name}/0": array for name, array in feed.items()}
+    np.savez(tmp_path / "runs.npz", **runs)
     options: dict[str, Any] = {
         "components": ["unet"],
         "calibrate": False,

@@ -238,8 +238,9 @@ def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(recorded: Path, tm
     state = {name: tensor.float() for name, tensor in load_file(file).items()}
     modules = read_adapter(lora_path("night"), {}).modules["unet"]
     for name in [name for name in state if name.removesuffix(".weight").replace(".", "_") in modules]:
-        delta = modules[name.removesuffix(".weight").replace(".", "_")].delta().dense()
-        state[name] = state[name] + torch.from_numpy(delta).reshape(state[name].shape)
+        delta = modules[name.removesuffix(".weight").replace(".", "_")].delta()
+        assert delta is not None
+        state[name] = state[name] + torch.from_numpy(delta.dense()).reshape(state[name].shape)
     save_file(state, file)
     options: dict[str, Any] = {"target": "portable", "components": ["unet"], "eight_bits": "int8", "inputs": recorded}
     for source, out in (("demo", tmp_path / "plain"), (str(fused), tmp_path / "expected")):
