@@ -360,7 +360,7 @@ class WeightUpdater:
             return
         dtypes = {name: np.dtype(DTYPES[value.data_type()]) for name, value in missing.items()}
         needed = sum(math.prod(value.shape()) * dtypes[name].itemsize for name, value in missing.items())
-        if components.free_bytes() < 2 * needed:
+        if components.target.free_bytes() < 2 * needed:
             return
         for name, value in missing.items():
             updatable.originals[name] = empty_value(value.shape(), dtypes[name], components.device)
