@@ -32,6 +32,7 @@ from sd_ort.model_cache import open_model
 from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite, is_integer
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.diffusers_compat import loading_options
+from sd_ort.pipelines.first_block_cache import COMPONENT, FirstBlockCacheMixin
 from sd_ort.pipelines.images import as_array, finished
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
@@ -192,7 +193,7 @@ class Denoising:
             self.sample = self.blend.apply(self.schedule, i, self.sample)
 
 
-class TransformerPipeline(LoraMixin):
+class TransformerPipeline(FirstBlockCacheMixin, LoraMixin):
     """Components, text encoding and sampling loop of the pipelines of diffusion transformers."""
 
     CLASS = ""  # the model class of the transformer
@@ -485,7 +486,11 @@ class TransformerPipeline(LoraMixin):
         """Run the steps of a call and return the latents after the last one."""
         steps = len(job.schedule.timesteps)
         self._num_timesteps = steps
-        predict, skip = job.steps(self.models), job.skip_layers
+        models: Mapping[str, Any] = self.models
+        if self.block_cache is not None:
+            self.block_cache.check(steps)
+            models = ChainMap({COMPONENT: self.block_cache.open(self.models)}, self.models)
+        predict, skip = job.steps(models), job.skip_layers
         skipping = [i for i in range(steps) if skip and skip.is_used(i, steps)]
         without = skip.steps(self.models, job.schedule.timesteps) if skip and skipping else None
         with step_bar(range(steps), call.progress and not self.progress_bar_config.get("disable")) as bar:
@@ -499,7 +504,7 @@ class TransformerPipeline(LoraMixin):
                 check_finite(prediction, "transformer")
                 job.step(i, prediction)
                 if call.callback_on_step_end is not None and self._call_back(i, job, call):
-                    predict = job.steps(self.models)
+                    predict = job.steps(models)
         return job.sample
 
     def _call_back(self, i: int, job: Denoising, call: SimpleNamespace) -> bool:
