@@ -6,7 +6,6 @@ blocks of FLUX.1 the first layer of the MLP. diffusers has shift and scale of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -204,8 +203,7 @@ def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], pref
     if config["_class_name"] == "Krea2Transformer2DModel":  # a vector of six rows in the file
         for i in range(config["num_layers"]):
             if (stored := f"{prefix}blocks.{i}.mod.lin") in shapes:
-                table = [6, math.prod(shapes[stored]) // 6]
-                recipes[f"transformer_blocks.{i}.scale_shift_table"] = ["reshape", table, stored]
+                recipes[f"transformer_blocks.{i}.scale_shift_table"] = ["reshape", [6, -1], stored]
     return recipes
 
 
