@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import wheel_size
 
 from sd_ort.demo import FOLDERS
 from sd_ort.stages import optimize
@@ -64,6 +65,13 @@ def test_the_wheel_has_both_demo_models(wheel: Path) -> None:
         assert len(files) > 8
         assert files <= names
     assert wheel.stat().st_size <= 60e6  # PyPI takes 100 MB
+
+
+def test_the_library_needs_no_newer_glibc_than_2_28(wheel: Path, tmp_path: Path) -> None:
+    library = Path(zipfile.ZipFile(wheel).extract("custom_ops/libsd_ort_ops.so", tmp_path))
+    assert wheel_size.needed_glibc(library) <= wheel_size.GLIBC
+    (tmp_path / "newer.so").write_bytes(b"\0dlopen\0GLIBC_2.2.5\0GLIBC_2.34\0")
+    assert wheel_size.needed_glibc(tmp_path / "newer.so") == (2, 34)
 
 
 def test_the_wheel_generates_with_its_own_library(installed: Path, small_export: Path, tmp_path: Path) -> None:

@@ -159,15 +159,6 @@ class Shapes {
     return dims;
   }
 
-  // An attribute of the node, or null.
-  const OrtOpAttr* find_attribute(const char* name) const {
-    const OrtOpAttr* attribute = nullptr;
-    OrtStatus* const status = ort_api->ShapeInferContext_GetAttribute(context_, name, &attribute);
-    if (status == nullptr) return attribute;
-    ort_api->ReleaseStatus(status);
-    return nullptr;
-  }
-
   // An attribute of the node.
   int64_t required_integer(const char* name) const {
     const OrtOpAttr* attribute = nullptr;
@@ -180,30 +171,27 @@ class Shapes {
 
   // An attribute of the node, or the default.
   int64_t integer(const char* name, int64_t default_value) const {
-    const OrtOpAttr* const attribute = find_attribute(name);
-    if (attribute == nullptr) return default_value;
+    const OrtOpAttr* attribute = nullptr;
     int64_t value = default_value;
     size_t bytes = 0;
-    OrtStatus* const status = ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &bytes);
+    OrtStatus* status = ort_api->ShapeInferContext_GetAttribute(context_, name, &attribute);
+    if (status == nullptr) status = ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &bytes);
     if (status != nullptr) ort_api->ReleaseStatus(status);
     return value;
   }
 
-  // Sets the shape of an output, and its element type to that of input `typed_by` or to `type`. Unknown dimensions get
+  // Sets the shape of output 0, and its element type to that of input `typed_by` or to `type`. Unknown dimensions get
   // unique symbols: ONNX Runtime would treat two dimensions of -1 as equal and share a buffer between both tensors.
-  void set_output(size_t index, std::vector<Dim> dims, size_t typed_by = 0) {
+  // Other outputs may be absent, for which ONNX Runtime writes beyond an array; it has no function that counts them.
+  // Optimized graphs record their shapes.
+  void set_output(std::vector<Dim> dims, size_t typed_by = 0) {
     OrtTensorTypeAndShapeInfo* typed = nullptr;
     ONNXTensorElementDataType type;
     check(ort_api->ShapeInferContext_GetInputTypeShape(context_, typed_by, &typed));
     check(ort_api->GetTensorElementType(typed, &type));
-    set_typed_output(index, std::move(dims), type);
+    set_typed_output(std::move(dims), type);
   }
-  // Sets the shape of an output in float8, if the node has it: ONNX Runtime 1.22 crashes for outputs that a node lacks.
-  void set_float8_output(size_t index, std::vector<Dim> dims) {
-    if (find_attribute("quantized_scale") == nullptr) return;
-    set_typed_output(index, std::move(dims), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN);
-  }
-  void set_typed_output(size_t index, std::vector<Dim> dims, ONNXTensorElementDataType type) {
+  void set_typed_output(std::vector<Dim> dims, ONNXTensorElementDataType type) {
     static std::atomic<int> unknown{0};
     for (Dim& dim : dims) {
       if (dim.value < 0 && dim.symbol.empty()) dim.symbol = "sd_ort_unknown_" + std::to_string(unknown++);
@@ -219,7 +207,7 @@ class Shapes {
     OrtStatus* status = ort_api->SetTensorElementType(info, type);
     if (status == nullptr) status = ort_api->SetDimensions(info, values.data(), values.size());
     if (status == nullptr) status = ort_api->SetSymbolicDimensions(info, symbols.data(), symbols.size());
-    if (status == nullptr) status = ort_api->ShapeInferContext_SetOutputTypeShape(context_, index, info);
+    if (status == nullptr) status = ort_api->ShapeInferContext_SetOutputTypeShape(context_, 0, info);
     ort_api->ReleaseTensorTypeAndShapeInfo(info);
     check(status);
   }
@@ -392,7 +380,7 @@ struct BindingBase {
 
   static Params attributes(const Attributes&) { return {}; }
   static void infer(Shapes& shapes) {
-    if (shapes.has(0)) shapes.set_output(0, shapes.input(0));
+    if (shapes.has(0)) shapes.set_output(shapes.input(0));
   }
   static void cpu(const Params& params, const Parallel& parallel) { kKernel(params, parallel); }
 };

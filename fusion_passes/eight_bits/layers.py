@@ -23,7 +23,6 @@ MIN_CHANNELS = 32
 CHANNEL_MULTIPLE = 16  # matrix units read 16 bytes of a row at once
 CONVOLUTIONS = frozenset({"Conv", "NhwcConv"})
 LINEARS = frozenset({"MatMul", "Gemm", "LinearAdd", "LinearSplitGelu"})
-FUSED_LINEARS = frozenset({"LinearAdd", "LinearSplitGelu"})
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Write the sizes of the compiled libraries in a wheel to results/amd/wheel.md. Usage: wheel_size.py WHEEL
 
-Exits with 1 if they have more than LIMIT_MB in the wheel, which is compressed: libraries of prebuilt kernels grow.
+Exits with 1 if they have more than LIMIT_MB in the wheel, which is compressed, or need a glibc newer than GLIBC.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import zipfile
@@ -15,7 +16,14 @@ from custom_ops.amd_targets import kernel_targets
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_MB = 12
+GLIBC = (2, 28)  # of RHEL 8 and Debian 10: tag manylinux_2_28
 DEMO = "sd_ort/demo/"
+
+
+def needed_glibc(library: Path) -> tuple[int, ...]:
+    """Return the newest version of glibc's symbols that a library names in its table of strings, or () if none."""
+    names = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes())
+    return max(((int(major), int(minor)) for major, minor in names), default=())
 
 
 def main(wheel: Path, out: Path = ROOT / "results/amd/wheel.md") -> int:
@@ -23,7 +31,9 @@ def main(wheel: Path, out: Path = ROOT / "results/amd/wheel.md") -> int:
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         entries = archive.infolist()
         libraries = [entry for entry in entries if entry.filename.endswith(".so")]
-        targets = {entry.filename: kernel_targets(Path(archive.extract(entry, folder))) for entry in libraries}
+        paths = {entry.filename: Path(archive.extract(entry, folder)) for entry in libraries}
+        targets = {name: kernel_targets(path) for name, path in paths.items()}
+        glibc = {name: needed_glibc(path) for name, path in paths.items()}
     total = sum(entry.compress_size for entry in libraries)
     demo = sum(entry.compress_size for entry in entries if entry.filename.startswith(DEMO))
     lines = [
@@ -32,17 +42,18 @@ def main(wheel: Path, out: Path = ROOT / "results/amd/wheel.md") -> int:
         f"Made by `scripts/build_wheels --hip`: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB, of which the demo's",
         f"models have {demo / 1e6:.1f} MB and the libraries {total / 1e6:.1f} MB (limit: {LIMIT_MB} MB).",
         "",
-        "| library | targets | MB | MB in the wheel |",
-        "|---|---|---|---|",
+        "| library | kernels for | MB | MB in the wheel | glibc |",
+        "|---|---|---|---|---|",
         *(
-            f"| {Path(entry.filename).name} | {', '.join(targets[entry.filename]) or 'CPU'} "
-            f"| {entry.file_size / 1e6:.1f} | {entry.compress_size / 1e6:.1f} |"
+            f"| {Path(entry.filename).name} | {', '.join(targets[entry.filename]) or 'none'} "
+            f"| {entry.file_size / 1e6:.1f} | {entry.compress_size / 1e6:.1f} "
+            f"| {'.'.join(map(str, glibc[entry.filename])) or 'none'} |"
             for entry in libraries
         ),
     ]
     out.write_text("\n".join(lines) + "\n")
     print(out.read_text())
-    return int(total > LIMIT_MB * 1e6)
+    return int(total > LIMIT_MB * 1e6 or max(glibc.values()) > GLIBC)
 
 
 if __name__ == "__main__":

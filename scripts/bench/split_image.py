@@ -28,7 +28,7 @@ from scripts.bench.two_gpus import device_seconds, newest
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import unseen_prompts
-from sd_ort.pipelines import patches
+from sd_ort.pipelines import partial_steps
 from sd_ort.runtime import machine
 from sd_ort.stages import optimize
 
@@ -122,7 +122,7 @@ def quality(work: Path, prompts: int) -> list[dict[str, Any]]:
         pipeline.loop._for_band = variant
         images = draw(pipeline)
         decibels = sorted(metrics.psnr(image, one) for image, one in zip(images, expected, strict=True))
-        steps = patches.BandSteps(0, 2, lambda: None, whole_steps, interval)  # type: ignore[arg-type,return-value]
+        steps = partial_steps.BandSteps(0, 2, lambda: None, whole_steps, interval)  # type: ignore[arg-type,return-value]
         rows.append({
             "whole_steps": whole_steps, "interval": interval,
             "whole": sum(steps.is_whole(step) for step in range(demo.STEPS)), "psnr_db": decibels,
@@ -143,7 +143,7 @@ def page(report: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]  # fmt: skip
     for row in report["rows"]:
-        chosen = (row["whole_steps"], row["interval"]) == (patches.WHOLE_STEPS, patches.WHOLE_INTERVAL)
+        chosen = (row["whole_steps"], row["interval"]) == (partial_steps.WHOLE_STEPS, partial_steps.WHOLE_INTERVAL)
         mark = "**" if chosen else ""
         every = row["interval"] if row["interval"] <= demo.STEPS else "none"
         lines.append(f"| {mark}{row['whole_steps']}{mark} | {mark}{every}{mark} | {row['whole']} of {demo.STEPS} "

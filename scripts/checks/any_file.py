@@ -7,11 +7,11 @@ once. Every file has a process of its own with 300 s of processor time. It is op
 and cuda in float32 and for cuda in float16, and the results run on the CPU, those for cuda as their CPU-equivalent
 models. A float32 result is equal within 1e-5, or four times the change of the source's outputs without ONNX Runtime's
 optimizations, or with every input the next larger float32. A float16 result is above if its error exceeds the bound of
-`verify`: 1.5 u depth^(1/4) (2.9e-3 at least), or twice the error of the source with weights rounded to float16, in
-float32 arithmetic, which stands beside it; numbers below the smallest normal one of float16 may differ by that. Times
-are processor times of ONNX Runtime's CPU provider with one thread, source (default options) and result for target cpu
-in turn; the ratio is the median of the ratios within a turn. The exit code is 1 if an output differs or a file crashes
-sd-ort.
+`verify`: 1.5 u depth^(1/4) (2.9e-3 at least), or twice the error of the float32 result with inputs rounded to float16
+and those weights that the float16 result has in float16, which stands beside it; numbers below the smallest normal one
+of float16 may differ by that. Times are processor times of ONNX Runtime's CPU provider with one thread, source (default
+options) and result for target cpu in turn; the ratio is the median of the ratios within a turn. The exit code is 1 if
+an output differs or a file crashes sd-ort.
 """
 
 from __future__ import annotations
@@ -202,14 +202,16 @@ def extract(package: str, path: str, digest: str, cache: Path, out: Path) -> Non
 
 
 def feeds(name: str, session: ort.InferenceSession) -> dict[str, np.ndarray]:
-    """Return inputs of a file: normal numbers, small integers, the values of `NUMBERS`."""
+    """Return inputs of a file: normal numbers, lines of text, small integers, the values of `NUMBERS`."""
     random = np.random.default_rng(0)
     shapes = {k: v for part, known in SHAPES.items() if part in name for k, v in known.items()}
     arrays: dict[str, np.ndarray] = {}
     for value in session.get_inputs():
         sizes = [d if isinstance(d, int) and d > 0 else SIZE if i else 2 for i, d in enumerate(value.shape)]
         sizes = shapes.get(value.name, sizes)
-        if value.type in ("tensor(float)", "tensor(double)"):
+        if "det_infer" in name:
+            arrays[value.name] = lines_of_text(random, sizes)
+        elif value.type in ("tensor(float)", "tensor(double)"):
             arrays[value.name] = random.normal(0, 0.3, sizes).astype(value.type[7:-1].replace("float", "float32"))
         elif value.type == "tensor(bool)":
             arrays[value.name] = np.zeros(sizes, bool)
@@ -220,6 +222,15 @@ def feeds(name: str, session: ort.InferenceSession) -> dict[str, np.ndarray]:
                 dtype
             )
     return arrays
+
+
+def lines_of_text(random: np.random.Generator, sizes: list[int]) -> np.ndarray:
+    """Return white images with black glyphs of random bits: a text detector answers noise with zeros."""
+    image = np.full(sizes, 2, np.float32)
+    for top in range(6, sizes[-2] - 12, 32):
+        for left in range(8, sizes[-1] - 10, 8):
+            image[..., top : top + 12, left : left + 6] = random.choice([-2, 2], (12, 6))
+    return image
 
 
 def open_source(path: Path, *, optimized: bool = True) -> ort.InferenceSession:
@@ -252,7 +263,6 @@ def measure(name: str, path: Path) -> dict[str, Any]:
     np.savez(recorded, allow_pickle=False, **arrays)
     noise = max(worst(session.run(None, feed), expected) for session, feed in (
         (open_source(path, optimized=False), arrays), (source, next_floats(arrays))))  # fmt: skip
-    row["rounded"] = worst(rounded_weights(path).run(None, arrays), expected)
     for target, dtype in TARGETS:
         out, label = path.with_name(f"{target}-{dtype}.onnx"), f"{target} {dtype}"
         started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -262,9 +272,10 @@ def measure(name: str, path: Path) -> dict[str, Any]:
             row.setdefault("optimize_mb", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
             limit = max(FLOAT32_TOLERANCE, 4 * noise)
             if dtype == "float16":
+                rounded = rounded_weights(path.with_name(f"{target}-float32.onnx"), out)
+                row["rounded"] = worst(run_on_cpu(rounded, rounded_inputs(arrays)), expected)
                 limit = max(rounding_tolerance(load(out)), ROUNDED_WEIGHTS_FACTOR * row["rounded"])
-            with cpu_equivalent(out) as (runnable, _):
-                actual = create_session(runnable, "cpu", SessionOptions(threads=1)).run(None, arrays)
+            actual = run_on_cpu(out, arrays)
             error = worst(actual, expected)
             row["verdicts"][label] = (
                 "equal" if error <= limit else "above" if dtype == "float16" and error < 0.1 else "WRONG"
@@ -287,17 +298,30 @@ def measure(name: str, path: Path) -> dict[str, Any]:
     return row
 
 
-def rounded_weights(path: Path) -> ort.InferenceSession:
-    """Open a file with its float32 weights rounded to float16: the error that no arithmetic in float16 avoids."""
+def run_on_cpu(path: Path, arrays: dict[str, np.ndarray]) -> list[Any]:
+    """Return the outputs of a file, or of its CPU-equivalent model."""
+    with cpu_equivalent(path) as (runnable, _):
+        return create_session(runnable, "cpu", SessionOptions(threads=1)).run(None, arrays)
+
+
+def rounded_weights(path: Path, half: Path) -> Path:
+    """Round the float32 weights of a file that the file `half` has in float16: the error that no arithmetic avoids."""
     model = onnx.load(path)
+    rounded = {each.name.removesuffix(".float16") for each in onnx.load(half).graph.initializer
+               if each.data_type == onnx.TensorProto.FLOAT16}  # fmt: skip
     for tensor in model.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT:
+        if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name in rounded:
             weights = onnx.numpy_helper.to_array(tensor)
             with np.errstate(over="ignore"):
-                rounded = np.clip(weights, *(np.finfo(np.float16).min, np.finfo(np.float16).max)).astype(np.float16)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(rounded.astype(np.float32), tensor.name))
+                weights = np.clip(weights, *(np.finfo(np.float16).min, np.finfo(np.float16).max)).astype(np.float16)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(weights.astype(np.float32), tensor.name))
     onnx.save(model, path.with_name("rounded.onnx"))
-    return open_source(path.with_name("rounded.onnx"))
+    return path.with_name("rounded.onnx")
+
+
+def rounded_inputs(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return inputs whose float32 numbers are rounded to float16, which quantization to int8 at run time amplifies."""
+    return {k: a.astype(np.float16).astype(a.dtype) if a.dtype == np.float32 else a for k, a in arrays.items()}
 
 
 def is_below_float16(actual: Any, expected: Any) -> bool:
@@ -342,12 +366,12 @@ def table(rows: list[dict[str, Any]], commit: str | None) -> str:
         cells.append([
             row["file"], row["opset"], "; ".join(words).replace("|", "/"), f"{float32:.0e}",
             f"{row.get('error cuda float16', float('nan')):.1e}",
-            f"{row['rounded']:.1e}",
+            f"{row['rounded']:.1e}" if "rounded" in row else "",
             f"{row['nodes']}, {row.get('nodes cpu float32')}, {row.get('nodes cuda float32')}",
             *(f"{row[k]:.3g}" if k in row else "" for k in ("before_ms", "after_ms", "ratio", "optimize_s")),
             f"{row.get('optimize_mb', 0):.0f}",
         ])  # fmt: skip
-    names = ("file", "opset", "verdict", "error float32", "error float16", "of rounded weights alone",
+    names = ("file", "opset", "verdict", "error float32", "error float16", "of rounding alone",
              "nodes: source, cpu, cuda", "ms before", "ms after", "ratio", "optimize s", "MB")  # fmt: skip
     return "\n".join([*lines, *markdown(names, cells)]) + "\n"
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,28 @@ class Server:
         """Nobody listens."""
 
 
-def start(checkout: Path, base: Path, cpu: bool = True) -> Any:
-    """ComfyUI's module `execution`, imported from its checkout, with models, custom nodes and pictures below `base`.
+def make_importable(checkout: Path, may_be_missing: Sequence[str], cpu: bool = True) -> Any:
+    """Put a checkout on the path, stub modules that are not installed, and return ComfyUI's arguments.
 
     `cpu`: it is to see no GPU.
     """
     if not (checkout / "execution.py").is_file():
         raise click.ClickException(f"{checkout} is no checkout of ComfyUI: it has no execution.py.")
-    if stubbed := stub_missing(("torchvision", "torchaudio", "av")):
+    if stubbed := stub_missing(may_be_missing):
         click.echo(f"stubbed: {', '.join(stubbed)}")
     sys.path.insert(0, str(checkout))
     sys.argv = sys.argv[:1]
-    cli_args = importlib.import_module("comfy.cli_args")
-    cli_args.args.cpu, cli_args.args.base_directory = cpu, str(base)
+    arguments = importlib.import_module("comfy.cli_args").args
+    arguments.cpu = cpu
+    return arguments
+
+
+def start(checkout: Path, base: Path, cpu: bool = True) -> Any:
+    """ComfyUI's module `execution`, imported from its checkout, with models, custom nodes and pictures below `base`.
+
+    `cpu`: as of `make_importable`.
+    """
+    make_importable(checkout, ("torchvision", "torchaudio", "av"), cpu).base_directory = str(base)
     try:
         nodes, execution = importlib.import_module("nodes"), importlib.import_module("execution")
     except ModuleNotFoundError as error:

@@ -6,9 +6,11 @@ blocks of FLUX.1 the first layer of the MLP. diffusers has shift and scale of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from fusion_passes.weight_recipes import WeightRecipe
 
@@ -183,6 +185,18 @@ def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
     return modules
 
 
+def weight_parts(config: Config, names: Iterable[str]) -> dict[str, tuple[Part, ...]]:
+    """Return original name of a weight -> its parts, of the weights and biases `names` of modules that are known."""
+    if config["_class_name"] == "QwenImageTransformer2DModel":
+        return {name: (Part(name),) for name in names}
+    modules, parts = original_modules(config), {}
+    for name in names:
+        module, _, end = name.rpartition(".")
+        if module in modules:
+            parts[name] = tuple(replace(part, module=f"{part.module}.{end}") for part in modules[module])
+    return parts
+
+
 def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, WeightRecipe]:
     """Return diffusers' name -> recipe of the tensors of a file in the original layout.
 
@@ -205,6 +219,20 @@ def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], pref
             if (stored := f"{prefix}blocks.{i}.mod.lin") in shapes:
                 recipes[f"transformer_blocks.{i}.scale_shift_table"] = ["reshape", [6, -1], stored]
     return recipes
+
+
+def split_parts(array: np.ndarray, parts: Sequence[Part]) -> dict[str, np.ndarray]:
+    """Return the values of each part's module, by its name, for those of an original weight."""
+    return {part.module: _swapped(array[part.start : part.stop], part) for part in parts}
+
+
+def join_parts(arrays: Mapping[str, np.ndarray], parts: Sequence[Part]) -> np.ndarray:
+    """Return the original weight for the values of its parts' modules: the inverse of `split_parts`."""
+    return np.concatenate([_swapped(arrays[part.module], part) for part in parts])
+
+
+def _swapped(array: np.ndarray, part: Part) -> np.ndarray:
+    return np.roll(array, len(array) // 2, 0) if part.swapped else array
 
 
 def _rows(stored: str, part: Part, shape: tuple[int, ...]) -> WeightRecipe:

@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from sd_ort.cli.model_options import check_files, enable_cache, load_adapters, resolve_pipeline_folder, say
+from sd_ort.cli.model_options import (
+    check_files,
+    enable_cache,
+    integer_if_whole,
+    load_adapters,
+    resolve_pipeline_folder,
+    say,
+)
 from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.runtime.provider_table import PROVIDERS
 
@@ -85,9 +92,11 @@ class Devices(click.ParamType):
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
 @click.option(
     "--cache",
-    type=click.IntRange(2),
+    type=click.FloatRange(0, min_open=True),
+    callback=integer_if_whole,
     metavar="N",
-    help="Compute the whole UNet in every Nth step only, and its last layers in the others (DeepCache).",
+    help="Compute the whole UNet in every Nth step only, and its last layers in the others (DeepCache). For FLUX.1 a "
+    "threshold such as 0.05: all blocks only if the first one changes by more (FirstBlockCache).",
 )
 @click.option(
     "--provider",
@@ -162,7 +171,7 @@ def command(
     embedding_files: tuple[str, ...],
     prompt_weighting: bool,
     clip_skip: int | None,
-    cache: int | None,
+    cache: float | None,
     out: Path,
     overwrite: bool,
     config: str | None,

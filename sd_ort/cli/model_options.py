@@ -126,21 +126,24 @@ def load_adapters(
         pipeline.load_textual_inversion(path, token=file_word(path))
 
 
-def enable_cache(interval: int | None, pipeline: Any) -> None:
-    """Enable DeepCache in a pipeline, with one full step in `interval`; None leaves it off. Raises InputError for a
-    pipeline without a UNet."""
-    if interval is None:
-        return
-    if not hasattr(type(pipeline), "enable_cache"):
-        from sd_ort.core.errors import InputError
-
-        raise InputError(
-            f"--cache keeps the features of a UNet, and {pipeline.folder} has a transformer: leave it out."
-        )
-    pipeline.enable_cache(interval)
+def integer_if_whole(_: Any, __: Any, value: float | None) -> float | None:
+    """Return the value of an option as an integer if it is a whole number."""
+    return int(value) if value is not None and value.is_integer() else value
 
 
-def set_up_pipeline(loras: tuple[str, ...], embedding_files: tuple[str, ...], cache: int | None, pipeline: Any) -> None:
+def enable_cache(setting: float | None, pipeline: Any) -> None:
+    """Enable the cache of steps in a pipeline; None leaves it off.
+
+    setting: DeepCache's interval for a UNet, the threshold of FirstBlockCache for a transformer. Raises InputError for
+    a setting or a model that cannot be used.
+    """
+    if setting is not None:
+        pipeline.enable_cache(setting)
+
+
+def set_up_pipeline(
+    loras: tuple[str, ...], embedding_files: tuple[str, ...], cache: float | None, pipeline: Any
+) -> None:
     """Load LoRAs and embeddings as `load_adapters`, and enable the cache as `enable_cache`."""
     load_adapters(loras, embedding_files, pipeline)
     enable_cache(cache, pipeline)

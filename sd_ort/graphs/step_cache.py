@@ -25,33 +25,54 @@ from sd_ort.graphs.hoist import all_inputs, input_like
 def return_deep_features(model: ir.Model, branch: int) -> None:
     """Add the deep features of a branch to the outputs of a UNet. Raises InputError if there is no such branch."""
     graph = model.graph
-    value = _deep_value(graph, branch)
-    copy = ir.node("Cast" if value.dtype == ir.DataType.BFLOAT16 else "Identity", [value])
-    if copy.op_type == "Cast":  # Python has no bfloat16
-        copy.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
-    output = copy.outputs[0]
-    output.name, output.shape = DEEP_FEATURES, value.shape
-    output.type = ir.TensorType(ir.DataType.FLOAT) if copy.op_type == "Cast" else value.type
-    graph.append(copy)
-    graph.outputs.append(output)
+    add_output(graph, _deep_value(graph, branch), DEEP_FEATURES)
 
 
 def keep_shallow_part(model: ir.Model, branch: int) -> None:
     """Reduce a UNet to what a shallow step computes. Raises InputError if there is no such branch."""
     graph = model.graph
     deep = _deep_value(graph, branch)
-    features = input_like(deep)
-    features.name = DEEP_FEATURES
-    graph.inputs.append(features)
-    source = features
-    if deep.dtype == ir.DataType.BFLOAT16:
-        features.type = ir.TensorType(ir.DataType.FLOAT)
-        cast = ir.node("Cast", [features], {"to": ir.DataType.BFLOAT16})
-        source = cast.outputs[0]
-        source.name, source.type, source.shape = f"{DEEP_FEATURES}.bfloat16", deep.type, deep.shape
-        graph.insert_before(graph[0], cast)
-    ir.convenience.replace_all_uses_with(deep, source)
+    source = replace_by_input(graph, deep, DEEP_FEATURES)
     _move_shapes(graph, source)
+    remove_unused_parts(model)
+
+
+def add_output(graph: ir.Graph, value: ir.Value, name: str) -> None:
+    """Add a copy of a value to the outputs under a name; of bfloat16, which Python has not, in float32."""
+    copy = ir.node("Cast" if value.dtype == ir.DataType.BFLOAT16 else "Identity", [value])
+    if copy.op_type == "Cast":
+        copy.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+    output = copy.outputs[0]
+    output.name, output.shape = name, value.shape
+    output.type = ir.TensorType(ir.DataType.FLOAT) if copy.op_type == "Cast" else value.type
+    graph.append(copy)
+    graph.outputs.append(output)
+
+
+def replace_by_input(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:
+    """Let the consumers of a value read a new graph input instead, and return what they read: of bfloat16 a cast."""
+    source = add_input(graph, value, name)
+    ir.convenience.replace_all_uses_with(value, source)
+    return source
+
+
+def add_input(graph: ir.Graph, like: ir.Value, name: str) -> ir.Value:
+    """Add an input of the type and shape of a value, in bfloat16 as float32, and return it in the type of the value."""
+    source = given = input_like(like)
+    given.name = name
+    graph.inputs.append(given)
+    if like.dtype == ir.DataType.BFLOAT16:
+        given.type = ir.TensorType(ir.DataType.FLOAT)
+        cast = ir.node("Cast", [given], {"to": ir.DataType.BFLOAT16})
+        source = cast.outputs[0]
+        source.name, source.type, source.shape = f"{name}.bfloat16", like.type, like.shape
+        graph.insert_before(graph[0], cast)
+    return source
+
+
+def remove_unused_parts(model: ir.Model) -> None:
+    """Sort the nodes, and remove those that no output needs, with their functions and inputs."""
+    graph = model.graph
     graph.sort()
     common.RemoveUnusedNodesPass()(model)
     common.RemoveUnusedFunctionsPass()(model)

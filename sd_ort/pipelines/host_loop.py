@@ -25,8 +25,8 @@ from sd_ort.runtime.session import Model
 
 if TYPE_CHECKING:
     from sd_ort.checkpoints.schedule import NonlinearSchedule
+    from sd_ort.pipelines.partial_steps import ShallowSteps
     from sd_ort.pipelines.scheduler import Schedule
-    from sd_ort.pipelines.step_cache import ShallowSteps
 
 
 class Denoiser:

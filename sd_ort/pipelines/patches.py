@@ -1,9 +1,8 @@
-"""Steps of an image that is split into bands of rows, one a device (patch parallelism): checks, and what a job says."""
+"""Checks of a call whose image is split into bands of rows, one a device (patch parallelism)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sd_ort.core.errors import InputError
@@ -12,31 +11,8 @@ from sd_ort.pipelines.step_cache import FEWEST_STEPS, takes_few_steps
 if TYPE_CHECKING:
     from sd_ort.pipelines.request import Request
     from sd_ort.runtime.components import Components
-    from sd_ort.runtime.session import Model
 
-# Steps that compute the whole image on each device: the first ones, which change most, and every so many from there, so
-# that the corrections of normalizations and the devices' rows do not drift (results/split_image.md).
-WHOLE_STEPS, WHOLE_INTERVAL = 4, 8
 ADVICE = "leave split_image (--split-image) out"
-
-
-@dataclass(frozen=True)
-class BandSteps:
-    """The steps of a call that compute one of `count` bands of rows, `index`.
-
-    open_model: returns the session of the band's graph. whole_steps: number of first steps that compute all rows, at
-    least two; interval: number of steps from one that computes all rows to the next.
-    """
-
-    index: int
-    count: int
-    open_model: Callable[[], Model]
-    whole_steps: int = WHOLE_STEPS
-    interval: int = WHOLE_INTERVAL
-
-    def is_whole(self, step: int) -> bool:
-        """Return whether a step computes all rows."""
-        return step < self.whole_steps or step % self.interval == 0
 
 
 def bands_of(models: Components, guidance: float | None) -> int:

@@ -131,7 +131,7 @@ class Request:
     is_perturbed: bool = field(init=False, default=False)  # whether the UNet reads perturbed rows behind the others
     unet: str = field(init=False, default="unet")  # key of the UNet in `Components`
     unet_on_device: bool = field(init=False, default=True)  # whether the loop on the device takes that UNet
-    shallow_steps: Any = field(init=False, default=None)  # `step_cache.ShallowSteps`; None if every step is a full one
+    shallow_steps: Any = field(init=False, default=None)  # `ShallowSteps`; None if every step is a full one
     timetable: Any = field(init=False, default=None)  # the scheduler's, see `pipelines.scheduler`
     pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
 

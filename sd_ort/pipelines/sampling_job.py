@@ -13,8 +13,7 @@ from sd_ort.core.errors import SdOrtError
 if TYPE_CHECKING:
     from sd_ort.checkpoints.linear_schedule import LinearSchedule
     from sd_ort.pipelines.controlnet_inputs import ControlNetInput
-    from sd_ort.pipelines.patches import BandSteps
-    from sd_ort.pipelines.step_cache import ShallowSteps
+    from sd_ort.pipelines.partial_steps import BandSteps, ShallowSteps
 
 Arrays = Mapping[str, np.ndarray]
 

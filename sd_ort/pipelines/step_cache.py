@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import is_integer
+from sd_ort.pipelines.partial_steps import ShallowSteps
 from sd_ort.pipelines.state import PipelineState
 
 if TYPE_CHECKING:
@@ -69,18 +70,6 @@ class StepCache:
 
         keep_shallow_part(model, self.cache_branch_id)
         return True
-
-
-@dataclass(frozen=True)
-class ShallowSteps:
-    """The shallow steps of a call. open_model: returns the session of the shallow graph, once the full one is open."""
-
-    interval: int
-    open_model: Callable[[], Model]
-
-    def is_full(self, index: int) -> bool:
-        """Return whether step `index` computes all of the UNet."""
-        return index % self.interval == 0
 
 
 class StepCacheMixin(PipelineState):

@@ -55,7 +55,7 @@ from sd_ort.pipelines.sampling import SamplingMixin
 from sd_ort.pipelines.sampling_job import check_finite
 from sd_ort.pipelines.scheduler import PipelineScheduler
 from sd_ort.pipelines.text import PromptEncoder
-from sd_ort.pipelines.textual_inversion import TextualInversionMixin
+from sd_ort.pipelines.textual_inversion_methods import TextualInversionMixin
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO
@@ -417,7 +417,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def _controls(self, request: Request, steps: int) -> list[ControlNetInput]:
         names = controlnet_inputs.names(self.models)
         for name in names if request.control_image is not None else ():
-            scale = controlnet_scale(component_config(self.models.others.get(name, self.folder), "controlnet"))
+            scale = controlnet_scale(component_config(*self.models.files.location(name)))
             if scale != self.vae_scale_factor:
                 raise InputError(
                     f"The {name} halves its image {scale.bit_length() - 1} times and the VAE "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -16,20 +16,17 @@ from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
 from sd_ort.checkpoints.signatures import tapped_layers
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component
+from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import preprocess
-from sd_ort.pipelines.request import Generator, Picture, Prompt, StepCallback
+from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    arguments,
     latents_as_output,
     prompt_list,
     repeated,
     unpack,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger("sd_ort")
 
@@ -63,23 +60,17 @@ class Flux2KleinPipeline(TransformerPipeline):
         outputs = self.models["text_encoder"](input_ids=ids, attention_mask=mask)
         return (self._float32(outputs)["hidden_states"],)
 
-    def __call__(
-        self, image: Picture | None = None, prompt: Prompt | None = None, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = 50, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 4.0, num_images_per_prompt: int | None = 1, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, output_type: str | None = "pil", return_dict: bool = True,
-        attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
-        text_encoder_out_layers: Sequence[int] = (9, 18, 27), progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = transformer_call(
+        "image prompt height width {steps} guidance_scale {draw} {embeds} {result} attention_kwargs {step_end} "
+        "max_sequence_length text_encoder_out_layers",
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
         `image`: PIL images that the prompt may refer to. `guidance_scale` above 1 guides with an empty prompt, which
         doubles the time of a step; distilled models ignore it. Given latents are (B, C, height / 16, width / 16).
         Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
-        """
-        return self._generate(arguments(locals()))
+        """,
+        guidance_scale=4.0,
+    )
 
     def _generate(self, call: SimpleNamespace) -> Any:
         """Generate images. call: the arguments of `__call__`."""

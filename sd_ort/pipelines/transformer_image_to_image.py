@@ -5,30 +5,26 @@ Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.flow_match import FlowMatchSchedule, InpaintBlend
 from sd_ort.core.errors import InputError
+from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable
 from sd_ort.pipelines.noise import draw_noise, sources
-from sd_ort.pipelines.request import Generator, Picture, Prompt, StepCallback
 from sd_ort.pipelines.transformer_pipelines import (
     FLUX_STEPS,
     TEXT_TOKENS,
     FluxPipeline,
     StableDiffusion3Pipeline,
     TransformerPipeline,
-    arguments,
 )
 from sd_ort.pipelines.transformer_qwen_image import QwenImagePipeline
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _repeated(x: np.ndarray, count: int, what: str) -> np.ndarray:
@@ -77,23 +73,14 @@ class StableDiffusion3Img2ImgPipeline(_ImageStart, StableDiffusion3Pipeline):
 
     _callback_tensor_inputs = ("latents", "prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
-        height: int | None = None, width: int | None = None, image: Picture | None = None, strength: float = 0.6,
-        num_inference_steps: int = 50, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
-        negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        negative_prompt_3: Prompt | None = None, num_images_per_prompt: int | None = 1, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, output_type: str | None = "pil",
-        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        return_dict: bool = True, joint_attention_kwargs: Mapping[str, Any] | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 256,
-        mu: float | None = None, progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
-        """Generate from `image`, which is resized to height and width. The arguments are those of diffusers."""
-        return self._generate(arguments(locals()))
+    __call__ = transformer_call(
+        "{prompts} height width image strength {steps} guidance_scale {negatives} {draw} {embeds} {pooled} "
+        "output_type {adapter} return_dict joint_attention_kwargs {callback} max_sequence_length mu",
+        "Generate from `image`, which is resized to height and width. The arguments are those of diffusers.",
+        strength=0.6,
+        guidance_scale=7.0,
+        max_sequence_length=256,
+    )
 
 
 class StableDiffusion3InpaintPipeline(_ImageStart, StableDiffusion3Pipeline):
@@ -102,24 +89,14 @@ class StableDiffusion3InpaintPipeline(_ImageStart, StableDiffusion3Pipeline):
     INPAINTS = STARTS_FROM_NOISE = True
     _callback_tensor_inputs = ("latents", "prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
-        image: Picture | None = None, mask_image: Picture | None = None, masked_image_latents: Tensor | None = None,
-        height: int | None = None, width: int | None = None, padding_mask_crop: int | None = None,
-        strength: float = 0.6, num_inference_steps: int = 50, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 7.0, negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None,
-        negative_prompt_3: Prompt | None = None, num_images_per_prompt: int | None = 1, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, joint_attention_kwargs: Mapping[str, Any] | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 256,
-        mu: float | None = None, progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
-        """Generate where `mask_image` is white (1). The arguments are those of diffusers."""
-        return self._generate(arguments(locals()))
+    __call__ = transformer_call(
+        "{prompts} {mask} strength {steps} guidance_scale {negatives} {draw} {embeds} {pooled} {adapter} {result} "
+        "joint_attention_kwargs {callback} max_sequence_length mu",
+        "Generate where `mask_image` is white (1). The arguments are those of diffusers.",
+        strength=0.6,
+        guidance_scale=7.0,
+        max_sequence_length=256,
+    )
 
     def _output(self, latents: np.ndarray, output_type: str, return_dict: bool) -> Any:
         mean, factor = latent_scale(self.vae.config)
@@ -129,24 +106,15 @@ class StableDiffusion3InpaintPipeline(_ImageStart, StableDiffusion3Pipeline):
 class FluxImg2ImgPipeline(_ImageStart, FluxPipeline):
     """Image to image with FLUX.1 pipeline folders."""
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, image: Picture | None = None,
-        height: int | None = None, width: int | None = None, strength: float = 0.6,
-        num_inference_steps: int = FLUX_STEPS, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
-        num_images_per_prompt: int | None = 1,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, negative_ip_adapter_image: Picture | None = None,
-        negative_ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        negative_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        joint_attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = TEXT_TOKENS,
-        progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
-        """Generate from `image`, which is resized to height and width. The arguments are those of diffusers."""
-        return self._generate(arguments(locals()))
+    __call__ = transformer_call(
+        "{flux_texts} image height width strength {steps} guidance_scale {draw} {flux_embeds} {result} "
+        "joint_attention_kwargs {step_end} max_sequence_length",
+        "Generate from `image`, which is resized to height and width. The arguments are those of diffusers.",
+        strength=0.6,
+        num_inference_steps=FLUX_STEPS,
+        guidance_scale=7.0,
+        max_sequence_length=TEXT_TOKENS,
+    )
 
 
 class FluxInpaintPipeline(_ImageStart, FluxPipeline):
@@ -154,44 +122,27 @@ class FluxInpaintPipeline(_ImageStart, FluxPipeline):
 
     INPAINTS = TAKES_UNPACKED_LATENTS = True
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, image: Picture | None = None,
-        mask_image: Picture | None = None, masked_image_latents: Tensor | None = None, height: int | None = None,
-        width: int | None = None, padding_mask_crop: int | None = None, strength: float = 0.6,
-        num_inference_steps: int = FLUX_STEPS, sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0,
-        num_images_per_prompt: int | None = 1, generator: Generator = None, latents: Tensor | None = None,
-        prompt_embeds: Tensor | None = None, pooled_prompt_embeds: Tensor | None = None,
-        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        negative_ip_adapter_image: Picture | None = None,
-        negative_ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        negative_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        joint_attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = TEXT_TOKENS,
-        progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
-        """Generate where `mask_image` is white (1). The arguments are those of diffusers."""
-        return self._generate(arguments(locals()))
+    __call__ = transformer_call(
+        "{flux_texts} {mask} strength {steps} guidance_scale {draw} {flux_embeds} {result} joint_attention_kwargs "
+        "{step_end} max_sequence_length",
+        "Generate where `mask_image` is white (1). The arguments are those of diffusers.",
+        strength=0.6,
+        num_inference_steps=FLUX_STEPS,
+        guidance_scale=7.0,
+        max_sequence_length=TEXT_TOKENS,
+    )
 
 
 class QwenImageImg2ImgPipeline(_ImageStart, QwenImagePipeline):
     """Image to image with Qwen-Image pipeline folders."""
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, negative_prompt: Prompt | None = None, true_cfg_scale: float = 4.0,
-        image: Picture | None = None, height: int | None = None, width: int | None = None, strength: float = 0.6,
-        num_inference_steps: int = 50, sigmas: Sequence[float] | None = None, guidance_scale: float | None = None,
-        num_images_per_prompt: int = 1, generator: Generator = None, latents: Tensor | None = None,
-        prompt_embeds: Tensor | None = None, prompt_embeds_mask: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, negative_prompt_embeds_mask: Tensor | None = None,
-        output_type: str | None = "pil", return_dict: bool = True, attention_kwargs: Mapping[str, Any] | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
-        progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
-        """Generate from `image`, which is resized to height and width. The arguments are those of diffusers."""
-        return self._generate(arguments(locals()))
+    __call__ = transformer_call(
+        "prompt negative_prompt true_cfg_scale image height width strength {steps} guidance_scale {draw} "
+        "{masked_embeds} {result} attention_kwargs {step_end} max_sequence_length",
+        "Generate from `image`, which is resized to height and width. The arguments are those of diffusers.",
+        true_cfg_scale=4.0,
+        strength=0.6,
+    )
 
 
 class QwenImageInpaintPipeline(_ImageStart, QwenImagePipeline):
@@ -199,21 +150,13 @@ class QwenImageInpaintPipeline(_ImageStart, QwenImagePipeline):
 
     INPAINTS = True
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, negative_prompt: Prompt | None = None, true_cfg_scale: float = 4.0,
-        image: Picture | None = None, mask_image: Picture | None = None, masked_image_latents: Tensor | None = None,
-        height: int | None = None, width: int | None = None, padding_mask_crop: int | None = None,
-        strength: float = 0.6, num_inference_steps: int = 50, sigmas: Sequence[float] | None = None,
-        guidance_scale: float | None = None, num_images_per_prompt: int = 1, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None, prompt_embeds_mask: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, negative_prompt_embeds_mask: Tensor | None = None,
-        output_type: str | None = "pil", return_dict: bool = True, attention_kwargs: Mapping[str, Any] | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
-        progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
-        """Generate where `mask_image` is white (1). The arguments are those of diffusers, whose `latents` fail too."""
-        return self._generate(arguments(locals()))
+    __call__ = transformer_call(
+        "prompt negative_prompt true_cfg_scale {mask} strength {steps} guidance_scale {draw} {masked_embeds} "
+        "{result} attention_kwargs {step_end} max_sequence_length",
+        "Generate where `mask_image` is white (1). The arguments are those of diffusers, whose `latents` fail too.",
+        true_cfg_scale=4.0,
+        strength=0.6,
+    )
 
     def _check(self, call: SimpleNamespace, **scales: float | None) -> tuple[int, int, int]:
         if call.latents is not None:  # diffusers 0.42.1 raises too: it needs the noise and the image beside them

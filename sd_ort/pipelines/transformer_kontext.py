@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import check_numbers, is_integer
+from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import is_latents, preprocess, readable, size_of
-from sd_ort.pipelines.request import Generator, Picture, Prompt, StepCallback
 from sd_ort.pipelines.transformer_pipelines import (
     FLUX_STEPS,
     TEXT_TOKENS,
     FluxPipeline,
-    arguments,
     image_ids,
     pack,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger("sd_ort")
 
@@ -41,28 +36,19 @@ class FluxKontextPipeline(FluxPipeline):
     INDEX_CLASS = "FluxKontextPipeline"
     OTHER_INDEX_CLASSES = ("FluxPipeline",)  # whose folders have the same models
 
-    def __call__(  # type: ignore[override]
-        self, image: Picture | None = None, prompt: Prompt | None = None, prompt_2: Prompt | None = None,
-        negative_prompt: Prompt | None = None, negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0,
-        height: int | None = None, width: int | None = None, num_inference_steps: int = FLUX_STEPS,
-        sigmas: Sequence[float] | None = None, guidance_scale: float = 3.5, num_images_per_prompt: int | None = 1,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, negative_ip_adapter_image: Picture | None = None,
-        negative_ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        negative_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        joint_attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = TEXT_TOKENS,
-        max_area: int = 1024**2, _auto_resize: bool = True, progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = transformer_call(
+        "image {flux_texts} height width {steps} guidance_scale {draw} {flux_embeds} {result} "
+        "joint_attention_kwargs {step_end} max_sequence_length max_area _auto_resize",
         """Generate images of `image`, changed as the prompt says. The arguments are those of diffusers' pipeline.
 
         Without `image`, the prompt alone is read. Height and width are scaled to `max_area` pixels at their ratio.
         `_auto_resize`: resize the image to a size of the training. Returns a `PipelineOutput`, a tuple without
         `return_dict`. Raises InputError for arguments that cannot be used.
-        """
-        return self._generate(arguments(locals()))
+        """,
+        num_inference_steps=FLUX_STEPS,
+        guidance_scale=3.5,
+        max_sequence_length=TEXT_TOKENS,
+    )
 
     def _generate(self, call: SimpleNamespace) -> Any:
         """Generate images. call: the arguments of `__call__`."""

@@ -8,18 +8,17 @@ transformer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.request import Generator, Prompt, StepCallback
-from sd_ort.pipelines.transformer_pipelines import arguments, image_ids, prompt_list
+from sd_ort.pipelines.call_signature import transformer_call
+from sd_ort.pipelines.request import Prompt
+from sd_ort.pipelines.transformer_pipelines import image_ids, prompt_list
 from sd_ort.pipelines.transformer_qwen_image import (
     TEMPLATE,
     TEMPLATE_TOKENS,
@@ -27,9 +26,6 @@ from sd_ort.pipelines.transformer_qwen_image import (
     QwenDenoising,
     QwenImagePipeline,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger("sd_ort")
 
@@ -91,24 +87,20 @@ class Krea2Pipeline(QwenImagePipeline):
         states = self._float32(outputs)["hidden_states"][:, TEMPLATE_TOKENS:]
         return Krea2Embeddings(states, mask[:, TEMPLATE_TOKENS:longest] == 1)
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, negative_prompt: Prompt | None = None, height: int = 1024,
-        width: int = 1024, num_inference_steps: int = 28, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 4.5, num_images_per_prompt: int = 1, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None, prompt_embeds_mask: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, negative_prompt_embeds_mask: Tensor | None = None,
-        output_type: str | None = "pil", return_dict: bool = True, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
-        attention_kwargs: Mapping[str, Any] | None = None, max_sequence_length: int = 512, progress: bool = False,
-        **unsupported: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = transformer_call(
+        "prompt negative_prompt height width {steps} guidance_scale {draw} {masked_embeds} {result} {step_end} "
+        "attention_kwargs max_sequence_length",
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
         `guidance_scale` above 0 guides, away from `negative_prompt` or an empty one, which doubles the time of a step;
         distilled models are for 8 steps and a scale of 0. Latents, given or returned, are packed (B, S, C). Returns a
         `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
-        """
-        return self._generate(arguments(locals()))
+        """,
+        height=1024,
+        width=1024,
+        num_inference_steps=28,
+        guidance_scale=4.5,
+    )
 
     def _scales(self, call: SimpleNamespace) -> dict[str, float | None]:
         return {"guidance_scale": call.guidance_scale}

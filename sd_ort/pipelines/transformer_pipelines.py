@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,21 +30,20 @@ from sd_ort.core.pipeline_folder import HOISTED, read_index
 from sd_ort.core.progress import announce, print_line, step_bar
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite, is_integer
+from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.diffusers_compat import loading_options
+from sd_ort.pipelines.first_block_cache import COMPONENT, FirstBlockCacheMixin
 from sd_ort.pipelines.images import as_array, finished
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Picture, Prompt, StepCallback
+from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Prompt
 from sd_ort.pipelines.sampling_job import check_finite
 from sd_ort.pipelines.transformer_steps import PARTS, TransformerSteps
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO
 from sd_ort.runtime.session import Model
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger("sd_ort")
 
@@ -194,7 +193,7 @@ class Denoising:
             self.sample = self.blend.apply(self.schedule, i, self.sample)
 
 
-class TransformerPipeline(LoraMixin):
+class TransformerPipeline(FirstBlockCacheMixin, LoraMixin):
     """Components, text encoding and sampling loop of the pipelines of diffusion transformers."""
 
     CLASS = ""  # the model class of the transformer
@@ -487,7 +486,11 @@ class TransformerPipeline(LoraMixin):
         """Run the steps of a call and return the latents after the last one."""
         steps = len(job.schedule.timesteps)
         self._num_timesteps = steps
-        predict, skip = job.steps(self.models), job.skip_layers
+        models: Mapping[str, Any] = self.models
+        if self.block_cache is not None:
+            self.block_cache.check(steps)
+            models = ChainMap({COMPONENT: self.block_cache.open(self.models)}, self.models)
+        predict, skip = job.steps(models), job.skip_layers
         skipping = [i for i in range(steps) if skip and skip.is_used(i, steps)]
         without = skip.steps(self.models, job.schedule.timesteps) if skip and skipping else None
         with step_bar(range(steps), call.progress and not self.progress_bar_config.get("disable")) as bar:
@@ -501,7 +504,7 @@ class TransformerPipeline(LoraMixin):
                 check_finite(prediction, "transformer")
                 job.step(i, prediction)
                 if call.callback_on_step_end is not None and self._call_back(i, job, call):
-                    predict = job.steps(self.models)
+                    predict = job.steps(models)
         return job.sample
 
     def _call_back(self, i: int, job: Denoising, call: SimpleNamespace) -> bool:
@@ -529,11 +532,6 @@ def latents_as_output(latents: np.ndarray, return_dict: bool) -> Any:
 
     tensor = torch.from_numpy(latents)
     return PipelineOutput(tensor) if return_dict else (tensor,)
-
-
-def arguments(values: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the arguments of a call from the `locals()` of its method."""
-    return SimpleNamespace(**{name: value for name, value in values.items() if name not in ("self", "__class__")})
 
 
 def prompt_list(prompt: Prompt | None, other: Prompt | None = None, count: int | None = None) -> list[str]:
@@ -581,30 +579,20 @@ class StableDiffusion3Pipeline(TransformerPipeline):
         clip = np.pad(clip, ((0, 0), (0, 0), (0, t5.shape[2] - clip.shape[2])))
         return np.concatenate([clip, t5], 1), np.concatenate([outputs["text_embeds"] for outputs in clips], -1)
 
-    def __call__(
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
-        height: int | None = None, width: int | None = None, num_inference_steps: int = 28,
-        sigmas: Sequence[float] | None = None, guidance_scale: float = 7.0, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, negative_prompt_3: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, generator: Generator = None, latents: Tensor | None = None,
-        prompt_embeds: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
-        pooled_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
-        ip_adapter_image: Picture | None = None, ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        joint_attention_kwargs: Mapping[str, Any] | None = None, clip_skip: int | None = None,
-        callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 256,
-        skip_guidance_layers: Sequence[int] | None = None, skip_layer_guidance_scale: float = 2.8,
-        skip_layer_guidance_stop: float = 0.2, skip_layer_guidance_start: float = 0.01, mu: float | None = None,
-        progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = transformer_call(
+        "{prompts} height width {steps} guidance_scale {negatives} {draw} {embeds} {pooled} {adapter} {result} "
+        "joint_attention_kwargs {callback} max_sequence_length skip_guidance_layers skip_layer_guidance_scale "
+        "skip_layer_guidance_stop skip_layer_guidance_start mu",
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
         A `guidance_scale` of 1 or less disables guidance, also that by `skip_guidance_layers`, for which the
         transformer is open twice. Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for
         arguments that cannot be used.
-        """
-        return self._generate(arguments(locals()))
+        """,
+        num_inference_steps=28,
+        guidance_scale=7.0,
+        max_sequence_length=256,
+    )
 
     def _generate(self, call: SimpleNamespace) -> Any:
         """Generate images. call: the arguments of `__call__`."""
@@ -685,28 +673,19 @@ class FluxPipeline(TransformerPipeline):
         second = prompt_list(prompt, prompt_2, len(first))
         return self._t5(second, max_sequence_length), self._clip("text_encoder", first)["pooler_output"]
 
-    def __call__(
-        self, prompt: Prompt | None = None, prompt_2: Prompt | None = None, negative_prompt: Prompt | None = None,
-        negative_prompt_2: Prompt | None = None, true_cfg_scale: float = 1.0, height: int | None = None,
-        width: int | None = None, num_inference_steps: int = FLUX_STEPS, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = 3.5, num_images_per_prompt: int | None = 1, generator: Generator = None,
-        latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        pooled_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, negative_ip_adapter_image: Picture | None = None,
-        negative_ip_adapter_image_embeds: Sequence[Tensor] | None = None,
-        negative_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        joint_attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = TEXT_TOKENS,
-        progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = transformer_call(
+        "{flux_texts} height width {steps} guidance_scale {draw} {flux_embeds} {result} joint_attention_kwargs "
+        "{step_end} max_sequence_length",
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
         `guidance_scale` is an input of the dev model; schnell ignores it. `negative_prompt` has an effect only with a
         `true_cfg_scale` above 1, which doubles the time of a step. Latents, given or returned, are packed (B, S, C).
         Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
-        """
-        return self._generate(arguments(locals()))
+        """,
+        num_inference_steps=FLUX_STEPS,
+        guidance_scale=3.5,
+        max_sequence_length=TEXT_TOKENS,
+    )
 
     def _generate(self, call: SimpleNamespace) -> Any:
         """Generate images. call: the arguments of `__call__`."""

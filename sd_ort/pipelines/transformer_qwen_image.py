@@ -7,7 +7,7 @@ the transformer, so that none needs a mask of the attention.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,12 @@ import numpy as np
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
 from sd_ort.core.errors import InputError
+from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_array
-from sd_ort.pipelines.request import Generator, Prompt, StepCallback
+from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    arguments,
     latents_as_output,
     pack,
     prompt_list,
@@ -32,8 +32,6 @@ from sd_ort.pipelines.transformer_pipelines import (
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sd_ort.runtime.session import Model
 
 log = logging.getLogger("sd_ort")
@@ -148,25 +146,18 @@ class QwenImagePipeline(TransformerPipeline):
         kept = slice(TEMPLATE_TOKENS, min(length, TEMPLATE_TOKENS + max_sequence_length))
         return Embeddings(self._float32(outputs)["hidden_states"][:, kept], mask[:, kept] == 1)
 
-    def __call__(
-        self, prompt: Prompt | None = None, negative_prompt: Prompt | None = None, true_cfg_scale: float = 4.0,
-        height: int | None = None, width: int | None = None, num_inference_steps: int = 50,
-        sigmas: Sequence[float] | None = None, guidance_scale: float | None = None, num_images_per_prompt: int = 1,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        prompt_embeds_mask: Tensor | None = None, negative_prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds_mask: Tensor | None = None, output_type: str | None = "pil", return_dict: bool = True,
-        attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
-        progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = transformer_call(
+        "prompt negative_prompt true_cfg_scale height width {steps} guidance_scale {draw} {masked_embeds} "
+        "{result} attention_kwargs {step_end} max_sequence_length",
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
         `true_cfg_scale` above 1 guides if there is a `negative_prompt`, also " ", which doubles the time of a step.
         The model ignores `guidance_scale`. Several images of prompts with different lengths keep the masks of their
         prompts, which diffusers 0.42.1 mixes up. Latents, given or returned, are packed (B, S, C). Returns a
         `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
-        """
-        return self._generate(arguments(locals()))
+        """,
+        true_cfg_scale=4.0,
+    )
 
     def _generate(self, call: SimpleNamespace) -> Any:
         """Generate images. call: the arguments of `__call__`."""

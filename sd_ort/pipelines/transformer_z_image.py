@@ -18,20 +18,18 @@ from sd_ort.checkpoints.diffusion_transformers import TOKEN_MULTIPLE
 from sd_ort.checkpoints.qwen_tokenizer import THINKING_CHAT, QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import is_finite
+from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_array
-from sd_ort.pipelines.request import Generator, Prompt, StepCallback
+from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    arguments,
     latents_as_output,
     prompt_list,
 )
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sd_ort.runtime.session import Model
 
 Embeddings = list[np.ndarray]  # of each image, (tokens, C)
@@ -116,25 +114,18 @@ class ZImagePipeline(TransformerPipeline):
         states = self._float32(outputs)["hidden_states"]
         return [row[: int(count)] for row, count in zip(states, mask.sum(1), strict=True)]
 
-    def __call__(
-        self, prompt: Prompt | None = None, height: int | None = None, width: int | None = None,
-        num_inference_steps: int = 50, sigmas: Sequence[float] | None = None, guidance_scale: float = 5.0,
-        cfg_normalization: bool = False, cfg_truncation: float = 1.0, negative_prompt: Prompt | None = None,
-        num_images_per_prompt: int | None = 1, generator: Generator = None, latents: Tensor | None = None,
-        prompt_embeds: Sequence[Tensor] | None = None, negative_prompt_embeds: Sequence[Tensor] | None = None,
-        output_type: str | None = "pil", return_dict: bool = True,
-        joint_attention_kwargs: Mapping[str, Any] | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
-        progress: bool = False, **unsupported: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = transformer_call(
+        "prompt height width {steps} guidance_scale cfg_normalization cfg_truncation negative_prompt {draw} "
+        "{embeds} {result} joint_attention_kwargs {step_end} max_sequence_length",
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
         `guidance_scale` is 0 without guidance, as for Z-Image-Turbo; any scale above 0 doubles the time of a step.
         `cfg_normalization`: largest norm of a guided prediction, in norms of the prediction of the prompt.
         `cfg_truncation`: share of the denoising after which guidance ends. Embeddings are one (tokens, C) a prompt.
         Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
-        """
-        return self._generate(arguments(locals()))
+        """,
+        guidance_scale=5.0,
+    )
 
     def _generate(self, call: SimpleNamespace) -> Any:
         """Generate images. call: the arguments of `__call__`."""

@@ -34,7 +34,6 @@ from sd_ort.runtime.library import (
     PROVIDER_LIBRARIES,
     SOURCES,
     BuildError,
-    has_present_sources,
     is_complete,
     sources_hash,
     trim_builds,
@@ -78,8 +77,8 @@ def build(
         options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
-    if not (has_present_sources(folder) and is_complete(folder)):
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or by a version that recorded other sources
+    if not ((folder / "build.json").is_file() and is_complete(folder)):
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged build
         say(f"building {library.name} ...")
         _compile(options, folder)
         trim_builds(int(float(os.environ.get("SD_ORT_BUILDS_GB", BUILDS_GB)) * 1e9), keep=folder)
@@ -106,7 +105,7 @@ def wheel_options(hip: Sequence[str]) -> list[str]:
     options.headers = find_headers()
     options.provider_headers = find_headers(api=PROVIDER_API)
     settings = [f"cmake.define.{definition.removeprefix('-D')}" for definition in options.definitions()]
-    settings.append("build.targets=sd_ort_ops;sd_ort_hip;sd_ort_ep_hip")
+    settings += ["cmake.define.SHARE_KERNELS=ON", "build.targets=sd_ort_ops;sd_ort_hip;sd_ort_ep_hip"]
     return [f"--config-settings={setting}" for setting in settings]
 
 
@@ -132,7 +131,7 @@ class _Options:
 
     def hash(self) -> str:
         """Return the hash of the sources, the compilers' versions, HIP's flags and the architectures."""
-        digest = hashlib.sha256(sources_hash(self.cpu).encode())
+        digest = hashlib.sha256(sources_hash().encode())
         for part in (
             *map(_version, self.compilers()),
             self.hip_archs,
@@ -182,7 +181,7 @@ def _compile(options: _Options, folder: Path) -> None:
                 shutil.move(Path(work) / name, done / name)
         record = {
             "libraries": {path.name: record_file(path) for path in sorted(done.iterdir())},
-            "sources": sources_hash(options.cpu),
+            "sources": sources_hash(),
             "cpu": options.cpu,
             "hip": options.hip_archs,
             "cuda": options.cuda_archs,

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import gc
-import math
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sd_ort.core.errors import InputError, ProviderError
-from sd_ort.core.pipeline_folder import MODEL, check_component, components
+from sd_ort.core.errors import InputError
 from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
+from sd_ort.runtime.component_files import ComponentFiles
 from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap, trim_heap
 from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.partitioned import Partition, PartitionedModel, PlacedPartition
-from sd_ort.runtime.providers import PLUGIN, check_provider, is_plugin, provider_named
+from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, ModelOverride, SessionOptions, create_session
-from sd_ort.runtime.stream import DeviceLock, Stream, open_stream
-from sd_ort.runtime.updatable_weights import UpdatableWeights, supports_in_place_update, update_callback
-from sd_ort.runtime.warm_up import warm_up
+from sd_ort.runtime.session_device import SessionDevice
+from sd_ort.runtime.stream import Stream
+from sd_ort.runtime.updatable_weights import UpdatableWeights, update_callback
+from sd_ort.runtime.weight_overrides import WeightOverrides
 
 # Components of every step. With --low-memory they stay in memory together, and their runs are captured as GPU graphs.
 # Measured on an H200, SD 1.5: the UNet gains 0.7 ms per step; the VAE nothing. A text encoder would gain 2 ms an image,
@@ -34,31 +33,19 @@ STEP_COMPONENTS = frozenset({"unet", "transformer", "controlnet"})
 
 
 @dataclass(frozen=True)
-class ComponentOverrides:
-    """By component: what its sessions read instead of its files (`ModelOverride`), and sizes of symbolic dimensions."""
+class EditedGraph:
+    """A serialized graph over a component's weights, and whether its runs are captured."""
 
-    weights: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
-    shared: Mapping[str, Collection[str]] = field(default_factory=dict)
-    updatable: dict[str, UpdatableWeights] = field(default_factory=dict)
-    free_dimensions: dict[str, Mapping[str, int]] = field(default_factory=dict)
-
-    def of(self, name: str, partition: Partition | None = None) -> ModelOverride:
-        """Return the override of a component, or of a partition of its graph."""
-        weights = self.weights.get(name, {})
-        updatable = self.updatable[name].shared if name in self.updatable else {}
-        if partition is None:
-            return ModelOverride(weights, self.shared.get(name, ()), updatable)
-        weights = {key: value for key, value in weights.items() if key in partition.weights}
-        return ModelOverride(weights, updatable=updatable, graph=partition.graph)
+    graph: bytes
+    captured: bool
 
 
 class Components(MutableMapping[str, Model]):
     """Name -> `Model` of a folder's components. A component that is assigned replaces the folder's.
 
-    On a GPU all sessions share `stream`, and `lock` is held while one of them runs: threads take turns. On a CPU there
-    is no stream, and sessions run at once. `peers`: the same components on the other devices of one image; `placed`:
-    components that run on other devices than the rest; `partitioned`: devices that each run a partition of a
-    component's graph, and the function that cuts it.
+    Sessions run on `target`, on the files of `files`, with the weights of `overrides`. `peers`: the same components on
+    the other devices of one image; `placed`: components that run on other devices than the rest; `partitioned`: devices
+    that each run a partition of a component's graph, and the function that cuts it.
     """
 
     def __init__(
@@ -75,55 +62,53 @@ class Components(MutableMapping[str, Model]):
 
         `low_memory`: opening a component closes the others, apart from `STEP_COMPONENTS`. `graph`: capture runs of the
         components in `STEP_COMPONENTS` as GPU graphs; None to capture what the provider can, and to warn of the rest.
-        `others`: ControlNets by name, each the component `controlnet` of another folder.
+        `others`: as in `ComponentFiles`.
 
         Raises InputError for a folder that holds no pipeline, ProviderError for a provider that is not installed, or
         that captures no graphs with `graph`.
         """
-        self.folder = folder
-        self.others = dict(others or {})
-        self.names = list(dict.fromkeys([*components(folder), *self.others]))
-        self.provider = provider
+        self.files = ComponentFiles(folder, others)
+        self.target = SessionDevice.open(provider, options, captures=bool(graph))
+        self.overrides = WeightOverrides()
         self.low_memory = low_memory
         self.graph = graph
         self.opened: dict[str, Model] = {}
-        self.edited_graphs: dict[str, bytes] = {}  # by the key that `edit` returns
-        self.captured_edits: set[str] = set()  # those of them whose runs are captured
+        self.edited_graphs: dict[str, EditedGraph] = {}  # by the key that `edit` returns
         self.closed: set[str] = set()  # closed when their weights were replaced: opened again together
-        self.checked: set[str] = set()
-        self.overrides = ComponentOverrides()
-        self.unfinished: Future[Any] | None = None  # writes shared weights that sessions read when they run
-        settings = dict(options.provider_options)
-        device_id, handle = int(settings.get("device_id", 0)), settings.get("user_compute_stream")
-        if not options.tuning:
-            warm_up(provider, device_id)
-        check_provider(provider, allow_fallback=options.allow_fallback)
-        entry = provider_named(provider)
-        if graph and entry.graph is None:
-            raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-        self.stream = open_stream(provider, device_id, None if handle is None else int(handle))
-        if self.stream is not None:
-            settings["user_compute_stream"] = str(self.stream.handle)
-        self.options = replace(options, provider_options=settings)
-        self.device = entry.device if "user_compute_stream" in settings else "cpu"
-        if self.device != "cpu" and device_id:
-            self.device += f"@{device_id}"
-        self.lock: Any = nullcontext() if self.device == "cpu" else threading.RLock()
-        if self.stream is not None:
-            self.lock = DeviceLock(self.stream)
         self.peers: list[Components] = []
         self.splits_image = False  # between its rows, too, and not only between the halves of guidance
         self.placed: dict[str, Components] = {}
         self.partitioned: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Partition]]]] = {}
 
     @property
-    def capture_stream(self) -> Stream | None:
-        """The stream on which `GpuGraph` captures runs; None if the provider captures its runs itself."""
-        return self.stream if self.stream is not None and self.stream.has_graphs else None
+    def folder(self) -> Path:
+        """The pipeline folder."""
+        return self.files.folder
 
-    def free_bytes(self) -> float:
-        """Return the free memory of the device; infinity for the CPU."""
-        return math.inf if self.stream is None else self.stream.free_bytes()
+    @property
+    def provider(self) -> str:
+        """The name of the provider."""
+        return self.target.provider
+
+    @property
+    def options(self) -> SessionOptions:
+        """The options of the sessions, with the stream."""
+        return self.target.options
+
+    @property
+    def device(self) -> str:
+        """The name of the device."""
+        return self.target.name
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream of all sessions; None on a CPU."""
+        return self.target.stream
+
+    @property
+    def lock(self) -> Any:
+        """Held while a session runs."""
+        return self.target.lock
 
     def activation_bytes(self, name: str, held: int = 0) -> float:
         """Return the device memory that a call of an open component can take; infinity for the CPU.
@@ -134,13 +119,7 @@ class Components(MutableMapping[str, Model]):
         """
         if name in self.placed:
             return self.placed[name].activation_bytes(name, held)
-        if self.stream is None:
-            return math.inf
-        folder, component = self._folder_of(name)
-        weights = sum(path.stat().st_size for path in (folder / component).iterdir() if path.is_file())
-        if (limit := self.options.provider_options.get("memory_limit")) is not None:
-            return min(self.free_bytes() + held, int(limit) - weights)
-        return self.free_bytes() + held - (0 if held else 2 * weights)
+        return self.target.activation_bytes(self.files.weight_bytes(name), held)
 
     def open_peers(self, numbers: Sequence[int]) -> None:
         """Open the `peers` on devices `numbers`. Raises as `_open_on_device`."""
@@ -161,13 +140,9 @@ class Components(MutableMapping[str, Model]):
     def _open_on_device(self, number: int) -> Components:
         """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
         ProviderError for a device that is not there, or a provider that drives one device."""
-        if self.provider.startswith(PLUGIN) and provider_named(self.provider).vendor is None:
-            raise ProviderError(f"{self.provider} drives one device: take a provider of sd-ort, cuda or rocm for two.")
-        settings = {**self.options.provider_options, "device_id": str(number)}
-        settings.pop("user_compute_stream", None)
-        options = replace(self.options, provider_options=settings)
-        self.finish_weights()
-        peer = Components(self.folder, self.provider, options, graph=self.graph, others=self.others)
+        options = self.target.options_on(number)
+        self.overrides.finish()
+        peer = Components(self.folder, self.provider, options, graph=self.graph, others=self.files.others)
         peer.overrides = replace(self.overrides, updatable={})
         return peer
 
@@ -183,25 +158,18 @@ class Components(MutableMapping[str, Model]):
             return False
         if not is_plugin(self.provider) and op_library(self.options.library, self.provider) is None:
             return False
-        return supports_in_place_update(self.provider, self.device, self.options.provider_options)
+        return self.target.supports_in_place_update()
 
     @cached_property
     def transposed_operations(self) -> frozenset[str]:
         """Operations that read their weights in another layout than the graph's: these cannot be shared."""
         if self.device == "cpu" or is_plugin(self.provider):
             return frozenset()
-        follows = supports_in_place_update(self.provider, self.device, self.options.provider_options, "NhwcConv")
-        return frozenset() if follows else frozenset({"NhwcConv"})
+        return frozenset() if self.target.supports_in_place_update("NhwcConv") else frozenset({"NhwcConv"})
 
     def require(self, *names: str) -> None:
-        """Check that components are there and whole, before minutes go into the others. Raises InputError."""
-        for name in names:
-            if name not in self.names:
-                raise InputError(
-                    f"{self.folder} has no {name}: export the whole pipeline with `sd-ort export MODEL OUT`."
-                )
-            check_component(*self._folder_of(name))
-            self.checked.add(name)
+        """As `ComponentFiles.require`."""
+        self.files.require(*names)
 
     def __getitem__(self, name: str) -> Model:
         if name in self.placed:
@@ -209,7 +177,7 @@ class Components(MutableMapping[str, Model]):
         if name in self.closed:
             self.open([name])
         if name not in self.opened:
-            if name not in self.checked and name not in self.edited_graphs:
+            if name not in self.files.checked and name not in self.edited_graphs:
                 self.require(name)
             for other in [other for other in self.opened if self._replaces(name, other)]:
                 del self.opened[other]
@@ -241,8 +209,9 @@ class Components(MutableMapping[str, Model]):
     def _open(self, name: str, partition: Partition | None = None) -> Model:
         if name in self.edited_graphs:
             component = name.partition(" ")[0]
-            override = replace(self.overrides.of(component), graph=self.edited_graphs[name])
-            if name in self.captured_edits:
+            edited = self.edited_graphs[name]
+            override = replace(self.overrides.of(component), graph=edited.graph)
+            if edited.captured:
                 return self._open_captured(component, override)
             override = replace(override, shared=())
             # on a GPU the graph may compute weights from updatable ones, which must not be folded
@@ -256,7 +225,7 @@ class Components(MutableMapping[str, Model]):
         if self.device != "cpu" and self.graph is not False and _kind(name) in STEP_COMPONENTS:
             try:
                 session = self._session(name, override, capture=True)
-                return GpuGraphModel(session, self.device, self.lock, self.capture_stream)
+                return GpuGraphModel(session, self.device, self.lock, self.target.capture_stream)
             except InputError as error:
                 if self.graph:
                     raise
@@ -264,11 +233,10 @@ class Components(MutableMapping[str, Model]):
         return Model(self._session(name, override), self.lock)
 
     def _open_partitions(self, name: str) -> Model:
-        self.finish_weights()
+        self.overrides.finish()
         devices, cut = self.partitioned[name]
-        folder, component = self._folder_of(name)
         placed = []
-        for device, partition in zip(devices, cut(folder / component / MODEL, len(devices)), strict=True):
+        for device, partition in zip(devices, cut(self.files.model(name), len(devices)), strict=True):
             device.overrides = replace(device.overrides, weights=self.overrides.weights)
             placed.append(PlacedPartition(device._open(name, partition), device.device, device.stream))
         return PartitionedModel(placed)
@@ -279,9 +247,7 @@ class Components(MutableMapping[str, Model]):
         key = f"{name} {label}"
         if key not in self.opened:
             self.require(name)
-            folder, component = self._folder_of(name)
-            graph = make(folder / component / MODEL)
-            override = _for_graph(replace(self.overrides.of(name), shared=()), graph)
+            override = self.overrides.of_graph(name, make(self.files.model(name)))
             model = self._open_captured(name, override) if captured else Model(self._session(name, override), self.lock)
             self.opened[key] = model
         return self.opened[key]
@@ -298,13 +264,10 @@ class Components(MutableMapping[str, Model]):
             if name in self.partitioned:
                 raise InputError(f"{name} runs on several devices, which {label} cannot: leave unet_on out.")
             self.require(name)
-            folder, component = self._folder_of(name)
-            graph = make(folder / component / MODEL)
+            graph = make(self.files.model(name))
             if graph is None:
                 return name
-            self.edited_graphs[key] = graph
-            if captured:
-                self.captured_edits.add(key)
+            self.edited_graphs[key] = EditedGraph(graph, captured)
         return key
 
     def _replaces(self, name: str, other: str) -> bool:
@@ -317,20 +280,15 @@ class Components(MutableMapping[str, Model]):
         for key in [key for key in self.opened if key.startswith(f"{name} ")]:
             del self.opened[key]
 
-    def _folder_of(self, name: str) -> tuple[Path, str]:
-        """The folder of a component, and its name there."""
-        return (self.others[name], "controlnet") if name in self.others else (self.folder, name)
-
     def _session(self, name: str, override: ModelOverride, capture: bool = False, unfolded: bool = False) -> Any:
-        folder, component = self._folder_of(name)
         # Packing the weights of a LoRA takes a text encoder longer than several runs gain.
         skip = bool(override.weights) and self.provider == "cpu" and _kind(name) not in STEP_COMPONENTS
         sizes = self.overrides.free_dimensions.get(name, {})
         options = replace(self.options, capture=capture, skip_optimization=skip or unfolded, free_dimensions=sizes)
         if override.weights and not override.shared:  # all are copied
-            self.finish_weights()
-        session = create_session(folder / component / MODEL, self.provider, options, override, checked=True)
-        self.finish_weights()
+            self.overrides.finish()
+        session = create_session(self.files.model(name), self.provider, options, override, checked=True)
+        self.overrides.finish()
         return session
 
     def replace_weights(
@@ -344,15 +302,11 @@ class Components(MutableMapping[str, Model]):
         `shared`: by component, the initializers that sessions may read where they are. `unfinished`: writes values of
         shared initializers meanwhile, which no session reads while it is opened. Returns whether sessions were closed.
         """
-        if self.unfinished is not None:
-            wait([self.unfinished])
-        new = {name: values for name, values in weights.items() if values}
-        closed = {*self.overrides.weights, *new}
+        closed = self.overrides.assign(weights, shared, unfinished)
         for name in closed:
             self._close(name)
-        self.overrides, self.unfinished = replace(self.overrides, weights=new, shared=dict(shared or {})), unfinished
         if self.peers:
-            self.finish_weights()
+            self.overrides.finish()
         for peer in self.peers:
             peer.replace_weights(weights, shared)
         return bool(closed)
@@ -362,12 +316,6 @@ class Components(MutableMapping[str, Model]):
         weights = self.overrides.weights
         self.replace_weights({})
         return weights
-
-    def finish_weights(self) -> None:
-        """Wait until all values of replaced weights are written. Raises what computing them raised."""
-        if (unfinished := self.unfinished) is not None:  # another thread may finish them too
-            unfinished.result()
-            self.unfinished = None
 
     def make_updatable(self, name: str, weights: Mapping[str, np.ndarray]) -> bool:
         """Have these initializers of a component in updatable memory from now on.
@@ -401,25 +349,13 @@ class Components(MutableMapping[str, Model]):
         del self.opened[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names or name in self.opened
+        return name in self.files.names or name in self.opened
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self.files.names)
 
     def __len__(self) -> int:
-        return len(self.names)
-
-
-def _for_graph(override: ModelOverride, graph: bytes) -> ModelOverride:
-    """Return an override with another graph, and only the weights that it has: ONNX Runtime refuses others."""
-    if not override.weights and not override.updatable:
-        return replace(override, graph=graph)
-    import onnx
-
-    names = {tensor.name for tensor in onnx.ModelProto.FromString(graph).graph.initializer}
-    weights = {name: value for name, value in override.weights.items() if name in names}
-    updatable = {name: value for name, value in override.updatable.items() if name in names}
-    return replace(override, weights=weights, updatable=updatable, graph=graph)
+        return len(self.files.names)
 
 
 def _kind(name: str) -> str:

@@ -82,15 +82,6 @@ def is_complete(folder: Path, name: str | None = None) -> bool:
         return False
 
 
-def has_present_sources(folder: Path) -> bool:
-    """Whether a build was made from the present sources: without the CPU library, from those of the GPU's alone."""
-    try:
-        record = read_json(folder / "build.json")
-        return record.get("sources") == sources_hash(record.get("cpu", True))
-    except (InputError, OSError, AttributeError):  # a damaged record is a build that was not finished
-        return False
-
-
 def library_path(name: str = LIBRARY) -> Path | None:
     """The newest library of this name built from the present sources, else the one that the wheel brought, or None.
 
@@ -100,27 +91,24 @@ def library_path(name: str = LIBRARY) -> Path | None:
     found = []
     for record in list_files(cache_folder() / "ops", "*/build.json"):
         library = record.parent / name
-        if has_present_sources(record.parent) and library.is_file() and is_complete(record.parent, name):
-            has_gpu = any((record.parent / gpu).is_file() for gpu in (HIP_LIBRARY, CUDA_LIBRARY))
-            with suppress(OSError):  # another process removed it
+        with suppress(InputError, OSError):  # a damaged record is a build that was not finished
+            if (
+                read_json(record).get("sources") == sources_hash()
+                and library.is_file()
+                and is_complete(record.parent, name)
+            ):
+                has_gpu = any((record.parent / gpu).is_file() for gpu in (HIP_LIBRARY, CUDA_LIBRARY))
                 found.append((has_gpu, record.stat().st_mtime_ns, library))
     if found:
         return max(found)[-1]
     return SOURCES / name if (SOURCES / name).is_file() else None
 
 
-# What the GPU libraries are not made of.
-_CPU_SOURCES = {"registry.cc", "cpu_library.cc", "ort_op.h", "binding.h", "cpu.h", "cpu.cc"}
-
-
 @cache
-def sources_hash(cpu: bool = True) -> str:
-    """Hash of everything that CMake compiles; without `cpu`, of what the GPU libraries alone are made of. Read once
-    a process."""
+def sources_hash() -> str:
+    """Hash of everything that CMake compiles. Read once a process."""
     digest = hashlib.sha256()
     suffixes = {".cc", ".h", ".hip", ".map", ".txt"}
     for path in sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes):
-        if not cpu and path.name in _CPU_SOURCES:
-            continue
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -19,7 +19,11 @@ from sd_ort.core.onnx_file import serialize
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.ort_wheel import runtime
 
-BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+# NumPy's dtypes that ONNX Runtime does not know -> integers of their size, and onnx.TensorProto's type.
+EXTENDED_DTYPES = {
+    np.dtype(ml_dtypes.bfloat16): (np.uint16, 16),
+    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, 17),
+}
 
 
 @cache
@@ -71,8 +75,9 @@ def read_value(value: Any) -> np.ndarray:
 def host_value(array: np.ndarray) -> Any:
     """Return an OrtValue over a contiguous host array, which must outlive it, of any dtype that weights have."""
     value = runtime().OrtValue
-    if array.dtype == ml_dtypes.bfloat16:
-        return value.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
+    if array.dtype in EXTENDED_DTYPES:
+        integers, element_type = EXTENDED_DTYPES[array.dtype]
+        return value.ortvalue_from_numpy_with_onnx_type(array.view(integers), element_type)
     return value.ortvalue_from_numpy(array)
 
 

@@ -10,6 +10,9 @@ of a delta is the delta of the initializer.
            copied, and computed while the sessions are opened
 
 Deltas are added to the weights on disk, never to earlier sums: without deltas the weights are those on disk.
+
+Weights in 8 bits are quantized again: the deltas are added to the checkpoint's tensors (`weights.checkpoint_weights`),
+as a delta below half a step would vanish if it were added to rounded weights. Sessions are reopened with these.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from sd_ort.runtime.ort_values import device_value, empty_value, host_value, wri
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
 from sd_ort.weights import update_graph
+from sd_ort.weights.checkpoint_weights import CheckpointWeights
 from sd_ort.weights.deltas import Delta, LowRankDelta
 from sd_ort.weights.initializers import Consumer, Initializer, read_initializers
 from sd_ort.weights.recipes import read_recipes
@@ -70,6 +74,8 @@ class WeightUpdater:
         self._modules: dict[str, dict[str, str]] = {}
         self._sources: dict[str, dict[str, list[str]]] = {}  # by component folder and initializer
         self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
+        self._checkpoint = CheckpointWeights(folder)
+        self._verified: set[tuple[str, str]] = set()  # component folder and initializer in 8 bits
         self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
         self._device_updates: dict[tuple[str, str], DeviceUpdate] = {}  # by component folder and initializer
 
@@ -104,12 +110,15 @@ class WeightUpdater:
         return None
 
     def source(self, component: str, tensor: str) -> np.ndarray:
-        """Return a checkpoint tensor in float32, restored from an initializer on disk.
+        """Return a checkpoint tensor in float32, restored from an initializer on disk; the checkpoint's own if it is in
+        8 bits there.
 
         Raises:
-            InputError: if no initializer has all its elements.
+            InputError: if no initializer has all its elements, or the checkpoint cannot be read.
         """
         for part, name in self.initializers_of(component, tensor):
+            if _is_eight_bit(self.recipes[component][name]):
+                return recipes.as_float32(self._checkpoint.read(component, self.recipes[component])(tensor))
             weight = self._values(self._initializers(part)[name])
             if (source := recipes.restore_source(self.recipes[component][name], weight, tensor)) is not None:
                 return source
@@ -117,9 +126,10 @@ class WeightUpdater:
 
     def check(self, deltas: Mapping[str, Deltas]) -> None:
         """Raise InputError if the shapes of `deltas` (by component) are not those of the folder's weights, or if they
-        are of weights in 8 bits."""
+        are of weights in fewer bits that cannot be computed again."""
         for component in deltas.keys() & self.recipes.keys():
             blank = {name: np.broadcast_to(np.int8(0), delta.shape) for name, delta in deltas[component].items()}
+            eight_bits: list[tuple[str, str]] = []
             for part in self.parts[component]:
                 for name in self._affected_initializers(component, part, blank):
                     recipe = self.recipes[component][name]
@@ -128,15 +138,34 @@ class WeightUpdater:
                             f"{self.folder} stores {recipes.sources(recipe)[0]} in fewer bits, to which no LoRA can be "
                             "added: optimize without --weights, or a checkpoint with the LoRA fused."
                         )
-                    if recipes.operations(recipe) & recipes.EIGHT_BIT_OPERATIONS:
-                        raise InputError(
-                            f"{self.folder} has {recipes.sources(recipe)[0]} in 8 bits, to which no LoRA can be added: "
-                            "fuse the LoRA into the checkpoint (diffusers: fuse_lora, save_pretrained) and optimize "
-                            "that, or optimize without --float8 and --int8."
-                        )
+                    if _is_eight_bit(recipe):
+                        eight_bits.append((part, name))
+                        continue
                     shapes = {blank[each].shape for each in recipes.sources(recipe) if each in blank}
                     if shapes != {recipes.source_shape(recipe, self._initializers(part)[name].shape)}:
                         self._dense_delta(component, part, name, blank)
+            self._check_eight_bits(component, eight_bits, blank)
+
+    def _check_eight_bits(self, component: str, names: Sequence[tuple[str, str]], blank: Deltas) -> None:
+        """Raise InputError if the checkpoint does not give these initializers bit for bit, or a delta's shape differs.
+
+        names: component folder and initializer.
+        """
+        table = self.recipes[component]
+        for tensor in dict.fromkeys(t for _, name in names for t in recipes.sources(table[name]) if t in blank):
+            shape = self._checkpoint.read(component, table)(tensor).shape
+            if [size for size in shape if size != 1] != [size for size in blank[tensor].shape if size != 1]:
+                shapes = f"{list(blank[tensor].shape)} instead of {list(shape)}"
+                raise InputError(f"the LoRA is of another family: its {tensor} has another shape ({shapes}).")
+        new = [each for each in names if each not in self._verified]
+        values = compute_sums([partial(self._quantized, component, part, name, {}) for part, name in new])
+        for (part, name), quantized in zip(new, values, strict=True):
+            if quantized.tobytes() != self._values(self._initializers(part)[name]).tobytes():
+                raise InputError(
+                    f"{self.folder} has {recipes.sources(table[name])[0]} in 8 bits, and {self._checkpoint.name} is "
+                    "another checkpoint by now: optimize it again."
+                )
+        self._verified.update(new)
 
     def apply(self, components: Components, deltas: Mapping[str, Deltas]) -> bool:
         """Let the folder's sessions run with `deltas` (by component) instead of the current ones.
@@ -178,9 +207,10 @@ class WeightUpdater:
             return components.replace_weights(replaced, shared, start_sums(sums)) or closed
 
     def _release(self) -> None:
-        """Close data files and free factors on the device. The sessions of update graphs stay: they hold no weights."""
+        """Close files and free factors on the device. The sessions of update graphs stay: they hold no weights."""
         self._data_files.clear()
         self._device_updates.clear()
+        self._checkpoint.close()
 
     def updated_weights(
         self,
@@ -203,12 +233,32 @@ class WeightUpdater:
 
     def _sum(self, component: str, part: str, deltas: Deltas, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return an initializer with `deltas` added, in `out` if they are low-rank."""
+        if _is_eight_bit(self.recipes[component][name]):
+            return self._quantized(component, part, name, deltas)
         weight = self._values(self._initializers(part)[name])
         factors = self._factors(component, part, deltas, name)
         if factors is not None:
             return _add_low_rank(weight, factors, out)
         delta = self._dense_delta(component, part, name, deltas)
         return np.add(weight, delta.reshape(weight.shape), dtype=np.float32).astype(weight.dtype, copy=False)
+
+    def _quantized(self, component: str, part: str, name: str, deltas: Deltas) -> np.ndarray:
+        """Return an initializer in 8 bits, or its scales, computed from the checkpoint's tensors and `deltas`."""
+        table = self.recipes[component]
+        read = self._checkpoint.read(component, table)
+
+        def read_sum(tensor: str) -> np.ndarray:
+            weight, delta = read(tensor), deltas.get(tensor)
+            if delta is None:
+                return weight
+            dense = delta if isinstance(delta, np.ndarray) else delta.dense()
+            return recipes.as_float32(weight) + dense.reshape(weight.shape)
+
+        try:
+            values = recipes.evaluate(table[name], read_sum)
+        except ValueError as error:
+            raise InputError(f"the LoRA cannot be added to {recipes.sources(table[name])[0]}: {error}.") from error
+        return values.astype(self._initializers(part)[name].dtype, copy=False)
 
     def _factors(self, component: str, part: str, deltas: Deltas, name: str) -> LowRankDelta | None:
         """Return the factors of the product that is added to an initializer, None if it is no such sum."""
@@ -310,7 +360,7 @@ class WeightUpdater:
             return
         dtypes = {name: np.dtype(DTYPES[value.data_type()]) for name, value in missing.items()}
         needed = sum(math.prod(value.shape()) * dtypes[name].itemsize for name, value in missing.items())
-        if components.free_bytes() < 2 * needed:
+        if components.target.free_bytes() < 2 * needed:
             return
         for name, value in missing.items():
             updatable.originals[name] = empty_value(value.shape(), dtypes[name], components.device)
@@ -388,6 +438,11 @@ class DeviceUpdate:
     def run(self, wait: bool) -> None:
         """Run, or enqueue without `wait`. Raises SdOrtError if ONNX Runtime fails."""
         self.bound.run(wait)
+
+
+def _is_eight_bit(recipe: recipes.WeightRecipe) -> bool:
+    """Return whether a recipe computes a weight in 8 bits, or its scales."""
+    return bool(recipes.operations(recipe) & recipes.EIGHT_BIT_OPERATIONS)
 
 
 def _low_rank(recipe: recipes.WeightRecipe, deltas: Deltas) -> LowRankDelta | None:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
+import diffusers
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from onnx import NodeProto, TensorProto, helper
 from provider_sessions import placed, session_of
 
 from fusion_passes.eight_bits.formats import FORMATS
 from fusion_passes.operators import function_bodies
+from sd_ort import demo
+from sd_ort.demo.styles import lora_path
+from sd_ort.runtime.components import Components
+from sd_ort.stages import optimize
+from sd_ort.weights.lora import LoraManager
+from sd_ort.weights.lora_files import read_adapter
 
 ELEMENTS = {"float8": TensorProto.FLOAT8E4M3FN, "int8": TensorProto.INT8}
 FLOATS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
@@ -101,3 +111,49 @@ def test_a_norm_writes_float8(dtype: str, provider: str) -> None:
     expected = q @ weight.astype(np.float64).T * (0.0625 / 16)
     tolerance = 1e-5 if dtype == "float32" else 2e-3
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
+def test_a_lora_is_quantized_again(provider: str, tmp_path: Path) -> None:
+    """Float8 weights of a UNet with a LoRA beside diffusers' in float32; without it the outputs are the first ones."""
+    random = np.random.default_rng(0)
+    feed = {
+        "sample": random.standard_normal((1, 4, 8, 8)).astype(np.float32),
+        "timestep": np.array([500.0], np.float32),
+    }
+    unet = diffusers.UNet2DConditionModel.from_pretrained(demo.MODEL_DIR / "unet", dtype=torch.float32)
+    feed["encoder_hidden_states"] = random.standard_normal((1, 24, unet.config.cross_attention_dim)).astype(np.float32)
+    runs: dict[str, Any] = {f"unet/{name}/0": array for name, array in feed.items()}
+    np.savez(tmp_path / "runs.npz", **runs)
+    options: dict[str, Any] = {
+        "components": ["unet"],
+        "calibrate": False,
+        "hoist": False,
+        "dtype": "float16",
+        "eight_bits": "float8",
+    }
+    optimize("demo", tmp_path / "out", target="gpu", inputs=tmp_path / "runs.npz", **options)
+
+    def error(predicted: np.ndarray, expected: np.ndarray) -> float:
+        difference = predicted.astype(np.float64) - expected
+        return float(np.linalg.norm(difference) / np.linalg.norm(expected))
+
+    def expected() -> np.ndarray:
+        with torch.no_grad():
+            result: np.ndarray = unet(**{name: torch.from_numpy(array) for name, array in feed.items()}).sample.numpy()
+        return result
+
+    models, manager = Components(tmp_path / "out", provider), LoraManager(tmp_path / "out")
+    inputs = {name: array.astype(models["unet"].dtype(name)) for name, array in feed.items()}
+    plain = models["unet"](**inputs)["out_sample"].copy()
+    rounding = error(plain, expected())
+    assert 1e-4 < rounding < 0.1
+    unet.load_lora_adapter(lora_path("night"), prefix="unet")
+    manager.add("night", read_adapter(lora_path("night"), {}), "night")
+    manager.apply(models, manager.deltas({"night": 1.0}))
+    with_lora, wanted = models["unet"](**inputs)["out_sample"].copy(), expected()
+    assert models.in_place
+    assert any(array.dtype == ml_dtypes.float8_e4m3fn for array in models.overrides.weights["unet"].values())
+    assert error(with_lora, wanted) < 1.5 * rounding
+    assert error(plain, wanted) > 2 * rounding
+    manager.apply(models, {})
+    np.testing.assert_array_equal(models["unet"](**inputs)["out_sample"], plain)

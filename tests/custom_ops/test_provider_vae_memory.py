@@ -12,7 +12,7 @@ import pytest
 from sd_ort import StableDiffusionPipeline
 from sd_ort.pipelines.vae import Vae
 from sd_ort.pipelines.vae_memory import MEGABYTE, Layout, VaeMemory
-from sd_ort.runtime.components import Components
+from sd_ort.runtime.session_device import SessionDevice
 from sd_ort.stages import optimize
 
 SD = (128, 256, 512, 512)
@@ -106,7 +106,7 @@ def test_memory_of_an_earlier_call_is_taken_again(by_name: str, folder: Path, mo
     """The session keeps it, so that less is free; a call of the same size fits all the same, and a larger one not."""
     vae = StableDiffusionPipeline.from_pretrained(folder, by_name).vae
     assert vae.fits((1, 4, 64, 64))
-    monkeypatch.setattr(Components, "free_bytes", lambda self: 0)
+    monkeypatch.setattr(SessionDevice, "free_bytes", lambda self: 0)
     assert vae.fits((1, 4, 64, 64))
     assert vae.fits((1, 4, 32, 32))
     assert not vae.fits((1, 4, 96, 96))

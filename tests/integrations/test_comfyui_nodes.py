@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from sd_ort.checkpoints.transformer_layouts import Part
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.application_installers import HERE
 from sd_ort.integrations.comfyui import comfy_entrypoint
@@ -110,20 +111,25 @@ def test_nodes_and_workflows(comfy: Path) -> None:
     assert seen == {"SdOrtLoadModel", "SdOrtLoadControlNet"}
 
 
-def test_errors_have_one_line(comfy: Path) -> None:
+def test_errors_have_one_line(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = importlib.import_module("sd_ort.integrations.comfyui.nodes")
     for call, message in (
         (lambda: nodes.Convert.execute("a.safetensors", "../up", "auto", True), "no name of a folder"),
         (lambda: nodes.Convert.execute("a.safetensors", "new", "auto", True), "neither in models/checkpoints nor"),
         (lambda: nodes.LoadModel.execute("tiny", "rocm"), "rocm"),
         (lambda: nodes.LoadControlNet.execute("tiny", "cpu"), "has no controlnet"),
+        (lambda: nodes.LoadDiffusionModel.execute("tiny", "rocm"), "rocm"),
     ):
         with pytest.raises(RuntimeError, match=message) as caught:
             call()
         assert str(caught.value).startswith("sd-ort: ")
         assert "\n" not in str(caught.value)
+    assert [output.kind for output in nodes.LoadDiffusionModel.define_schema().outputs] == ["Model"]
     other_model = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=torch.nn.Identity()))
     assert nodes.Info.execute(other_model).result == ("this MODEL is not sd-ort's",)
+    monkeypatch.setattr(nodes, "TorchComponentSessions", lambda *_: {"transformer"})
+    with pytest.raises(RuntimeError, match="use Load sd-ort diffusion model"):
+        nodes.LoadModel.execute("tiny", "cpu")
 
 
 def test_diffusion_model(comfy: Path, small_export: Path) -> None:
@@ -137,7 +143,7 @@ def test_diffusion_model(comfy: Path, small_export: Path) -> None:
     ours = model.DiffusionModel(models, to_comfy, {theirs: torch.empty(4, width, device="meta")})
     wrapped = torch.nn.ModuleDict({"diffusion_model": ours})
     (key,) = wrapped.state_dict()
-    assert ours.names == {key: name}
+    assert ours.names == {key: (Part(name),)}
     assert tuple(wrapped.state_dict()[key].shape)[1] == width
     generator = torch.Generator().manual_seed(0)
     x, context = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 77, width, generator=generator)
@@ -221,7 +227,7 @@ def test_patches(comfy: Path, small_export: Path, monkeypatch: pytest.MonkeyPatc
         model=types.SimpleNamespace(state_dict=lambda: {"key": original}),
         add_callback=lambda _, call: callbacks.append(call),
     )
-    patches.apply_patches_on_load(patcher, models, "unet", {"key": name})
+    patches.apply_patches_on_load(patcher, models, "unet", {"key": (Part(name),)})
     applied = []
     monkeypatch.setattr(models, "set_weight_deltas", lambda component, deltas: applied.append(deltas))
     for callback in callbacks:

@@ -284,7 +284,7 @@ def test_forge(
     assert isinstance(patcher.model.diffusion_model, OriginalUNet)
     call["c"]["transformer_options"] = {"patches_replace": {"attn2": {}}}
     assert torch.equal(unet.wrapper(unet.model.apply_model, call), torch.full_like(call_inputs["x"], 42.0))
-    assert "changes the UNet's layers (attn2)" in capsys.readouterr().out
+    assert "changes the model's layers (attn2)" in capsys.readouterr().out
     script.process_before_every_sampling(p, True, "not there")
     assert "sd-ort: " in capsys.readouterr().out
 

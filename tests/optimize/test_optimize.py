@@ -134,6 +134,16 @@ def test_unet_generates_the_same_image(
         assert relative_l2_error(np.asarray(got, np.float32), wanted) <= tolerance
 
 
+def test_graphs_record_the_shapes_that_kernels_do_not_infer(fused_unet: Callable[[Target, str], Path]) -> None:
+    """Those of the outputs after the first, which a node may lack."""
+    graph = onnx.load(fused_unet(TARGETS["hip"], "float16"), load_external_data=False).graph
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
+    read = {name for node in graph.node for name in node.input}
+    further = [output for node in graph.node if node.domain == "sd_ort" for output in node.output[1:] if output in read]
+    assert len(further) > 10
+    assert min(ranks[output] for output in further) >= 3
+
+
 def test_half_precision_keeps_the_sinusoids(fused_unet: Callable[[Target, str], Path]) -> None:
     model = ir.load(fused_unet(TARGETS["portable"], "float16"))
     assert {node.inputs[0].dtype for node in model.graph if node.op_type in ("Sin", "Cos")} == {ir.DataType.FLOAT}

@@ -13,6 +13,7 @@ from small_presets import mini
 from scripts.fixtures import make_templates
 from scripts.fixtures.make_templates import every, key_of, weightless
 from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.checkpoints.transformer_layouts import original_modules
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export import templates
@@ -134,7 +135,32 @@ def test_what_the_package_has() -> None:
         template = templates.Template(path)
         assert len(template.sources) >= 30  # demo-dit's T5 of three layers
     assert {path.stem for path in templates.BUNDLED.glob("*.xz")} == {f"{name}.onnx" for name, _, _ in every()}
-    assert sum(path.stat().st_size for path in templates.BUNDLED.iterdir()) < 1_800_000
+    assert sum(path.stat().st_size for path in templates.BUNDLED.iterdir()) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "transformer"),
+    [
+        ("flux-schnell", "flux-schnell"),
+        ("flux-dev", "flux-dev"),
+        ("sd35-medium", "sd35-medium"),
+        ("sd35-large", "sd35-large"),
+        ("sd35-large-turbo", "sd35-large"),
+    ],
+)
+def test_transformers_are_whole(name: str, transformer: str) -> None:
+    """Each component has a template, and that of the transformer reads each layer of its published checkpoint."""
+    preset = PRESETS[name]
+    components = [*(model for model in preset.models if model != "vae"), "vae_encoder", "vae_decoder"]
+    paths = {component: templates.find_template(key_of(preset, component)) for component in components}
+    assert all(paths.values()), paths
+    path = paths["transformer"]
+    assert path is not None
+    assert path.name == f"{transformer}.transformer.onnx.xz"
+    layers = {source.rpartition(".")[0] for source in templates.Template(path).sources}
+    known = {part.module for parts in original_modules(preset.models["transformer"]).values() for part in parts}
+    unread = {layer for layer in known if "guidance_embedder" in layer and name == "flux-schnell"}
+    assert layers - {"pos_embed"} == known - unread
 
 
 def test_a_shipped_template_is_a_fresh_export(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_change_is_written_over_the_last_one(
     monkeypatch.setattr(models, "_open", opened.append)
     changes = loras.deltas({"a": -0.5})
     assert loras.apply(models, changes)
-    models.finish_weights()
+    models.overrides.finish()
     assert not models.opened
     models.open(["unet"])
     assert sorted(opened) == sorted(MODULES)
@@ -236,7 +236,7 @@ def test_weights_that_a_session_copies_are_there_before(
     monkeypatch.setattr(updates, "start_sums", lambda sums: start([go_on.wait, *sums]))
 
     def opened(*arguments: Any, **options: Any) -> None:
-        finished.append(models.unfinished is None)
+        finished.append(models.overrides.unfinished is None)
         go_on.set()
 
     monkeypatch.setattr("sd_ort.runtime.components.create_session", opened)
@@ -244,7 +244,7 @@ def test_weights_that_a_session_copies_are_there_before(
         loras.apply(models, loras.deltas({"a": 1.0}))
         override = models.overrides.of("unet")
         models._session("unet", override if shared else replace(override, shared=()))
-        assert models.unfinished is None
+        assert models.overrides.unfinished is None
     assert finished == [False, True]
 
 

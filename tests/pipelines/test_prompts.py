@@ -138,7 +138,7 @@ def test_the_command_takes_weights_and_words(sd_ort: Any, small_export: Path, tm
 @pytest.mark.parametrize("kind", ["raw", "fused"])
 def test_clip_skip(small_export: Path, fused: Path, reference: Any, kind: str, skip: int) -> None:
     ours = StableDiffusionPipeline.from_pretrained(small_export, low_memory=True)
-    ours.models.folder = fused if kind == "fused" else small_export
+    ours.models.files.folder = fused if kind == "fused" else small_export
     expected = embeddings(reference, clip_skip=skip)
     np.testing.assert_allclose(embeddings(ours, clip_skip=skip), expected, rtol=1e-3, atol=1e-4)
     assert np.abs(expected[0] - embeddings(reference)[0]).max() > 0.01, "without effect"
@@ -166,7 +166,7 @@ def test_textual_inversion(small_export: Path, fused: Path, tmp_path: Path) -> N
     prompt = "a <cat> on a <dog> and a <cat> with emb_params"
     for folder in (small_export, fused):
         ours = StableDiffusionPipeline.from_pretrained(small_export)
-        ours.models.folder = folder
+        ours.models.files.folder = folder
         before = embeddings(ours, prompt)
         ours.load_textual_inversion(files)
         expected = embeddings(theirs, prompt)

@@ -24,11 +24,10 @@ from sd_ort.graphs.load import load, serialize_over_data
 from sd_ort.graphs.patches import Band, compute_band, inputs_from, outputs_for, return_borders
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.pipelines import patches as settings
 from sd_ort.pipelines.device.band_unet import BandUnet
 from sd_ort.pipelines.device.guidance_split import Events
 from sd_ort.pipelines.device.patches import PatchDevice, SplitImageStep
-from sd_ort.pipelines.patches import BandSteps
+from sd_ort.pipelines.partial_steps import WHOLE_STEPS, BandSteps
 from sd_ort.runtime.session import DEFAULT_OPTIONS, ModelOverride, create_session
 from sd_ort.stages import optimize
 from tests.pipelines.test_two_devices import Queue, Value
@@ -285,4 +284,4 @@ def test_order_on_four_streams(seed: int) -> None:
 def test_steps_of_all_rows() -> None:
     steps = BandSteps(0, 2, lambda: None)  # type: ignore[arg-type,return-value]
     whole = [step for step in range(20) if steps.is_whole(step)]
-    assert whole == [*range(settings.WHOLE_STEPS), 8, 16]
+    assert whole == [*range(WHOLE_STEPS), 8, 16]

@@ -229,12 +229,6 @@ def test_the_command(sd_ort: Cli, folder: Path, tmp_path: Path, pipeline: Stable
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(ours))
 
 
-def test_a_transformer_has_none(sd_ort: Cli, tmp_path: Path) -> None:
-    code, _, err = sd_ort("generate", "a", "--model", "demo-dit", "--cache", 3, "--out", tmp_path / "a.png")
-    assert code == 2
-    assert "has a transformer" in err
-
-
 @pytest.mark.parametrize("hoist", [False, True])
 def test_the_loop_on_the_device(folder: Path, tmp_path: Path, hoist: bool, pipeline: StableDiffusionPipeline) -> None:
     """As the loop on the host: image after image, of another number of steps, with a LoRA, without the cache."""

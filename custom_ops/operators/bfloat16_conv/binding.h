@@ -36,7 +36,7 @@ struct Bfloat16ConvBinding {
     if (shapes.integer("stride", 1) == 2) {
       for (size_t i = 2; i < dims.size(); ++i) dims[i] = dims[i].known() ? Dim{ceil_div(dims[i].value, 2), ""} : Dim{};
     }
-    shapes.set_output(0, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

@@ -31,7 +31,7 @@ struct Bfloat16MatMulBinding {
     std::vector<Dim> dims = shapes.input(0);
     dims.back() = shapes.input(1).back();
     if (shapes.integer("gated", 0) != 0) dims.back() = dims.back().known() ? Dim{dims.back().value / 2, ""} : Dim{};
-    shapes.set_typed_output(0, dims, static_cast<ONNXTensorElementDataType>(shapes.integer("to", kFloat)));
+    shapes.set_typed_output(dims, static_cast<ONNXTensorElementDataType>(shapes.integer("to", kFloat)));
   }
 
   static void bind(Tensors& tensors, Params& params) {

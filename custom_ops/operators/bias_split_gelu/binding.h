@@ -25,8 +25,7 @@ struct BiasSplitGeluBinding : BindingBase<BiasSplitGeluParams, bias_split_gelu_c
     std::vector<Dim> dims = shapes.input(0);
     Dim& last = dims.back();
     last = last.known() ? Dim{last.value / 2, ""} : Dim{};  // half of a symbol has no name
-    shapes.set_output(0, dims);
-    shapes.set_float8_output(1, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

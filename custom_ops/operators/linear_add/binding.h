@@ -24,7 +24,7 @@ struct LinearAddBinding : BindingBase<LinearAddParams, linear_add_cpu> {
     if (!shapes.has(0) || !shapes.has(1)) return;
     std::vector<Dim> dims = shapes.input(0);
     dims.back() = shapes.input(1).back();
-    shapes.set_output(0, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

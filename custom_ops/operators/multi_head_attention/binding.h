@@ -35,8 +35,7 @@ struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_h
       const bool known = dims[2].known() && dims[4].known();
       dims = {dims[0], dims[1], known ? Dim{dims[2].value * dims[4].value, ""} : Dim{}};
     }
-    shapes.set_output(0, dims);
-    shapes.set_float8_output(1, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

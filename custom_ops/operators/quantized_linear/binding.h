@@ -29,8 +29,7 @@ struct QuantizedLinearBinding : BindingBase<QuantizedLinearParams, quantized_lin
     std::vector<Dim> dims = shapes.input(0);
     dims.back() = shapes.input(1).front();
     if (shapes.integer("gated", 0) != 0) dims.back() = dims.back().known() ? Dim{dims.back().value / 2, ""} : Dim{};
-    shapes.set_output(0, dims, kTypedBy);
-    shapes.set_float8_output(1, dims);
+    shapes.set_output(dims, kTypedBy);
   }
 
   static void bind(Tensors& tensors, Params& params) {

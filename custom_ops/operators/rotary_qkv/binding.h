@@ -31,7 +31,7 @@ struct RotaryQkvBinding : BindingBase<RotaryQkvParams, rotary_qkv_cpu> {
       const Dim other = shapes.input(1)[1];
       dims[1] = dims[1].known() && other.known() ? Dim{dims[1].value + other.value, ""} : Dim{};
     }
-    shapes.set_output(0, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

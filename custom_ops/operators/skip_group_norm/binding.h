@@ -17,9 +17,7 @@ struct SkipGroupNormBinding : BindingBase<GroupNormParams, group_norm_cpu> {
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0)) return;
-    shapes.set_output(0, shapes.input(0));
-    shapes.set_output(1, shapes.input(0));
-    shapes.set_float8_output(2, shapes.input(0));
+    shapes.set_output(shapes.input(0));
   }
 
   static void bind(Tensors& tensors, Params& params) {

@@ -26,9 +26,7 @@ struct SkipLayerNormBinding : BindingBase<SkipLayerNormParams, skip_layer_norm_c
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0)) return;
-    shapes.set_output(0, shapes.input(0));
-    shapes.set_output(3, shapes.input(0));
-    shapes.set_float8_output(4, shapes.input(0));
+    shapes.set_output(shapes.input(0));
   }
 
   static void bind(Tensors& tensors, Params& params) {

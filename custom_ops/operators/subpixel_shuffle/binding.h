@@ -20,7 +20,7 @@ struct SubpixelShuffleBinding : BindingBase<SubpixelShuffleParams, subpixel_shuf
     if (dims.size() != 4) return;
     for (size_t axis : {1, 2}) dims[axis] = dims[axis].value > 0 ? Dim{upsampled(dims[axis].value), ""} : Dim{};
     dims[3] = dims[3].known() ? Dim{dims[3].value / 4, ""} : Dim{};
-    shapes.set_output(0, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

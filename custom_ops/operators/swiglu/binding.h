@@ -19,7 +19,7 @@ struct SwiGluBinding : BindingBase<SwiGluParams, swiglu_cpu> {
     std::vector<Dim> dims = shapes.input(0);
     Dim& last = dims.back();
     if (!shapes.has(1)) last = last.known() ? Dim{last.value / 2, ""} : Dim{};  // half of a symbol has no name
-    shapes.set_output(0, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

@@ -30,7 +30,7 @@ struct UpsampleNearestBinding : BindingBase<UpsampleNearestParams, upsample_near
     if (dims.size() != 4) return;
     dims[1] = repeated(dims[1], shapes.required_integer("scale_height"));
     dims[2] = repeated(dims[2], shapes.required_integer("scale_width"));
-    shapes.set_output(0, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

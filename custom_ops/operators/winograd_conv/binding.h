@@ -18,7 +18,7 @@ struct WinogradConvBinding : BindingBase<WinogradConvParams, winograd_conv_cpu> 
     if (!shapes.has(0) || !shapes.has(1)) return;
     std::vector<Dim> dims = shapes.input(0);
     dims.at(1) = shapes.input(1)[0];
-    shapes.set_output(0, dims);
+    shapes.set_output(dims);
   }
 
   static void bind(Tensors& tensors, Params& params) {

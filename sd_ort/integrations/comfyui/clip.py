@@ -12,6 +12,7 @@ import comfy.sdxl_clip
 import torch
 
 from sd_ort.checkpoints.conditioning import text_encoders, text_length
+from sd_ort.checkpoints.transformer_layouts import Part
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.comfyui.patches import apply_patches_on_load
 from sd_ort.integrations.models import TorchComponentSessions
@@ -41,7 +42,8 @@ def open_clip(models: TorchComponentSessions) -> comfy.sd.CLIP:
     clip = comfy.sd.CLIP(target, disable_dynamic=True)
     for name, component in zip(names, components, strict=True):
         prefix = f"clip_{name}."
-        sources = {prefix + key: source for key, source in getattr(clip.cond_stage_model, f"clip_{name}").names.items()}
+        encoder = getattr(clip.cond_stage_model, f"clip_{name}")
+        sources = {prefix + key: (Part(source),) for key, source in encoder.names.items()}
         apply_patches_on_load(clip.patcher, models, component, sources)
     return clip
 

@@ -1,4 +1,4 @@
-"""A folder's UNet as ComfyUI's MODEL: ComfyUI's `BaseModel` and `ModelPatcher` with a `diffusion_model` of sd-ort.
+"""A folder's denoiser as ComfyUI's MODEL: ComfyUI's `BaseModel` and `ModelPatcher` with a `diffusion_model` of sd-ort.
 
 Sampling, conditioning, ControlNets, inpainting and hooks are ComfyUI's. `diffusion_model` has no parameters, but its
 state_dict has the names and shapes of the original ones, for LoRA loaders.
@@ -15,8 +15,10 @@ import comfy.utils
 import torch
 
 from sd_ort.checkpoints.configs import scheduler_config
+from sd_ort.checkpoints.transformer_layouts import Part
 from sd_ort.checkpoints.unet_inputs import is_sdxl, time_ids_split
 from sd_ort.core.errors import InputError
+from sd_ort.integrations.comfyui.net import GraphNet, PromptsOnSamplerDevice, prompt_key
 from sd_ort.integrations.comfyui.patcher import GraphPatcher
 from sd_ort.integrations.comfyui.patches import apply_patches_on_load
 from sd_ort.integrations.models import TorchComponentSessions
@@ -28,7 +30,31 @@ PREDICTIONS = {"epsilon": "EPS", "v_prediction": "V_PREDICTION"}
 
 
 def open_model(models: TorchComponentSessions) -> GraphPatcher:
-    """Return the folder's UNet as a MODEL. Raises InputError if ComfyUI does not support the model family."""
+    """Return the folder's UNet or diffusion transformer as a MODEL.
+
+    Raises InputError if ComfyUI does not support the model family.
+    """
+    if "transformer" in models:
+        from sd_ort.integrations.comfyui.transformer import transformer_model
+
+        model = transformer_model(models)
+    else:
+        model = _unet_model(models)
+    device = torch.device("cpu") if models.device.type == "cpu" else comfy.model_management.get_torch_device()
+    patcher = GraphPatcher(model, load_device=device, offload_device=device, size=1)  # ONNX Runtime has the weights
+    patcher.cached_patcher_init = (_reopen, (models.folder, models.provider))
+    net: GraphNet = model.diffusion_model
+    apply_patches_on_load(patcher, models, net.component, net.names)
+    return patcher
+
+
+def _reopen(folder: Any, provider: str, disable_dynamic: bool = False) -> GraphPatcher:
+    """Open another model of the same folder, for deep clones."""
+    return open_model(TorchComponentSessions(folder, provider))
+
+
+def _unet_model(models: TorchComponentSessions) -> Any:
+    """Return ComfyUI's model of a UNet. Raises InputError if ComfyUI does not support the model family."""
     config = models.config("unet")
     xl = is_sdxl(config)
     if config.get("in_channels") not in (4, 9) or config.get("time_cond_proj_dim") or config.get("class_embed_type"):
@@ -39,7 +65,6 @@ def open_model(models: TorchComponentSessions) -> GraphPatcher:
         family, base = "SDXL", _SdxlModel
     else:
         family, base = "SDXLRefiner", _SdxlRefinerModel
-    device = torch.device("cpu") if models.device.type == "cpu" else comfy.model_management.get_torch_device()
     description = _comfy_description(family, config, models)
     schedule = scheduler_config(models.folder)
     prediction = PREDICTIONS.get(schedule.get("prediction_type", "epsilon"))
@@ -54,15 +79,7 @@ def open_model(models: TorchComponentSessions) -> GraphPatcher:
     model.diffusion_model = DiffusionModel(models, to_comfy, _meta_weights(description.unet_config))
     if config["in_channels"] == 9:
         model.set_inpaint()
-    patcher = GraphPatcher(model, load_device=device, offload_device=device, size=1)  # ONNX Runtime has the weights
-    patcher.cached_patcher_init = (_reopen, (models.folder, models.provider))
-    apply_patches_on_load(patcher, models, "unet", model.diffusion_model.names)
-    return patcher
-
-
-def _reopen(folder: Any, provider: str, disable_dynamic: bool = False) -> GraphPatcher:
-    """Open another model of the same folder, for deep clones."""
-    return open_model(TorchComponentSessions(folder, provider))
+    return model
 
 
 def _comfy_description(family: str, config: dict[str, Any], models: TorchComponentSessions) -> Any:
@@ -114,22 +131,6 @@ def _comfy_config(config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class PromptsOnSamplerDevice:
-    """Mixin that moves the prompt's conditioning to the sampler's device once per image.
-
-    ComfyUI leaves it on the CPU, where every step concatenates it for the batch, with all threads of torch, and copies
-    it: 13 ms a step on the host of an H200 whose 32 cores were shared.
-    """
-
-    def extra_conds(self, **conditioning: Any) -> dict[str, Any]:
-        """Return the conditioning inputs of one prompt on `device`, the sampler's."""
-        conds: dict[str, Any] = super().extra_conds(**conditioning)  # type: ignore[misc]
-        for each in conds.values():
-            if isinstance(each.cond, torch.Tensor):
-                each.cond = each.cond.to(conditioning["device"])
-        return conds
-
-
 class _Model(PromptsOnSamplerDevice, comfy.model_base.BaseModel):
     """SD 1.x and 2.x."""
 
@@ -154,20 +155,17 @@ class _SdxlRefinerModel(_UnembeddedSizes, comfy.model_base.SDXLRefiner):
         del self._modules["embedder"]
 
 
-class DiffusionModel(torch.nn.Module):
-    """ComfyUI's `diffusion_model` on a folder's UNet.
+class DiffusionModel(GraphNet):
+    """ComfyUI's `diffusion_model` on a folder's UNet."""
 
-    `names`: ComfyUI's name of a weight -> its name in the weight recipes.
-    """
+    runner: UNetRunner
 
     def __init__(
         self, models: TorchComponentSessions, to_comfy: dict[str, str], weights: dict[str, torch.Tensor]
     ) -> None:
         """Open the UNet. `to_comfy`: diffusers' name of a weight -> ComfyUI's. `weights`: shapes by ComfyUI's names."""
-        super().__init__()
-        self.models, self.runner, self.dtype = models, UNetRunner(models), models.dtype("unet")
-        self.names = {f"diffusion_model.{theirs}": name for name, theirs in to_comfy.items() if theirs in weights}
-        self.meta_weights = {theirs: weights[theirs] for theirs in to_comfy.values() if theirs in weights}
+        parts = {theirs: (Part(name),) for name, theirs in to_comfy.items()}
+        super().__init__(models, UNetRunner(models), parts, weights)
 
     def forward(
         self,
@@ -191,20 +189,11 @@ class DiffusionModel(torch.nn.Module):
             pooled = time_ids_split(self.models.unet_config)[0]
             conditioning |= {"text_embeds": y[:, :pooled], "time_ids": y[:, pooled:]}
         residuals, middle = parse_residuals(x, control)
-        uuids = options.get("uuids")
-        key = (tuple(uuids), tuple(options.get("cond_or_uncond", ()))) if uuids else None
-        return self.runner(x, timesteps, conditioning, residuals, middle, key)
+        return self.runner(x, timesteps, conditioning, residuals, middle, prompt_key(options))
 
     def _input_names(self) -> set[str]:
         parts = ("unet", "unet_prompt", "unet_time")
         return {name for part in parts if part in self.models for name in self.models.inputs(part)}
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return names and shapes (on torch's meta device) of the original model's weights."""
-        destination = {} if destination is None else destination
-        for name, tensor in self.meta_weights.items():
-            destination[prefix + name] = tensor
-        return destination
 
 
 def _meta_weights(unet_config: dict[str, Any]) -> dict[str, torch.Tensor]:

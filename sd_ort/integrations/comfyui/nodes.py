@@ -1,4 +1,4 @@
-"""ComfyUI nodes: Load sd-ort model, Load sd-ort ControlNet, Convert checkpoint, sd-ort info."""
+"""ComfyUI nodes: Load sd-ort model, diffusion model and ControlNet, Convert checkpoint, sd-ort info."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import comfy.utils
 from comfy_api.latest import ComfyExtension, io
 
-from sd_ort.core.errors import describe_error
+from sd_ort.core.errors import InputError, describe_error
 from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.integrations.comfyui import folders
 from sd_ort.integrations.models import TorchComponentSessions, default_provider
@@ -80,9 +80,39 @@ class LoadModel(io.ComfyNode):
 
         with one_line_errors():
             resolved = _resolve(model, provider)
+            if "transformer" in TorchComponentSessions(*resolved):
+                raise InputError(
+                    f"{model} is a diffusion transformer: use Load sd-ort diffusion model, and ComfyUI's own loaders "
+                    "of CLIP and VAE."
+                )
             # Separate sessions, so that a LoRA of one does not reopen those of another.
             opened = [open_(TorchComponentSessions(*resolved)) for open_ in (open_model, open_clip, open_vae)]
             return io.NodeOutput(*opened)
+
+
+class LoadDiffusionModel(io.ComfyNode):
+    """Loads the UNet or the diffusion transformer of a pipeline folder alone, as MODEL."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtLoadDiffusionModel",
+            display_name="Load sd-ort diffusion model",
+            category=CATEGORY,
+            description="FLUX.1, FLUX.2 klein, SD 3.5, Z-Image, Qwen-Image or a UNet; CLIP and VAE by stock loaders.",
+            inputs=[
+                io.Combo.Input("model", options=folders.list_pipeline_folders(), tooltip="A folder of models/sd_ort."),
+                io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the best one here."),
+            ],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: str, provider: str) -> io.NodeOutput:
+        from sd_ort.integrations.comfyui.model import open_model
+
+        with one_line_errors():
+            return io.NodeOutput(open_model(TorchComponentSessions(*_resolve(model, provider))))
 
 
 class LoadControlNet(io.ComfyNode):
@@ -156,21 +186,22 @@ class Info(io.ComfyNode):
 
 def describe(model: Any) -> str:
     """Return fused nodes, provider, size and ms per step of an sd-ort MODEL, one per line."""
-    diffusion_model: Any = getattr(model.model, "diffusion_model", None)
-    models = getattr(diffusion_model, "models", None)
+    net: Any = getattr(model.model, "diffusion_model", None)
+    models = getattr(net, "models", None)
     if not isinstance(models, TorchComponentSessions):
         return "this MODEL is not sd-ort's"
+    kind = {"unet": "UNet"}.get(net.component, net.component)
     manifest = read_manifest(models.folder)
-    counts = manifest.get("components", {}).get("unet", {}).get("op_counts", {})
+    counts = manifest.get("components", {}).get(net.component, {}).get("op_counts", {})
     fused = ", ".join(f"{count} {op}" for op, count in counts.items())
-    size = sum(path.stat().st_size for path in (models.folder / "unet").iterdir()) / 1e6
-    steps = diffusion_model.runner.seconds
+    size = sum(path.stat().st_size for path in (models.folder / net.component).iterdir()) / 1e6
+    steps = net.runner.seconds
     return "\n".join(
         [
             f"folder: {models.folder}",
-            f"provider: {models.provider}, tensors on {models.device}, {models.dtype('unet')}",
-            f"fused in the UNet: {fused or 'nothing: the folder was not optimized'}",
-            f"UNet on disk: {size:.0f} MB",
+            f"provider: {models.provider}, tensors on {models.device}, {net.dtype}",
+            f"fused in the {kind}: {fused or 'nothing: the folder was not optimized'}",
+            f"{kind} on disk: {size:.0f} MB",
             f"step: {1e3 * sorted(steps)[len(steps) // 2]:.1f} ms (median of {len(steps)})"
             if steps
             else "step: none yet",
@@ -182,4 +213,4 @@ class SdOrtExtension(ComfyExtension):
     """ComfyUI's extension object with the list of nodes."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [LoadModel, LoadControlNet, Convert, Info]
+        return [LoadModel, LoadDiffusionModel, LoadControlNet, Convert, Info]

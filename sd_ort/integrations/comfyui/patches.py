@@ -8,7 +8,7 @@ restored from the graph's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import comfy.lora
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from comfy.patcher_extension import CallbacksMP
 
+from sd_ort.checkpoints.transformer_layouts import Part, join_parts, split_parts
 from sd_ort.integrations.models import TorchComponentSessions
 
 # Adapters that add a delta independent of the weight, and the index of the tuple element that must be None for this.
@@ -24,11 +25,11 @@ ADDITIVE_ADAPTERS = {"lora": 4, "loha": 7, "lokr": 8}
 
 
 def apply_patches_on_load(
-    patcher: Any, models: TorchComponentSessions, component: str, names: Mapping[str, str]
+    patcher: Any, models: TorchComponentSessions, component: str, names: Mapping[str, Sequence[Part]]
 ) -> None:
     """Register callbacks that apply the patches of `patcher`, or of a clone of it, to the sessions of `component`.
 
-    `names`: ComfyUI's name of a weight -> its name in the weight recipes.
+    `names`: ComfyUI's name of a weight -> its rows by their names in the weight recipes.
     """
     applied: list[Any] = [None]
 
@@ -37,10 +38,15 @@ def apply_patches_on_load(
         if applied[0] == version:
             return
         weights = patcher.model.state_dict()
-        deltas = {}
+        deltas: dict[str, np.ndarray] = {}
         for key, patches in patcher.patches.items():
-            original = None if all(map(_is_additive, patches)) else models.original_weight(component, names[key])
-            deltas[names[key]] = _patch_delta(key, weights[key].shape, patches, original)
+            original = None
+            if not all(map(_is_additive, patches)):
+                values = {part.module: models.original_weight(component, part.module) for part in names[key]}
+                original = join_parts(values, names[key])
+            delta = _patch_delta(key, weights[key].shape, patches, original)
+            # Patches of query alone change a joined matrix: its other parts keep their weights.
+            deltas |= {name: part for name, part in split_parts(delta, names[key]).items() if part.any()}
         models.set_weight_deltas(component, deltas)
         applied[0] = version
 

@@ -24,7 +24,7 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from sd_ort.checkpoints.signatures import default_latents, levels
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import HOISTED
+from sd_ort.integrations.denoiser import DenoiserRunner
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.integrations.unet import UNetRunner
 from sd_ort.pipelines import tiling
@@ -198,6 +198,10 @@ class OrtTransformer(Component, ModelMixin, ConfigMixin):
     component, parts = "transformer", ("transformer",)
     encoder_hid_proj = None
 
+    def __init__(self, models: TorchComponentSessions, component: str | None = None) -> None:
+        Component.__init__(self, models)
+        self.runner = DenoiserRunner(models, "transformer")
+
     @contextlib.contextmanager
     def cache_context(self, name: str) -> Iterator[None]:
         """Do nothing: the graph caches no block."""
@@ -208,7 +212,7 @@ class OrtTransformer(Component, ModelMixin, ConfigMixin):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         pooled_projections: torch.Tensor | None = None,
-        timestep: torch.Tensor | None = None,
+        timestep: Any = None,
         img_ids: torch.Tensor | None = None,
         txt_ids: torch.Tensor | None = None,
         guidance: torch.Tensor | None = None,
@@ -218,30 +222,15 @@ class OrtTransformer(Component, ModelMixin, ConfigMixin):
     ) -> Any:
         """See the model's own `forward`. Raises InputError for unsupported arguments: ControlNets, skipped layers."""
         _reject_arguments(self, joint_attention_kwargs=joint_attention_kwargs, **more)
-        times = torch.as_tensor(timestep, dtype=torch.float32).reshape(-1)
-        if not bool((times == times[0]).all()):
-            raise InputError("the batch has different timesteps: this graph has one timestep for the batch.")
-        inputs = {
-            "hidden_states": hidden_states, "encoder_hidden_states": encoder_hidden_states,
-            "pooled_projections": pooled_projections, "timestep": times[:1], "guidance": guidance,
+        conditioning = {
+            "encoder_hidden_states": encoder_hidden_states, "pooled_projections": pooled_projections,
+            "guidance": guidance,
             **{name: ids[0] if ids is not None and ids.ndim == 3 else ids
                for name, ids in (("img_ids", img_ids), ("txt_ids", txt_ids))},
         }  # fmt: skip
-        out = self._outputs(inputs)["out_hidden_states"].to(hidden_states.dtype)
+        given = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
+        out = self.runner.predict({"hidden_states": hidden_states}, timestep, given)
         return Transformer2DModelOutput(sample=out) if return_dict else (out,)
-
-    def _outputs(self, inputs: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Run the graph, in a hoisted folder the three that it was split into; return all inputs and outputs."""
-        values = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-        parts = [name for name in HOISTED["transformer"].values() if name in self.models]
-        if len(parts) > 1:  # the graphs were split for a timestep for each row
-            values["timestep"] = values["timestep"].expand(len(values["hidden_states"])).contiguous()
-        for part in parts:
-            names = self.models.inputs(part)
-            if missing := [name for name in names if name not in values]:
-                raise InputError(f"the transformer of {self.models.folder} needs {', '.join(missing)}.")
-            values |= self.models.run(part, **{name: values[name] for name in names})
-        return values
 
 
 class OrtControlNet(Component, ControlNetModel):

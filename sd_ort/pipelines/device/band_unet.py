@@ -21,7 +21,7 @@ from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.sessions import DeviceSessions
-    from sd_ort.pipelines.patches import BandSteps
+    from sd_ort.pipelines.partial_steps import BandSteps
     from sd_ort.runtime.session import Model
 
 ALIGNMENT = 256  # bytes, of each value

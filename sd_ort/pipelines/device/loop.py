@@ -31,7 +31,7 @@ from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.band_unet import BandUnet
-    from sd_ort.pipelines.step_cache import ShallowSteps
+    from sd_ort.pipelines.partial_steps import ShallowSteps
     from sd_ort.runtime.bound_run import BoundRun
     from sd_ort.runtime.components import Components
     from sd_ort.runtime.stream import Stream

@@ -31,7 +31,8 @@ from sd_ort.graphs.patches import Band, compute_band, return_borders
 from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES
 from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf
 from sd_ort.pipelines.device.loop import Buffers, DeviceLoop
-from sd_ort.pipelines.patches import BandSteps, bands_of
+from sd_ort.pipelines.partial_steps import BandSteps
+from sd_ort.pipelines.patches import bands_of
 from sd_ort.pipelines.step_cache import edited
 from sd_ort.runtime.partitioned import is_captured
 

@@ -64,7 +64,7 @@ class DeviceSessions:
         session = self._graphs[name]
         inputs = {value.name: values[value.name] for value in session.get_inputs()}
         outputs = {value.name: values[value.name] for value in session.get_outputs() if value.name in values}
-        stream = self.models.capture_stream if capture else None
+        stream = self.models.target.capture_stream if capture else None
         graph_id = next(self._graph_ids) if capture and stream is None else NO_GRAPH_ID
         return BoundRun(session, inputs, self.models.device, stream=stream, graph_id=graph_id, outputs=outputs)
 

@@ -163,7 +163,11 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
   };
   const auto begin_values = [&](int buffer, int first_key, int stage) {
     values.place(stage_lds[buffer]);
-    values.begin(head.value.from(first_key).columns_from(stage * kStage));
+    Rows<T> rows = head.value.from(first_key).columns_from(stage * kStage);
+    uint32_t columns = rows.columns;
+    launder(columns);  // recompute comparisons: the masks of all stages exceed the scalar registers of CDNA
+    rows.columns = static_cast<int>(columns);
+    values.begin(rows);
   };
 
   SoftmaxState state[kRowTiles];
@@ -215,9 +219,7 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
     for (int stage = 0; stage < kStages; ++stage) {
       const ValueTile stage_values(stage_lds[buffer]);
       const bool last = stage + 1 == kStages;
-      uint32_t left = end - first_key;
-      launder(left);  // recompute comparisons: a mask kept over all stages exceeds the scalar registers of CDNA by two
-      const bool done = last && static_cast<int>(left) <= kKeys;
+      const bool done = last && end - first_key <= kKeys;
       if (!last) {
         begin_values(buffer ^ 1, first_key, stage + 1);
       } else if (!done) {

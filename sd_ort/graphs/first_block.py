@@ -1,0 +1,131 @@
+"""The two graphs of a FLUX transformer whose later blocks are kept for several steps (FirstBlockCache of diffusers).
+
+    head   computes the first block, and the output from it and the kept residual of the later blocks; returns how much
+           the residual of the first block changed since the last full step, and the streams after it
+    rest   computes the later blocks from these streams, and their residual
+
+    residual = h1 - h0, change = mean |residual - last residual| / mean |last residual|
+    full     output(hN), later residual = hN - h1
+    kept     output(h1 + later residual)
+
+h0: the image's tokens before the first block, h1 behind it, hN behind the last block. Both graphs are cut from the
+optimized one. They share the weights of the last layer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes.graph_edits import new_initializer
+from fusion_passes.weight_recipes import WeightRecipe
+from sd_ort.core.errors import InputError
+from sd_ort.graphs.layers import initializers_by_source, only_consumer
+from sd_ort.graphs.step_cache import add_input, add_output, remove_unused_parts, replace_by_input
+
+STREAM = "first_block_stream_{}"  # outputs of the head and inputs of the rest
+RESIDUAL, LAST_RESIDUAL = "first_block_residual", "last_first_block_residual"
+LATER_RESIDUAL, CHANGE = "later_residual", "first_block_change"
+NORMS = ("LayerNormalization", "AdaptiveNorm")
+SECOND_BLOCK = "transformer_blocks.1.attn"
+
+
+def keep_head(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
+    """Reduce a transformer to its head. `recipes`: of the initializers. Raises InputError for another transformer."""
+    graph = model.graph
+    cut = _Cut(graph, recipes)
+    residual = _node(graph, "Sub", [cut.after_first, cut.before_first], f"{RESIDUAL}.now")
+    last = add_input(graph, residual, LAST_RESIDUAL)
+    later = add_input(graph, residual, LATER_RESIDUAL)
+    kept = _node(graph, "Add", [cut.after_first, later], "kept_stream")
+    ir.convenience.replace_all_uses_with(cut.after_last, kept)
+    numbers = [
+        _node(graph, "Cast", [value], f"{value.name}.float32", {"to": ir.DataType.FLOAT}) for value in (residual, last)
+    ]
+    difference = _node(graph, "Sub", numbers, f"{RESIDUAL}.difference")
+    means = []
+    for value in (difference, numbers[1]):
+        magnitude = _node(graph, "Abs", [value], f"{value.name}.magnitude")
+        mean = _node(graph, "ReduceMean", [magnitude], f"{value.name}.mean", {"keepdims": 0})
+        mean.shape = ir.Shape([])
+        means.append(mean)
+    tiny = new_initializer(graph, f"{CHANGE}.tiny", np.asarray(np.finfo(np.float32).tiny))
+    divisor = _node(graph, "Max", [means[1], tiny], f"{CHANGE}.divisor")
+    add_output(graph, _node(graph, "Div", [means[0], divisor], f"{CHANGE}.ratio"), CHANGE)
+    add_output(graph, residual, RESIDUAL)
+    for index, value in enumerate(cut.streams):
+        add_output(graph, value, STREAM.format(index))
+    remove_unused_parts(model)
+
+
+def keep_rest(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
+    """Reduce a transformer to the blocks behind the first one. Arguments and errors as of `keep_head`."""
+    graph = model.graph
+    cut = _Cut(graph, recipes)
+    after_first = cut.after_first
+    for index, value in enumerate(cut.streams):
+        source = replace_by_input(graph, value, STREAM.format(index))
+        after_first = source if value is cut.after_first else after_first
+    later = _node(graph, "Sub", [cut.after_last, after_first], f"{LATER_RESIDUAL}.difference")
+    add_output(graph, later, LATER_RESIDUAL)
+    remove_unused_parts(model)
+
+
+class _Cut:
+    """Values at which a FLUX transformer is cut. streams: those that the second block reads of the first."""
+
+    def __init__(self, graph: ir.Graph, recipes: Mapping[str, WeightRecipe]) -> None:
+        """Raises InputError if a value is not found."""
+        self.by_source = initializers_by_source(graph, recipes)
+        embedded = self._consumer("x_embedder.bias")
+        self.before_first = embedded.outputs[0]
+        image, text = (self._stream(f"{SECOND_BLOCK}.{name}.weight") for name in ("to_q", "add_q_proj"))
+        self.after_first = image[-1]
+        self.streams = [*image, *text]
+        last = self._stream("proj_out.weight")
+        if len(last) != 1:
+            raise InputError("enable_cache: the last norm of the transformer's graph also adds its last block.")
+        (self.after_last,) = last
+
+    def _consumer(self, tensor: str, index: int | None = None) -> ir.Node:
+        node = only_consumer(self.by_source.get(tensor, ()), (), index)
+        if node is None:
+            raise InputError(
+                f"enable_cache: layer {tensor.rpartition('.')[0]} is not found in the transformer's graph; the cache "
+                "is for FLUX.1 with two double blocks or more, not in 8 bits."
+            )
+        return node
+
+    def _stream(self, tensor: str) -> list[ir.Value]:
+        """Return the values that a norm before a layer shares with other nodes, the normalized stream at the end.
+
+        The norm reads the stream, or computes it as its second output, beside the normalized values.
+        """
+        norm = self._normalized(tensor)
+        if len(norm.inputs) > 3:  # with a gate and the stream before it
+            return [norm.outputs[0], norm.outputs[1]]
+        stream = norm.inputs[0]
+        assert stream is not None
+        return [stream]
+
+    def _normalized(self, tensor: str) -> ir.Node:
+        x = self._consumer(tensor, 1).inputs[0]
+        norm = None if x is None else x.producer()
+        if norm is None or norm.op_type not in NORMS:
+            raise InputError(f"enable_cache: the norm before {tensor} is not found in the transformer's graph.")
+        return norm
+
+
+def _node(
+    graph: ir.Graph, op_type: str, inputs: list[ir.Value], name: str, attributes: dict[str, int] | None = None
+) -> ir.Value:
+    """Append a node whose result has the shape of its first input, and return the result."""
+    node = ir.node(op_type, inputs, attributes or {})
+    value = node.outputs[0]
+    is_cast = op_type == "Cast"
+    value.name, value.shape = name, inputs[0].shape
+    value.type = ir.TensorType(ir.DataType.FLOAT) if is_cast else inputs[0].type
+    graph.append(node)
+    return value

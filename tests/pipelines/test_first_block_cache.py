@@ -1,0 +1,126 @@
+"""FirstBlockCache: the image and the decisions of diffusers' hook on the demo's FLUX transformer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from cli_type import Cli
+from diffusers.hooks import FirstBlockCacheConfig
+from image_metrics import psnr
+
+from sd_ort import FluxPipeline, demo
+from sd_ort.core.errors import InputError
+from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.graphs.first_block import keep_head
+from sd_ort.graphs.load import load
+from sd_ort.pipelines.first_block_cache import COMPONENT, CachedTransformer, FirstBlockCache
+from sd_ort.runtime.components import Components
+from sd_ort.stages import optimize
+
+CALL: dict[str, Any] = {"prompt": "a red circle on a blue background", "num_inference_steps": 12, "output_type": "np"}
+THRESHOLD = 0.2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cache") / "demo"
+    optimize("demo-dit", out, target="cpu")
+    return out
+
+
+@pytest.fixture
+def pipeline(folder: Path) -> FluxPipeline:
+    pipeline: FluxPipeline = FluxPipeline.from_pretrained(folder, "cpu", threads=1)
+    return pipeline
+
+
+def draw(pipeline: Any, **options: Any) -> np.ndarray:
+    image: np.ndarray = pipeline(**CALL, **options, generator=1).images[0]
+    return image
+
+
+@pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 2.0, "negative_prompt": "a blue square"}])
+def test_the_image_of_diffusers(
+    guidance: dict[str, Any], pipeline: FluxPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many full steps, with a cache of its own for each prompt, and the same image; without the cache the first one
+    again."""
+    opened: list[CachedTransformer] = []
+    open_parts = FirstBlockCache.open
+
+    def recorded(cache: FirstBlockCache, models: Components) -> CachedTransformer:
+        opened.append(open_parts(cache, models))
+        return opened[-1]
+
+    monkeypatch.setattr(FirstBlockCache, "open", recorded)
+    first = draw(pipeline, **guidance)
+    pipeline.enable_cache(threshold=THRESHOLD)
+    cached = draw(pipeline, **guidance)
+    assert COMPONENT not in pipeline.models.opened  # its weights are in the two parts
+
+    theirs = diffusers.FluxPipeline.from_pretrained(demo.FOLDERS["demo-dit"], dtype=torch.float32)
+    theirs.set_progress_bar_config(disable=True)
+    runs: list[int] = []
+    theirs.transformer.single_transformer_blocks[-1].proj_out.register_forward_hook(lambda *_: runs.append(1))
+    theirs.transformer.enable_cache(FirstBlockCacheConfig(threshold=THRESHOLD))
+    generator = torch.Generator().manual_seed(1)
+    size = {"height": demo.HEIGHT, "width": demo.WIDTH, "max_sequence_length": demo.TEXT_LENGTH}
+    expected = theirs(**CALL, **size, **guidance, generator=generator).images[0]
+    assert opened[-1].full_steps == len(runs)
+    assert 2 <= len(runs) < 12 * (1 + bool(guidance))
+    assert psnr(cached, expected) > 80  # measured 120, the largest
+    assert psnr(cached, first) < 60
+    pipeline.disable_cache()
+    np.testing.assert_array_equal(draw(pipeline, **guidance), first)
+
+
+def test_the_graphs_of_gpus(tmp_path: Path) -> None:
+    """Head and rest of a hoisted graph in float16, whose norms add the residuals, compute what the whole graph does."""
+    optimize("demo-dit", tmp_path / "gpu", target="gpu", dtype="float16", calibrate=False)
+    pipeline = FluxPipeline.from_pretrained(tmp_path / "gpu", "cpu", threads=1)
+    first = draw(pipeline)
+    pipeline.enable_cache(threshold=1e-9)
+    assert psnr(draw(pipeline), first) > 80  # measured 120
+    pipeline.enable_cache(threshold=0.999)
+    assert psnr(draw(pipeline), first) < 50
+
+
+def test_a_lora(pipeline: FluxPipeline) -> None:
+    """Both parts have its weights: those of the first block, and those behind it."""
+    random, lora = torch.Generator().manual_seed(0), {}
+    for block in (0, 2):
+        name = f"transformer.transformer_blocks.{block}.attn.to_q"
+        lora[f"{name}.lora_A.weight"] = torch.randn(2, 192, generator=random) * 0.2
+        lora[f"{name}.lora_B.weight"] = torch.randn(192, 2, generator=random) * 0.2
+    first = draw(pipeline)
+    pipeline.load_lora_weights(lora, "a")
+    wanted = draw(pipeline)
+    pipeline.enable_cache(threshold=1e-9)
+    assert psnr(draw(pipeline), wanted) > 80
+    assert psnr(wanted, first) < 50
+    pipeline.unload_lora_weights()
+    assert psnr(draw(pipeline), first) > 80
+
+
+def test_bad_settings(sd_ort: Cli, folder: Path, pipeline: FluxPipeline, tmp_path: Path) -> None:
+    """Refused in one line; the pipeline stays as it was."""
+    for threshold in (0, 1, 3, -0.1, float("nan"), "0.1", None):
+        with pytest.raises(InputError, match="threshold must be between 0 and 1"):
+            pipeline.enable_cache(threshold)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="layer x_embedder is not found in the transformer's graph"):
+        keep_head(load(folder / COMPONENT / MODEL), {})
+    assert not pipeline.is_cache_enabled
+    pipeline.enable_cache(0.1)
+    with pytest.raises(InputError, match="4 steps are too few to keep blocks between them, as schnell"):
+        pipeline("a red circle", num_inference_steps=4)
+    arguments = ("generate", "a red circle", "--model", folder, "--provider", "cpu", "--out", tmp_path / "a.png")
+    code, _, err = sd_ort(*arguments, "--cache", 3)
+    assert (code, "threshold must be between 0 and 1, got 3" in err) == (2, True)
+    code, _, err = sd_ort(*arguments, "--cache", 0.1, "--steps", 4)
+    assert (code, "4 steps are too few" in err) == (2, True)
+    assert list(tmp_path.iterdir()) == []
