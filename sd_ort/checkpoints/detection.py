@@ -31,6 +31,7 @@ FAMILIES = {
     "flux2-klein": "FLUX.2 klein",
     "z-image-turbo": "Z-Image",
     "qwen-image": "Qwen-Image",
+    "krea2": "Krea 2",
 }
 # Family -> hub id of the pipeline whose configs diffusers uses.
 HUB_IDS = {
@@ -48,6 +49,7 @@ HUB_IDS = {
     "flux2-klein": "black-forest-labs/FLUX.2-klein-4B",
     "z-image-turbo": "Tongyi-MAI/Z-Image-Turbo",
     "qwen-image": "Qwen/Qwen-Image",
+    "krea2": "krea/Krea-2-Raw",
 }
 # (diffusers' family, cross_attention_dim) -> family. diffusers tests for single tensors, and calls any other UNet v1 or
 # inpainting.
@@ -103,7 +105,7 @@ def _describe_other_file(tensors: Tensors) -> str | None:
     if has("emb_params", "string_to_param") or {"clip_l", "clip_g"} & set(names):
         return "a textual inversion embedding, not a model: load it with a pipeline's load_textual_inversion"
     if has("joint_blocks.", "double_blocks.", "double_stream", "single_blocks.", "adaLN_modulation"):
-        families = "FLUX.1, FLUX.2 klein, Z-Image, Qwen-Image and SD 3.5"
+        families = "FLUX.1, FLUX.2 klein, Z-Image, Qwen-Image, Krea 2 and SD 3.5"
         return f"a diffusion transformer of a family that sd-ort does not run: it runs {families}"
     if UNET_INPUT in tensors:
         return None

@@ -64,7 +64,7 @@ def detect_transformer(path: Path, entries: Mapping[str, Entry], prefix: str) ->
     if f"{prefix}txt_norm.weight" in entries:
         return "qwen-image"
     if f"{prefix}txtfusion.projector.weight" in entries:
-        raise InputError(f"{path} is Krea 2 with its original names: give the whole diffusers folder.")
+        return "krea2"
     if family := other_family(entries):
         raise InputError(f"{path} is a {family} model: sd-ort runs {', '.join(FAMILIES.values())}.")
     if f"{prefix}joint_blocks.0.x_block.attn.qkv.weight" in entries:
@@ -137,7 +137,11 @@ def _check_dtypes(path: Path, entries: Mapping[str, Entry], prefix: str) -> None
 
 def _check_class(path: Path, family: str, config: Config, base: Checkpoint) -> None:
     classes = {"sd35": "SD3Transformer2DModel", "flux2": "Flux2Transformer2DModel", "flux": "FluxTransformer2DModel"}
-    classes |= {"z": "ZImageTransformer2DModel", "qwen": "QwenImageTransformer2DModel"}
+    classes |= {
+        "z": "ZImageTransformer2DModel",
+        "qwen": "QwenImageTransformer2DModel",
+        "krea2": "Krea2Transformer2DModel",
+    }
     expected = classes[family.partition("-")[0]]
     if class_name(config) != expected:
         raise InputError(

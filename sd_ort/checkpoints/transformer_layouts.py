@@ -73,15 +73,18 @@ _Z_IMAGE_BLOCK = {
 }  # fmt: skip
 _KREA2 = {
     "first": "img_in", "last.linear": "final_layer.linear", "tmlp.0": "time_embed.linear_1",
-    "tmlp.2": "time_embed.linear_2", "tproj.1": "time_mod_proj", "txtmlp.1": "txt_in.linear_1",
-    "txtmlp.3": "txt_in.linear_2", "txtfusion.projector": "text_fusion.projector",
+    "tmlp.2": "time_embed.linear_2", "tproj.1": "time_mod_proj", "txtmlp.0": "txt_in.norm",
+    "txtmlp.1": "txt_in.linear_1", "txtmlp.3": "txt_in.linear_2", "txtfusion.projector": "text_fusion.projector",
+    "last.norm": "final_layer.norm",
 }  # fmt: skip
 _KREA2_BLOCK = {
     "attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "attn.wv": "attn.to_v", "attn.wo": "attn.to_out.0",
     "attn.gate": "attn.to_gate", "mlp.gate": "ff.gate", "mlp.up": "ff.up", "mlp.down": "ff.down",
+    "attn.qknorm.qnorm": "attn.norm_q", "attn.qknorm.knorm": "attn.norm_k", "prenorm": "norm1", "postnorm": "norm2",
 }  # fmt: skip
-# Parameters of no module, which have one name in both layouts.
+# Parameters of no module: original name -> diffusers' name.
 _PARAMETERS = {"SD3Transformer2DModel": {"pos_embed": "pos_embed.pos_embed"},
+               "Krea2Transformer2DModel": {"last.modulation.lin": "final_layer.scale_shift_table"},
                "ZImageTransformer2DModel": {name: name for name in ("x_pad_token", "cap_pad_token")}}  # fmt: skip
 _TO, _ADD = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 
@@ -148,7 +151,7 @@ def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
             ends = [(i * width, (i + 1) * width if i < 3 else None) for i in range(len(targets))]
             modules[original] = tuple(Part(block + t, *rows) for t, rows in zip(targets, ends, strict=True))
 
-    if config["_class_name"] == "Krea2Transformer2DModel":  # linear layers, which LoRAs change
+    if config["_class_name"] == "Krea2Transformer2DModel":
         top: Mapping[str, str] = _KREA2
         parts = [("blocks", "transformer_blocks", config["num_layers"])]
         parts += [(f"txtfusion.{part}_blocks", f"text_fusion.{part}_blocks", config[f"num_{part}_text_blocks"])
@@ -211,6 +214,10 @@ def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], pref
     for original, name in _PARAMETERS.get(str(config["_class_name"]), {}).items():
         if (stored := f"{prefix}{original}") in shapes:
             recipes[name] = stored
+    if config["_class_name"] == "Krea2Transformer2DModel":  # a vector of six rows in the file
+        for i in range(config["num_layers"]):
+            if (stored := f"{prefix}blocks.{i}.mod.lin") in shapes:
+                recipes[f"transformer_blocks.{i}.scale_shift_table"] = ["reshape", [6, -1], stored]
     return recipes
 
 

@@ -20,11 +20,14 @@ from sd_ort.core.errors import InputError
 from sd_ort.weights.lora_files import read_adapter
 
 FLUX, SD3, KLEIN = "flux-schnell-tiny", "sd35-medium-tiny", "flux2-klein-4b-tiny"
-Z_IMAGE = "z-image-turbo-tiny"
+Z_IMAGE, KREA2 = "z-image-turbo-tiny", "krea2-tiny"
+# Ends of original names of norms, whose weight is their `scale`.
+NORMS = ("query_norm", "key_norm", "qnorm", "knorm", "prenorm", "postnorm", "txtmlp.0", "last.norm")
 CONVERTERS = {
     "FluxTransformer2DModel": "convert_flux_transformer_checkpoint_to_diffusers",
     "SD3Transformer2DModel": "convert_sd3_transformer_checkpoint_to_diffusers",
     "Flux2Transformer2DModel": "convert_flux2_transformer_checkpoint_to_diffusers",
+    "Krea2Transformer2DModel": "convert_krea2_transformer_checkpoint_to_diffusers",
     "ZImageTransformer2DModel": "convert_z_image_transformer_checkpoint_to_diffusers",
 }
 
@@ -37,14 +40,17 @@ def original_tensors(config: dict[str, Any], weights: dict[str, torch.Tensor]) -
             names = [f"{part.module}.{end}" for part in parts]
             if set(names) <= weights.keys():
                 shape = [sum(len(weights[name]) for name in names), *weights[names[0]].shape[1:]]
-                is_norm = original.endswith(("query_norm", "key_norm"))
-                tensors[f"{original}.{'scale' if is_norm else end}"] = torch.randn(shape)
+                tensors[f"{original}.{'scale' if original.endswith(NORMS) else end}"] = torch.randn(shape)
     parameters = {"pos_embed.pos_embed": "pos_embed", "x_pad_token": "x_pad_token", "cap_pad_token": "cap_pad_token"}
+    parameters["final_layer.scale_shift_table"] = "last.modulation.lin"
+    tables = {name: name.split(".") for name in weights if name.endswith("scale_shift_table")}
+    tensors |= {f"blocks.{parts[1]}.mod.lin": torch.randn(weights[name].numel())
+                for name, parts in tables.items() if parts[0] == "transformer_blocks"}  # fmt: skip
     tensors |= {original: weights[name].clone() for name, original in parameters.items() if name in weights}
     return tensors
 
 
-@pytest.mark.parametrize("preset", [FLUX, "flux-dev-tiny", SD3, "sd35-large-tiny", KLEIN, Z_IMAGE])
+@pytest.mark.parametrize("preset", [FLUX, "flux-dev-tiny", SD3, "sd35-large-tiny", KLEIN, Z_IMAGE, KREA2])
 def test_names_are_those_of_diffusers(preset: str) -> None:
     """Each tensor of the model has a recipe, whose result is that of diffusers' conversion."""
     from diffusers.loaders import single_file_utils

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import save_file
 from transformer_families import built, check_fusions, check_lora, hoisted_counts, nmse
 
-from scripts.fixtures.parity_models import Models
+from scripts.fixtures.parity_models import Models, preset
 from sd_ort import Krea2Pipeline, transformer_pipeline
 from sd_ort.checkpoints.checkpoint import build_model
 from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.modules import wrap
-from sd_ort.checkpoints.open import open_checkpoint
+from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.checkpoints.transformer_layouts import original_modules
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.transformer_krea2 import Krea2Embeddings
 from sd_ort.pipelines.transformer_pipelines import image_ids
@@ -186,12 +187,28 @@ def test_other_settings_are_rejected_by_name(
         open_folder("krea2", tmp_path)
 
 
-def test_one_file_is_rejected_by_name(tmp_path: Path) -> None:
-    tensors = {"first.weight": torch.ones(128, 64), "txtfusion.projector.weight": torch.ones(1, 2)}
+def test_a_transformer_in_one_file(models: Models, tmp_path: Path) -> None:
+    """Original names: scales of norms, modulation of a block in one row; other models are those of the folder."""
+    models.theirs(FAMILY, KIND).save_pretrained(tmp_path / "folder")
+    weights = built(FAMILY, "transformer").state_dict()
+    config = preset(FAMILY).models["transformer"]
+    names = {
+        f"{part.module}.{end}": f"{original}.{'scale' if weights[f'{part.module}.weight'].ndim == 1 else end}"
+        for original, (part,) in original_modules(config).items()
+        for end in ("weight", "bias") if f"{part.module}.{end}" in weights
+    }  # fmt: skip
+    names |= {"final_layer.scale_shift_table": "last.modulation.lin"}
+    names |= {f"transformer_blocks.{i}.scale_shift_table": f"blocks.{i}.mod.lin" for i in range(config["num_layers"])}
+    flat = {name: tensor.flatten() if ".mod." in names[name] else tensor for name, tensor in weights.items()}
     path = tmp_path / "krea2.safetensors"
-    save_file({f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}, path)
-    with pytest.raises(InputError, match="is Krea 2 with its original names: give the whole diffusers folder"):
-        open_checkpoint(str(path))
+    save_file({f"model.diffusion_model.{names[name]}": tensor.clone() for name, tensor in flat.items()}, path)
+    checkpoint = open_checkpoint(str(path), CheckpointOptions(config=str(tmp_path / "folder")))
+    assert "Krea 2" in checkpoint.detection_note
+    assert checkpoint.index["text_encoder_select_layers"] == [2, 5]
+    loaded = checkpoint.load("transformer").state_dict()
+    assert loaded.keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)
 
 
 def test_tasks_and_diffusers_classes_are_refused(models: Models, hoisted: Krea2Pipeline) -> None:
