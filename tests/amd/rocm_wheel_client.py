@@ -23,7 +23,7 @@ from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.pipelines import sampling, text, text_to_image
 from sd_ort.pipelines.device import loop, text_encoders
-from sd_ort.runtime import bound_run, components, gpu_graphs
+from sd_ort.runtime import bound_run, gpu_graphs, session_device
 from sd_ort.runtime.bound_run import failed_captures, open_gpu_graph_model
 from sd_ort.runtime.session import DTYPES, Model, SessionOptions, create_session
 from sd_ort.runtime.updatable_weights import UpdatableWeights
@@ -225,7 +225,7 @@ def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
     """
     for module in (sampling, text, text_to_image):
         module.check_finite = lambda *_: None  # type: ignore[attr-defined]
-    components.supports_in_place_update = lambda *_: True  # its trial multiplies on the GPU
+    session_device.supports_in_place_update = lambda *_: True  # its trial multiplies on the GPU
     pipeline = StableDiffusionPipeline.from_pretrained(
         folder, provider="rocm", library=Path(library), device_loop=False
     )
