@@ -38,7 +38,9 @@ from sd_ort.runtime import machine
 from sd_ort.stages import optimize
 
 PAGE = Path(__file__).parents[2] / "results" / "fusion_transformers.md"
-PRESETS = ("flux-dev-tiny", "flux2-klein-4b-tiny", "sd35-medium-tiny", "z-image-turbo-tiny", "qwen-image-tiny")
+PRESETS = (
+    "flux-dev-tiny", "flux2-klein-4b-tiny", "sd35-medium-tiny", "z-image-turbo-tiny", "qwen-image-tiny", "krea2-tiny",
+)  # fmt: skip
 OPSETS = (20, 23)
 TARGETS = ("portable", "cpu", "cuda", "gpu")
 ATTENTIONS = ("MultiHeadAttention", "Attention", "GroupQueryAttention", "PackedMultiHeadAttention")
