@@ -190,6 +190,11 @@ def operations(recipe: WeightRecipe) -> set[str]:
     return set() if isinstance(recipe, str) else {recipe[0]}.union(*map(operations, recipe[2:]))
 
 
+def is_eight_bit(recipe: WeightRecipe) -> bool:
+    """Return whether a recipe computes a weight in 8 bits, or its scales."""
+    return not operations(recipe).isdisjoint(EIGHT_BIT_OPERATIONS)
+
+
 def evaluate(recipe: WeightRecipe, read: Callable[[str], np.ndarray]) -> np.ndarray:
     """Compute a weight; `read(name)` returns a checkpoint tensor of any float dtype and may raise KeyError.
 

@@ -74,7 +74,11 @@ def keep_rest(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
 
 
 class _Cut:
-    """Values at which a FLUX transformer is cut. streams: those that the second block reads of the first."""
+    """The values between the first block of a FLUX transformer and the later blocks.
+
+    before_first, after_first, after_last: the image's tokens before and after the first block, and after the last.
+    streams: all that the second block reads of the first.
+    """
 
     def __init__(self, graph: ir.Graph, recipes: Mapping[str, WeightRecipe]) -> None:
         """Raises InputError if a value is not found."""

@@ -71,7 +71,7 @@ def add_input(graph: ir.Graph, like: ir.Value, name: str) -> ir.Value:
 
 
 def remove_unused_parts(model: ir.Model) -> None:
-    """Sort the nodes, and remove those that no output needs, with their functions and inputs."""
+    """Remove nodes, functions and graph inputs that no output of the graph depends on, and sort the other nodes."""
     graph = model.graph
     graph.sort()
     common.RemoveUnusedNodesPass()(model)

@@ -69,9 +69,10 @@ class _Kept:
 
 
 class CachedTransformer:
-    """The head and the rest of a transformer in place of it, for the steps of one call.
+    """Runs a transformer as two graphs, and skips the second one in steps whose first block changed little.
 
-    full_steps: number of runs of all blocks.
+    head: the first block and the output; rest: the later blocks. For the steps of one call. full_steps: number of runs
+    of all blocks.
     """
 
     def __init__(self, head: Model, rest: Model, threshold: float) -> None:

@@ -37,8 +37,11 @@ class WeightOverrides:
         return ModelOverride(weights, updatable=updatable, graph=partition.graph)
 
     def of_graph(self, name: str, graph: bytes) -> ModelOverride:
-        """Return the override of another graph over a component's weights, with those that the graph has: ONNX Runtime
-        refuses others. Nothing is shared, since another graph has other consumers."""
+        """Return the override for an edited graph of a component.
+
+        It has only weights of which the graph has initializers: ONNX Runtime refuses others. None are shared, since an
+        edited graph has other consumers.
+        """
         override = replace(self.of(name), shared=(), graph=graph)
         if not override.weights and not override.updatable:
             return override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fusion_passes import weight_recipes
 from sd_ort.core.errors import InputError, SdOrtError
@@ -21,7 +22,13 @@ class CheckpointWeights:
     @property
     def name(self) -> str:
         """The checkpoint's name in the manifest."""
-        return str(read_manifest(self.folder).get("source", {}).get("model", "its checkpoint"))
+        return str(self._source.get("model", "its checkpoint"))
+
+    @property
+    def _source(self) -> Mapping[str, Any]:
+        """What the manifest says of the checkpoint."""
+        source: Mapping[str, Any] = read_manifest(self.folder).get("source", {})
+        return source
 
     def read(self, component: str, recipes: Mapping[str, weight_recipes.WeightRecipe]) -> Read:
         """Return a function that reads the tensors of a component's weights in 8 bits by name.
@@ -33,12 +40,10 @@ class CheckpointWeights:
             from sd_ort.checkpoints.open import open_checkpoint  # folders in 16 bits do without its imports
             from sd_ort.checkpoints.signatures import MODEL_OF
 
-            eight_bits = (
-                r for r in recipes.values() if weight_recipes.operations(r) & weight_recipes.EIGHT_BIT_OPERATIONS
-            )
+            eight_bits = filter(weight_recipes.is_eight_bit, recipes.values())
             names = {name for recipe in eight_bits for name in weight_recipes.sources(recipe)}
             try:
-                if read_manifest(self.folder).get("source", {}).get("random_weights"):
+                if self._source.get("random_weights"):
                     raise InputError("its weights are random")
                 checkpoint = open_checkpoint(self.name)
                 self._readers[component] = checkpoint.read_tensors(MODEL_OF.get(component, component), names)

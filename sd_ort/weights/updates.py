@@ -117,7 +117,7 @@ class WeightUpdater:
             InputError: if no initializer has all its elements, or the checkpoint cannot be read.
         """
         for part, name in self.initializers_of(component, tensor):
-            if _is_eight_bit(self.recipes[component][name]):
+            if recipes.is_eight_bit(self.recipes[component][name]):
                 return recipes.as_float32(self._checkpoint.read(component, self.recipes[component])(tensor))
             weight = self._values(self._initializers(part)[name])
             if (source := recipes.restore_source(self.recipes[component][name], weight, tensor)) is not None:
@@ -138,7 +138,7 @@ class WeightUpdater:
                             f"{self.folder} stores {recipes.sources(recipe)[0]} in fewer bits, to which no LoRA can be "
                             "added: optimize without --weights, or a checkpoint with the LoRA fused."
                         )
-                    if _is_eight_bit(recipe):
+                    if recipes.is_eight_bit(recipe):
                         eight_bits.append((part, name))
                         continue
                     shapes = {blank[each].shape for each in recipes.sources(recipe) if each in blank}
@@ -233,7 +233,7 @@ class WeightUpdater:
 
     def _sum(self, component: str, part: str, deltas: Deltas, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return an initializer with `deltas` added, in `out` if they are low-rank."""
-        if _is_eight_bit(self.recipes[component][name]):
+        if recipes.is_eight_bit(self.recipes[component][name]):
             return self._quantized(component, part, name, deltas)
         weight = self._values(self._initializers(part)[name])
         factors = self._factors(component, part, deltas, name)
@@ -438,11 +438,6 @@ class DeviceUpdate:
     def run(self, wait: bool) -> None:
         """Run, or enqueue without `wait`. Raises SdOrtError if ONNX Runtime fails."""
         self.bound.run(wait)
-
-
-def _is_eight_bit(recipe: recipes.WeightRecipe) -> bool:
-    """Return whether a recipe computes a weight in 8 bits, or its scales."""
-    return bool(recipes.operations(recipe) & recipes.EIGHT_BIT_OPERATIONS)
 
 
 def _low_rank(recipe: recipes.WeightRecipe, deltas: Deltas) -> LowRankDelta | None:

@@ -377,7 +377,7 @@ def test_calls_without_limits_have_no_roofline(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_beside_calls_is_reported_alone(folder: Path) -> None:
-    """A profile's trace beside it, which is no JSON object, is not read."""
+    """The folder of a benchmark also has a profile, a JSON list, which the report does not read."""
     (folder / "calls.json").write_text(json.dumps(calls()))
     (folder / "trace.json").write_text("[]")
     text = report.write(folder).read_text()

@@ -256,7 +256,7 @@ def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(recorded: Path, tm
 
 
 def test_a_lora_needs_the_checkpoint(float8: Path, tmp_path: Path) -> None:
-    """Without it, or with another one in its place, the LoRA is refused in one line, and nothing changed."""
+    """A LoRA is refused in one line if the folder's checkpoint is missing or another one, and nothing changes."""
     model, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(float8, out)
     manifest = json.loads((out / pipeline_folder.MANIFEST).read_text())

@@ -38,10 +38,7 @@ def prompt_key(options: Mapping[str, Any], *more: Hashable) -> Hashable:
 
 
 class GraphNet(torch.nn.Module):
-    """A `diffusion_model` that runs the graph of a folder's denoiser.
-
-    `names`: ComfyUI's name of a weight -> its rows by their names in the weight recipes.
-    """
+    """A `diffusion_model` that runs the graph of a folder's denoiser."""
 
     def __init__(
         self,
