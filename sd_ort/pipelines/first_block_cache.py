@@ -146,8 +146,8 @@ class CachedTransformer:
     def _zeros(self, hidden_states: np.ndarray) -> dict[str, np.ndarray]:
         """Return residuals before the first step (B, S, width)."""
         width = int(self.head.inputs[LATER_RESIDUAL].shape[2])
-        zeros = np.zeros((*hidden_states.shape[:2], width), self.head.dtype(LATER_RESIDUAL))
-        return {LAST_RESIDUAL: zeros, LATER_RESIDUAL: zeros}
+        shape, dtype = (*hidden_states.shape[:2], width), self.head.dtype(LATER_RESIDUAL)
+        return {name: np.zeros(shape, dtype) for name in (LAST_RESIDUAL, LATER_RESIDUAL)}
 
 
 class BoundParts:
@@ -190,8 +190,9 @@ class FirstBlockCacheMixin:
 
         The change is that of the first block's residual since the last full step, as with diffusers'
         `FirstBlockCacheConfig`: its mean magnitude beside that of the residual. Other steps add what the later blocks
-        added then. Images differ. Raises InputError for a threshold that is not between 0 and 1, and for transformers
-        other than FLUX.1.
+        added then. Each prompt and negative prompt decides for itself. Images differ. Raises InputError for a threshold
+        that is not between 0 and 1, and for transformers other than FLUX.1 and Qwen-Image, for which diffusers' hook
+        does not work either.
         """
         if not is_finite(threshold) or not 0 < threshold < 1:
             raise InputError(f"threshold must be between 0 and 1, got {str(threshold)[:80]}.")
