@@ -42,6 +42,7 @@ from scripts.bench.gpu_models import CONFIGS, DEVICE, export_raw, fill, limits, 
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import SdOrtError
+from sd_ort.core.files import write_json
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
@@ -417,8 +418,7 @@ def main() -> None:
             "versions": machine.versions(), "limits": limits() if DEVICE == "cuda" else {}, "tflop": flops,
             "rows": rows,
         }  # fmt: skip
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.out / f"{name}.json", result)
         say(f"limits {result['limits']}")
 
 
