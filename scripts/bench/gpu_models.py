@@ -10,13 +10,17 @@ from pathlib import Path
 import onnx
 import torch
 
-from scripts.fixtures.make_templates import TAESD
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TAESD = {
+    "_class_name": "AutoencoderTiny", "in_channels": 3, "out_channels": 3, "latent_channels": 4,
+    "encoder_block_out_channels": [64, 64, 64, 64], "decoder_block_out_channels": [64, 64, 64, 64],
+    "num_encoder_blocks": [1, 3, 3, 3], "num_decoder_blocks": [3, 3, 3, 1], "block_out_channels": [64, 64, 64, 64],
+}  # fmt: skip
 # Configurations by preset and model; "taesd" is Stable Diffusion 1.5 with a VAE of convolutions and Relus alone.
 CONFIGS = {name: preset.models for name, preset in PRESETS.items()} | {"taesd": PRESETS["sd15"].models | {"vae": TAESD}}
 

@@ -60,7 +60,7 @@ def main() -> None:
     run = head("scripts/bench/vae_storage.py")
     lines = ["# The demo's VAE decoder with weights in 8 bits", "",
              f"The latents of {len(prompts)} unseen prompts, target cpu, one thread of a shared machine. The "
-             "activations stay in float32, and there is no Winograd convolution, which reads weights in another form.", "",
+             "activations stay in float32. Winograd convolutions, whose weights have another form, are left out.", "",
              *table(("weights", "median PSNR, dB", "worst", "weights on disk", "processor ms an image"), rows), "",
              f"`{run['command']}` at {run['commit']}, {run['machine']['cpu']}", ""]  # fmt: skip
     files.write_text(options.out, "\n".join(lines))
