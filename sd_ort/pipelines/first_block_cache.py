@@ -125,7 +125,7 @@ class CachedTransformer:
             }
             key = kept.number, *((name, array.shape) for name, array in sorted(feed.items()))
             make = partial(BoundParts, head, rest, {**feed, **self._zeros(arrays["hidden_states"])})
-            runs = _bound_parts.setdefault(head, ShapeCache()).get_or_make(key, make, BoundParts.release)
+            runs = bound_parts.setdefault(head, ShapeCache()).get_or_make(key, make, BoundParts.release)
             is_new = runs is not kept.runs  # or made again, without what the last full step left
             kept.last, kept.runs = None if is_new else kept.last, runs
             runs.write(feed if is_new else {name: feed[name] for name in arrays})
@@ -171,7 +171,7 @@ class BoundParts:
         self.rest.release()
 
 
-_bound_parts: WeakKeyDictionary[GpuGraphModel, ShapeCache[BoundParts]] = WeakKeyDictionary()  # by the head
+bound_parts: WeakKeyDictionary[GpuGraphModel, ShapeCache[BoundParts]] = WeakKeyDictionary()  # by the head
 
 
 class FirstBlockCacheMixin:

@@ -147,7 +147,7 @@ def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatc
         np.testing.assert_allclose(draw(device, **call), expected, atol=1e-5)
     head = device.models.opened[f"{COMPONENT} first block"]
     assert isinstance(head, GpuGraphModel)
-    assert len(first_block_cache._bound_parts[head]) == 2  # of the prompt and of the negative prompt, for both calls
+    assert len(first_block_cache.bound_parts[head]) == 2  # of the prompt and of the negative prompt, for both calls
 
 
 @pytest.mark.parametrize("family", ["sd3", "klein", "z_image", "krea2"])
