@@ -50,7 +50,11 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
     help="With --weights int8 or int4: elements of a linear's row that share a scale [default: 64].",
 )
 @click.option("--asymmetric", is_flag=True, help="With --weights int8 or int4: with zero points.")
-@click.option("--vae-weights", is_flag=True, help="With --weights: the VAE's too, in 8 bits. It takes twice the time.")
+@click.option(
+    "--vae-weights",
+    is_flag=True,
+    help="With --weights: the VAE's too, in 8 bits. Decoding then takes 2.5 times as long on a CPU.",
+)
 @click.option(
     "--float8",
     "eight_bits",

@@ -191,8 +191,8 @@ class FirstBlockCacheMixin:
         The change is that of the first block's residual since the last full step, as with diffusers'
         `FirstBlockCacheConfig`: its mean magnitude beside that of the residual. Other steps add what the later blocks
         added then. Each prompt and negative prompt decides for itself. Images differ. Raises InputError for a threshold
-        that is not between 0 and 1, and for transformers other than FLUX.1 and Qwen-Image, for which diffusers' hook
-        does not work either.
+        that is not between 0 and 1, and for transformers other than FLUX.1 and Qwen-Image, for which diffusers
+        offers no cache that works.
         """
         if not is_finite(threshold) or not 0 < threshold < 1:
             raise InputError(f"threshold must be between 0 and 1, got {str(threshold)[:80]}.")
