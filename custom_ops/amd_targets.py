@@ -47,7 +47,7 @@ GENERIC = {
 WITHOUT_HIPBLASLT = _RDNA2
 
 # Of the wheel that scripts/build_wheels --hip makes: those of Debian's clang 19, which lacks gfx950 and gfx9-4-generic.
-WHEEL_TARGETS = ("gfx90a", "gfx942", "gfx10-3-generic", "gfx11-generic", "gfx12-generic")
+WHEEL_TARGETS = ("gfx908", "gfx90a", "gfx942", "gfx10-3-generic", "gfx11-generic", "gfx12-generic")
 
 
 def covers(targets: Collection[str], device: str) -> bool:

@@ -211,7 +211,7 @@ def _run(command: Sequence[str], failure: str) -> None:
     except BaseException:
         if process is not None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         raise
     if process.returncode != 0:
