@@ -29,6 +29,7 @@ from scripts.bench.bench_gpu_step import VENDOR
 from scripts.bench.gpu_models import DEVICE
 from scripts.report import head
 from sd_ort.checkpoints import presets
+from sd_ort.core import files
 from sd_ort.pipelines.first_block_cache import CachedTransformer, FirstBlockCache
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
@@ -162,7 +163,7 @@ def main() -> None:
                 rows.append(run(model, threshold, options.rounds, **arguments))
                 say(f"{label} {json.dumps(rows[-1])}")
                 result[label] = {"rows": rows, **fit(rows, options.steps)}
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                files.write_json(options.out, result)
             say(f"{label} {fit(rows, options.steps)}")
     finally:
         for folder in (options.raw, options.work):

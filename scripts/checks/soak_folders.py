@@ -19,12 +19,12 @@ import torch
 
 from scripts.bench.default_pipeline import device_of, models
 from scripts.bench.lora_swap import make_lora
+from scripts.fixtures import ip_adapters
 from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.checkpoints.checkpoint import model_class
 from sd_ort.checkpoints.open import CheckpointOptions
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.stages import optimize
-from tests.support import ip_adapters
 
 TASKS = ["controlnet", "ip-adapter"]
 LARGE = ip_adapters.Sizes(

@@ -251,7 +251,6 @@ CUDA = Target(
         linear_add.PASS,
         upsample_nearest.PASS,
         subpixel_conv.PASS,
-        conv_relu.PASS,
         layer_norm.PASS,
     ),
     contrib_constraints={
