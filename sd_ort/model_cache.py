@@ -10,7 +10,6 @@ was damaged is made again. The least recently used entries go when the cache exc
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 
 from sd_ort import __version__
 from sd_ort.checkpoints import is_checkpoint
-from sd_ort.core import pipeline_folder
+from sd_ort.core import locks, pipeline_folder
 from sd_ort.core.cache import cache_folder, cached_file, write_cached
 from sd_ort.core.errors import InputError, OutputError, SdOrtError
 from sd_ort.core.files import code_hash
@@ -98,7 +97,7 @@ def _optimized(model: str, provider: str, dtype: str, config: str | None, on_pro
     _use(lock)
     while not _is_whole(entry):
         _release(lock)
-        with _locked(lock, fcntl.LOCK_EX):
+        with _locked(lock, locks.EXCLUSIVE):
             if not _is_whole(entry):  # else another process has made it meanwhile
                 from sd_ort.checkpoints.open import CheckpointOptions
                 from sd_ort.stages import optimize
@@ -195,7 +194,7 @@ def _remove(folder: Path) -> bool:
     lock = folder.with_suffix(".lock")
     if lock in IN_USE:
         return False
-    with suppress(OSError), _locked(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with suppress(OSError), _locked(lock, locks.EXCLUSIVE | locks.NON_BLOCKING):
         shutil.rmtree(folder)
         return True
     return False
@@ -222,7 +221,7 @@ def _locked(path: Path, kind: int) -> Iterator[None]:
     """Hold a lock on a file, which is made. Raises OutputError if it cannot be."""
     descriptor = _open(path)
     try:
-        fcntl.flock(descriptor, kind)
+        locks.lock(descriptor, kind)
         yield
     finally:
         os.close(descriptor)
@@ -241,7 +240,7 @@ def _use(lock: Path) -> None:
     """Mark an entry as used now and, for the life of this process, as in use: nobody removes it."""
     if lock not in IN_USE:
         IN_USE[lock] = _open(lock)
-        fcntl.flock(IN_USE[lock], fcntl.LOCK_SH)
+        locks.lock(IN_USE[lock], locks.SHARED)
     os.utime(lock)
 
 

@@ -1,10 +1,11 @@
-// GEMM candidates: the algorithms that cuBLASLt or hipBLASLt proposes, and a generic kernel with one thread per
-// element.
+// GEMM candidates: a generic kernel with one thread per element, the tile kernel of NhwcConv for fp16 and bf16, and the
+// algorithms that cuBLASLt or hipBLASLt proposes.
 #include "provider/gemm.h"
 
 #include "common/vendors/which.h"
 #if !SD_ORT_SIMULATED
 #include "common/blas_lt.h"
+#include "operators/nhwc_conv/op.h"
 #endif
 #include "provider/kernels/kernels.h"
 
@@ -34,6 +35,34 @@ BlasLt::Gemm batch_entry(const GemmParams& p, int64_t index) {
   return gemm;
 }
 
+// Problem `index` of the batch as a 1 x 1 convolution.
+NhwcConvParams conv_entry(const GemmParams& p, int64_t index) {
+  const BlasLt::Gemm gemm = batch_entry(p, index);
+  NhwcConvParams conv = nhwc_conv_product(p.dtype, gemm.x, gemm.weight, gemm.y, p.rows, p.inner, p.columns);
+  conv.bias = p.bias;
+  return conv;
+}
+
+Candidate<GemmParams> tiles_candidate() {
+  return {
+      "tiles",
+      [](const GemmParams& p) { return p.batch > 0 && p.scale == 1.f && nhwc_conv_tiles_supports(conv_entry(p, 0)); },
+      [](const GemmParams& p, void* workspace, void* stream) {
+        const int64_t splits = nhwc_conv_splits(conv_entry(p, 0));
+        const char* error = nullptr;
+        for (int64_t index = 0; index < p.batch && error == nullptr; ++index) {
+          const NhwcConvParams conv = conv_entry(p, index);
+          error = p.transposed ? nhwc_conv_tiles_launch(conv, splits, workspace, stream)
+                               : nhwc_conv_product_launch(conv, false, splits, workspace, stream);
+        }
+        return error;
+      },
+      [](const GemmParams& p) {
+        const NhwcConvParams conv = conv_entry(p, 0);
+        return nhwc_conv_tiles_workspace(conv, nhwc_conv_splits(conv));
+      }};
+}
+
 Candidate<GemmParams> library_candidate(int algorithm) {
   return {"blas_lt_" + std::to_string(algorithm),
           [=](const GemmParams& p) {
@@ -58,16 +87,18 @@ std::vector<Candidate<GemmParams>> candidates() {
   all.push_back({"generic", [](const GemmParams&) { return true; },
                  [](const GemmParams& p, void*, void* stream) { return gemm_launch(p, stream); }});
 #if !SD_ORT_SIMULATED
+  all.push_back(tiles_candidate());
   for (int algorithm = 0; algorithm < kAlgorithms; ++algorithm) all.push_back(library_candidate(algorithm));
 #endif
   return all;
 }
 
-// The first proposal of the library if it supports the call, else the generic kernel.
+// The first proposal of the library if it supports the call, else tiles if they do, else the generic kernel.
 std::string default_name([[maybe_unused]] const GemmParams& p) {
 #if !SD_ORT_SIMULATED
-  const Candidate<GemmParams> first = library_candidate(0);
-  if (first.is_supported(p)) return first.name;
+  for (const Candidate<GemmParams>& candidate : {library_candidate(0), tiles_candidate()}) {
+    if (candidate.is_supported(p)) return candidate.name;
+  }
 #endif
   return "generic";
 }

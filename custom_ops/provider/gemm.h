@@ -7,7 +7,8 @@ namespace sd_ort {
 
 const GpuOp& gemm_op();  // its Params: GemmParams of kernels/kernels.h
 
-// Returns the file name of the BLAS library if it cannot be loaded (GEMMs then run the generic kernel), else null.
+// Returns the file name of the BLAS library if it cannot be loaded (GEMMs then run tiles or the generic kernel), else
+// null.
 const char* missing_library();
 
 }  // namespace sd_ort

@@ -100,7 +100,9 @@ class Simulation:
     def run(self, name: str, command: Sequence[object], timeout: float = 1800, cwd: Path = ROOT) -> Run:
         """Run a command. `sd-ort` as its first word is this checkout's."""
         words = [str(word) for word in command]
-        program = [sys.executable, "-m", "sd_ort"] if words[0] == "sd-ort" else words[:1]
+        # Not -m sd_ort, which ends the process before the simulated runtime writes its report.
+        sd_ort = [sys.executable, "-c", "from sd_ort.cli import main; main()"]
+        program = sd_ort if words[0] == "sd-ort" else words[:1]
         reports = self.folder / f"{name}-reports"
         reports.mkdir(parents=True, exist_ok=True)
         for report in reports.iterdir():

@@ -61,10 +61,6 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: every error becomes one line on stderr and an exit code; Ctrl-C and SIGTERM exit with 130."""
-    if sys.platform == "win32":
-        sys.exit(
-            "sd-ort: runs on Linux, and on Windows in WSL. Its operators alone compile there: custom_ops/README.md."
-        )
     begin_command()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 from sd_ort.core.errors import InputError, OutputError, SdOrtError, first_line
 from sd_ort.core.paths import inside
 
+# Opened files are not inherited, and a FIFO does not block; Windows has neither flag, and would translate line ends.
+_READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 JSON_LIMIT = 64 << 20  # bytes: the largest met, a tokenizer.json, has 4 MB
 JSON_COLUMNS = 200
 
@@ -79,8 +81,10 @@ def _json_text(value: Any, room: int, indent: str) -> str:
 def read_ahead(paths: Iterable[Path]) -> None:
     """Prefetch files into the page cache, if they fit into half of the memory; return at once."""
     sizes = [(path, path.stat().st_size) for path in paths]
+    if not hasattr(os, "posix_fadvise"):
+        return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if sum(size for _, size in sizes) < memory / 2 and hasattr(os, "posix_fadvise"):
+    if sum(size for _, size in sizes) < memory / 2:
         threading.Thread(target=_advise, args=(sizes,), daemon=True).start()
 
 
@@ -107,7 +111,7 @@ def open_regular(path: Path, root: Path | None = None, limit: int | None = None)
     """
     path = path if root is None else inside(path, root)
     _check_regular(path, path.stat(), limit)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, _READ)
     file = os.fdopen(descriptor, "rb")
     try:
         _check_regular(path, os.fstat(descriptor), limit)  # it may have been replaced

@@ -39,7 +39,8 @@ def begin_command() -> None:
     global _command, _interrupted
     _command, _interrupted = True, False
     signal.signal(signal.SIGTERM, _interrupt)
-    ctypes.CDLL(None).signal(signal.SIGFPE, _division_handler)
+    if sys.platform != "win32":  # where a division by 0 is no signal
+        ctypes.CDLL(None).signal(signal.SIGFPE, _division_handler)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell has it for what runs in the background
         signal.signal(signal.SIGINT, _interrupt)
 
@@ -129,8 +130,8 @@ def defer_interrupts(on_signal: Callable[[], object] = lambda: None) -> Iterator
 def with_watchdog(folder: Path) -> Iterator[None]:
     """Run a block of a command under a watchdog process, which ends this process 1.5 s after a signal and then removes
     `folder` with its incomplete output. After an interrupt the watchdog stays until this process is gone: a thread that
-    nobody waits for can hold the GIL."""
-    if not _command or threading.current_thread() is not threading.main_thread():
+    nobody waits for can hold the GIL. There is none on Windows, which cannot wait for a pipe and a time at once."""
+    if not _command or sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
     read, write = os.pipe()

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sd_ort.core import locks
 from sd_ort.core.errors import OutputError
 from sd_ort.core.interrupts import with_watchdog
 from sd_ort.core.ownership import tree_names
@@ -55,13 +56,16 @@ def _link(source: Path, target: Path, name: str) -> None:
             (target / name).mkdir(parents=True, exist_ok=True)
         else:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(source / name, target / name, follow_symlinks=False)
+            follows = os.link not in os.supports_follow_symlinks  # on Windows, where nothing else can be asked for
+            os.link(source / name, target / name, follow_symlinks=follows)
     except OSError as error:
         raise OutputError(f"{source / name} cannot be kept ({error.strerror}): move it away.") from error
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; return False if the file system cannot."""
+    """Exchange two folders in one step; return False if the system or its file system cannot."""
+    if sys.platform == "win32":
+        return False
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -114,33 +118,34 @@ def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
                     if work.exists():
                         shutil.rmtree(work, ignore_errors=True)
     finally:
-        os.close(lock)
+        if lock is not None:
+            locks.unlock_folder(work, lock)
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
     """Remove the folders in `parent` whose name starts with `prefix` and whose process is gone."""
     for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
         with suppress(OSError):
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock = locks.lock_folder(path)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             finally:
-                os.close(lock)
+                locks.unlock_folder(path, lock)
 
 
-def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Return a new folder and the descriptor that locks it. Retries if another process removed it as a leftover."""
+def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int | None]:
+    """Return a new folder and the descriptor that locks it. Retries if another process removed it as a leftover.
+
+    The descriptor is None in a file system without locks: nothing is taken for a leftover there.
+    """
     while True:
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with suppress(OSError):
-            lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if work.is_dir():
-                    return work, lock
-            except BlockingIOError:
-                pass
-            except OSError:  # a file system without locks: nothing is taken for a leftover there
-                return work, lock
-            os.close(lock)
+        try:
+            lock = locks.lock_folder(work)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        except OSError:
+            return work, None
+        if work.is_dir():
+            return work, lock
+        locks.unlock_folder(work, lock)

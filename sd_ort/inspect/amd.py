@@ -210,9 +210,9 @@ def _missing_software(root: Path, hip: dict[str, Any], targets: Sequence[str]) -
         yield f"HIP sees no GPU (error {hip.get('error')}): {hip['path']} and the driver may not fit each other."
     without = [target for target in dict.fromkeys(targets) if target in amd_targets.WITHOUT_HIPBLASLT]
     for target in without:
-        yield f"hipBLASLt has no kernels for {target}: linear layers take generic kernels, many times slower."
+        yield f"hipBLASLt has no kernels for {target}: linear layers take sd-ort's own. Use --float16."
     if not hip.get("hipblaslt") and not (targets and set(targets) <= set(without)):
-        yield f"no hipBLASLt: matrix products are many times slower without it. {_install(root, 2)}."
+        yield f"no hipBLASLt: matrix products run on sd-ort's own kernels, slower. {_install(root, 2)}."
 
 
 def _install(root: Path, package: int) -> str:

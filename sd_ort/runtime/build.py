@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -210,7 +211,7 @@ def _run(command: Sequence[str], failure: str) -> None:
     except BaseException:
         if process is not None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         raise
     if process.returncode != 0:
@@ -241,15 +242,22 @@ def _check_targets(targets: Sequence[str]) -> None:
 
 
 def check_compiler(compiler: HipCompiler, targets: Sequence[str]) -> None:
-    """Raise BuildError for a target that the compiler does not know."""
+    """Raise BuildError for a target that the compiler or its device libraries do not know."""
     for target in targets:
         flags = ["-mcode-object-version=6"] if target.endswith("-generic") else []
-        flags += ["-x", "hip", f"--offload-arch={target}", "--cuda-device-only", "-nogpuinc", "-nogpulib", "-E"]
-        result = subprocess.run([compiler.path, *flags, os.devnull], capture_output=True, check=False)
-        if result.returncode != 0:
+        flags += ["-x", "hip", f"--offload-arch={target}", "--cuda-device-only", "-nogpuinc", "-E"]
+        command = [compiler.path, *compiler.flags, *flags, os.devnull]
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if result.returncode == 0:
+            continue
+        if found := re.search(r"cannot find (ROCm device library.*?);", result.stderr):
             raise BuildError(
-                f"{compiler.path} does not know {target}: install a newer ROCm, or set HIPCXX to a newer clang++."
+                f"{compiler.path} finds no {found[1]}, so it cannot build for {target}: install a newer ROCm, "
+                "or set HIPCXXFLAGS=--rocm-path= to the folder of one."
             )
+        raise BuildError(
+            f"{compiler.path} does not know {target}: install a newer ROCm, or set HIPCXX to a newer clang++."
+        )
 
 
 def _which(program: str) -> str | None:

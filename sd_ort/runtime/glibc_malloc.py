@@ -9,6 +9,7 @@ blocks: getting them from the system again takes a quarter of the CPU time.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,12 +17,13 @@ from contextlib import AbstractContextManager, contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # glibc's malloc.h
 _INITIAL, _LARGEST = 128 << 10, 32 << 20  # M_MMAP_THRESHOLD in a new process, and the most it grows to
 _MAPPINGS = 65536  # M_MMAP_MAX in a new process
+_LIBC = None if sys.platform == "win32" else ctypes.CDLL(None)
 _LOCK = threading.Lock()
 _active = 0  # number of entered contexts of `retain_heap` and `return_heap`
 
 
 def _set(*options: tuple[int, int]) -> None:
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    if mallopt := getattr(_LIBC, "mallopt", None):
         for name, number in options:
             mallopt(name, number)
 
@@ -33,7 +35,7 @@ def disable_trim() -> None:
 
 def trim_heap() -> None:
     """Return the heap's free memory to the system."""
-    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    if malloc_trim := getattr(_LIBC, "malloc_trim", None):
         malloc_trim(ctypes.c_size_t(0))
 
 

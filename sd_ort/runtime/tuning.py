@@ -13,7 +13,6 @@ Only the file logic and the op library's C functions are here; `sd_ort.inspect.t
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import json
 import logging
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from custom_ops.libraries import GpuLibrary
+from sd_ort.core import locks
 from sd_ort.core.cache import cache_folder, is_reachable_file, list_files
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import read_json, without_nulls, write_text
@@ -209,7 +209,7 @@ def _locked(path: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}.") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        locks.lock(lock.fileno(), locks.EXCLUSIVE)
         yield
 
 

@@ -204,15 +204,20 @@ def test_a_kernel_out_of_bounds_ends_the_process(code_object: Callable[..., Path
         run_client(read_behind_an_allocation, "gfx1100", code_object("gfx1100"))
 
 
+OPERATORS = ("bias_add", "nhwc_conv", "linear_add")
+
+
 @pytest.mark.parametrize("target", ["gfx942", "gfx1100"])
-def test_every_candidate_of_two_operators(target: str, tmp_path: Path) -> None:
+def test_every_candidate_of_three_operators(target: str, tmp_path: Path) -> None:
     """scripts/checks/check_ops_gpu.py as on a GPU. Matrix instructions of the second one keep subnormal halves."""
     library = build.build(cpu=False, hip=("gfx1100", "gfx942"), provider=True)  # one for both
     check = [str(ROOT / "scripts/checks/check_ops_gpu.py"), "--arch", target, "--library", str(library)]
     check += ["--limit", "20000"]
     report = tmp_path / "report.json"
     options = ("--only-hip", "--report", str(report))
-    result = simulate(target, [sys.executable, *check, "--operators", "bias_add", "nhwc_conv"], *options)
+    result = simulate(target, [sys.executable, *check, "--operators", *OPERATORS], *options)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(" 0 faults") == 2
+    assert result.stdout.count(" 0 faults") == 3
+    (products,) = (line for line in result.stdout.splitlines() if line.startswith("LinearAdd "))
+    assert " 2 candidates" in products  # without hipBLASLt: generic and tiles
     assert json.loads(report.read_text())["total"]["launches"] > 50

@@ -6,10 +6,6 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
-from sd_ort import cli
-
 HEAVY = ("torch", "onnxruntime", "diffusers", "transformers", "onnx", "onnx_ir", "numpy", "ray", "uvicorn")
 
 
@@ -42,9 +38,3 @@ def test_help_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["True"]
-
-
-def test_message_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(SystemExit, match=r"sd-ort: runs on Linux, and on Windows in WSL\."):
-        cli.main()

@@ -137,10 +137,10 @@ def test_packages(machine: Path, release: str, runtime: str, blas: str, monkeypa
     monkeypatch.setattr(amd, "ask_hip", lambda: {"devices": []})
     assert missing(machine) == [f"no HIP runtime (libamdhip64.so.7, .6 or .5): {runtime}"]
     monkeypatch.setattr(amd, "ask_hip", lambda: HIP | {"hipblaslt": None})
-    assert missing(machine) == [f"no hipBLASLt: matrix products are many times slower without it. {blas}"]
+    assert missing(machine) == [f"no hipBLASLt: matrix products run on sd-ort's own kernels, slower. {blas}"]
 
 
-NO_BLAS = "hipBLASLt has no kernels for gfx1032: linear layers take generic kernels, many times slower."
+NO_BLAS = "hipBLASLt has no kernels for gfx1032: linear layers take sd-ort's own. Use --float16."
 
 
 def test_hipblaslt_is_not_advised_where_it_has_no_kernels(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from custom_ops import rocm
 from custom_ops.amd_targets import TARGETS, simd
 from sd_ort.runtime import build, providers
 from sd_ort.runtime.library import BuildError
+
+CLANG = shutil.which("clang++-19") or ""  # before tests change PATH
 
 
 @pytest.fixture
@@ -149,3 +152,28 @@ def test_a_target_unknown_to_the_compiler_is_named(nowhere: Path) -> None:
     build.check_compiler(compiler, ["gfx942", "gfx11-generic"])
     with pytest.raises(BuildError, match="does not know gfx950: install a newer ROCm, or set HIPCXX to a newer clang"):
         build.check_compiler(compiler, ["gfx942", "gfx950"])
+
+
+def test_device_libraries_older_than_the_compiler_are_named(nowhere: Path) -> None:
+    """clang 22 knows gfx950, and ROCm 6.0 beside it has no library for it, which clang says when it links."""
+    refusal = "clang++: error: cannot find ROCm device library for gfx950; provide its path via '--rocm-path' or ..."
+    clang = program(
+        nowhere / "bin/clang",
+        f"""#!/bin/sh\ncase "$*" in *-nogpulib*) ;; *gfx950*) echo "{refusal}" >&2; exit 1 ;; esac\n""",
+    )
+    compiler = build.HipCompiler(str(clang), ("--rocm-path=/opt/rocm-6.0",))
+    build.check_compiler(compiler, ["gfx942"])
+    expected = (
+        "no ROCm device library for gfx950, so it cannot build for gfx950: install a newer ROCm, or set HIPCXXFLAGS="
+    )
+    with pytest.raises(BuildError, match=expected) as error:
+        build.check_compiler(compiler, ["gfx942", "gfx950"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not CLANG, reason="clang 19 is not installed")
+def test_clang_without_device_libraries_is_refused(nowhere: Path) -> None:
+    """As clang itself says it: the driver looks for them when it only preprocesses."""
+    compiler = build.HipCompiler(CLANG, (f"--rocm-path={nowhere}",))
+    with pytest.raises(BuildError, match="finds no ROCm device library, so it cannot build for gfx942: install"):
+        build.check_compiler(compiler, ["gfx942"])

@@ -1,4 +1,5 @@
-// Candidates of LinearAdd: the generic kernel and the algorithms that cuBLASLt or hipBLASLt proposes, best first.
+// Candidates of LinearAdd: the generic kernel, tiles by matrix instructions, and the algorithms that cuBLASLt or
+// hipBLASLt proposes, best first.
 #include "common/blas_lt.h"
 #include "common/tunable.h"
 #include "operators/linear_add/op.h"
@@ -20,14 +21,15 @@ Candidate<Params> library_candidate(int index) {
 
 std::vector<Candidate<Params>> candidates() {
   std::vector<Candidate<Params>> all = {generic_candidate(linear_add_launch)};
+  all.push_back({"tiles", linear_add_tiles_supports, linear_add_tiles_launch, linear_add_tiles_workspace});
   for (int index = 0; index < kAlgorithms; ++index) all.push_back(library_candidate(index));
   return all;
 }
 
-// The first proposal of the library if it supports the call.
+// The first proposal of the library if it supports the call, else tiles if they do.
 std::string default_name(const Params& p) {
   const Candidate<Params> first = library_candidate(0);
-  return first.is_supported(p) ? first.name : "generic";
+  return first.is_supported(p) ? first.name : linear_add_tiles_supports(p) ? "tiles" : "generic";
 }
 
 }  // namespace

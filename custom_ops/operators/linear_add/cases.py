@@ -93,6 +93,10 @@ CASES = [
     _case(2, 64, 64, n=64, distribution="large"),
     _case(2, 64, 64, n=64, distribution="tiny"),
     _case(2, 13, 320, n=64),
+    # Several tiles; depth split over blocks, with 8 elements at a time and one.
+    _case(3, 45, 40, n=136),
+    _case(6, 1056, n=72),
+    _case(7, 1061, n=9, skip=False, gelu=True),
     _case(8192, 320, n=320, benchmark=True),
     _case(8192, 320, n=960, bias=False, skip=False, benchmark=True),
     _case(8192, 320, n=2560, bias=False, skip=False, benchmark=True),

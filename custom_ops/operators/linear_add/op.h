@@ -29,4 +29,9 @@ struct LinearAddParams {
 // Generic kernel: one thread per element, any shape, slow.
 const char* linear_add_launch(const LinearAddParams& params, void* stream);
 
+// The tile kernel of NhwcConv, for fp16 and bf16 (launch_config.cc).
+bool linear_add_tiles_supports(const LinearAddParams& params);
+size_t linear_add_tiles_workspace(const LinearAddParams& params);
+const char* linear_add_tiles_launch(const LinearAddParams& params, void* workspace, void* stream);
+
 }  // namespace sd_ort

@@ -20,10 +20,30 @@ int64_t steps(const NhwcConvParams& p) {
 
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& p) {
   const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
-  return {narrow(p.height),        narrow(p.width),        narrow(p.channels),        narrow(p.filter_count),
-          narrow(p.kernel_height), narrow(p.kernel_width), narrow(p.out_height),      narrow(p.out_width),
-          narrow(p.stride_height), narrow(p.stride_width), narrow(p.dilation_height), narrow(p.dilation_width),
-          narrow(p.pad_top),       narrow(p.pad_left),     narrow(p.groups),          p.relu};
+  return {narrow(p.height),          narrow(p.width),
+          narrow(p.channels),        narrow(p.filter_count),
+          narrow(p.kernel_height),   narrow(p.kernel_width),
+          narrow(p.out_height),      narrow(p.out_width),
+          narrow(p.stride_height),   narrow(p.stride_width),
+          narrow(p.dilation_height), narrow(p.dilation_width),
+          narrow(p.pad_top),         narrow(p.pad_left),
+          narrow(p.groups),          p.relu != 0 ? NhwcConvActivation::kRelu : NhwcConvActivation::kNone};
+}
+
+NhwcConvParams nhwc_conv_product(DType dtype, const void* x, const void* weight, void* y, int64_t rows, int64_t inner,
+                                 int64_t columns) {
+  NhwcConvParams product{};
+  product.dtype = dtype;
+  product.x = x;
+  product.filters = weight;
+  product.y = y;
+  product.batch = product.height = product.out_height = 1;
+  product.kernel_height = product.kernel_width = product.groups = 1;
+  product.stride_height = product.stride_width = product.dilation_height = product.dilation_width = 1;
+  product.width = product.out_width = rows;
+  product.channels = inner;
+  product.filter_count = columns;
+  return product;
 }
 
 bool nhwc_conv_tiles_supports(const NhwcConvParams& p) {

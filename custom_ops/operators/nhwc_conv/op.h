@@ -57,6 +57,8 @@ struct NhwcConvParams {
   }
 };
 
+enum class NhwcConvActivation : int32_t { kNone, kRelu, kGelu };  // GELU by tanh's approximation
+
 // Sizes and attributes as one kernel argument.
 struct NhwcConvShape {
   int32_t height;
@@ -74,7 +76,7 @@ struct NhwcConvShape {
   int32_t pad_top;
   int32_t pad_left;
   int32_t groups;
-  int32_t relu;
+  NhwcConvActivation activation;
 };
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
 
@@ -106,5 +108,12 @@ bool nhwc_conv_tiles_supports(const NhwcConvParams& params);
 int64_t nhwc_conv_splits(const NhwcConvParams& params);  // enough to fill a GPU; 1 if tiles suffice
 size_t nhwc_conv_tiles_workspace(const NhwcConvParams& params, int64_t splits);
 const char* nhwc_conv_tiles_launch(const NhwcConvParams& params, int64_t splits, void* workspace, void* stream);
+
+// The product of x (rows, inner) and a weight (columns, inner) as a 1 x 1 convolution.
+NhwcConvParams nhwc_conv_product(DType dtype, const void* x, const void* weight, void* y, int64_t rows, int64_t inner,
+                                 int64_t columns);
+// As nhwc_conv_tiles_launch, for a product whose weight is (inner, columns), with GELU of the sum if `gelu`.
+const char* nhwc_conv_product_launch(const NhwcConvParams& product, bool gelu, int64_t splits, void* workspace,
+                                     void* stream);
 
 }  // namespace sd_ort

@@ -80,17 +80,10 @@ bool is_supported(const Params& p) { return winograd_tiles(p) < INT32_MAX && p.c
 // GEMM `index` as a 1 x 1 convolution, for the kernels of NhwcConv.
 NhwcConvParams as_conv(const Params& p, int64_t index, int64_t tiles, const void* pixels, void* products) {
   const int64_t bytes = static_cast<int64_t>(size_of(p.dtype));
-  NhwcConvParams conv{};
-  conv.dtype = p.dtype;
-  conv.x = static_cast<const char*>(pixels) + index * tiles * p.channels * bytes;
-  conv.filters = static_cast<const char*>(p.filters) + index * p.filter_count * p.channels * bytes;
-  conv.y = static_cast<char*>(products) + index * tiles * p.filter_count * bytes;
-  conv.batch = conv.height = conv.out_height = conv.kernel_height = conv.kernel_width = conv.groups = 1;
-  conv.stride_height = conv.stride_width = conv.dilation_height = conv.dilation_width = 1;
-  conv.width = conv.out_width = tiles;
-  conv.channels = p.channels;
-  conv.filter_count = p.filter_count;
-  return conv;
+  return nhwc_conv_product(p.dtype, static_cast<const char*>(pixels) + index * tiles * p.channels * bytes,
+                           static_cast<const char*>(p.filters) + index * p.filter_count * p.channels * bytes,
+                           static_cast<char*>(products) + index * tiles * p.filter_count * bytes, tiles, p.channels,
+                           p.filter_count);
 }
 
 // Candidate that launches a kernel of NhwcConv for each GEMM.

@@ -1,5 +1,5 @@
-// LinearAdd without a library: one thread per element of Y. Used if cuBLASLt or hipBLASLt is missing or rejects a
-// shape. Reads of W are coalesced; X comes from the cache.
+// LinearAdd without a library: one thread per element of Y. Used in float32 if cuBLASLt or hipBLASLt is missing
+// or rejects a shape. Reads of W are coalesced; X comes from the cache.
 //
 // Launch: block (256, 1, 1), grid (ceil(rows * columns / 256), 1, 1), no LDS.
 #include "common/gpu.h"

@@ -32,7 +32,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_kernel(const T* x, const T* fil
     }
   }
   if (skip != nullptr) sum += to_float(skip[element]);
-  if (p.relu != 0 && sum < 0.f) sum = 0.f;  // keeps NaN
+  if (p.activation == NhwcConvActivation::kRelu && sum < 0.f) sum = 0.f;  // keeps NaN
   y[element] = from_float<T>(sum);
 }
 

@@ -2,14 +2,17 @@
 // and channels of the window ("depth"), which are contiguous in a filter and, per tap, in X. No window is written to
 // memory.
 //
-// nhwc_conv_tiles_kernel<T, kVec>
+// nhwc_conv_tiles_kernel<T, kVec, kMatrix>
 //   A block computes kPixels pixels and kFilters filters in depth steps of kDepth. With several splits each block
 //   computes a part of the depth and writes float32 sums. kVec is 8 if the channel count is a multiple of 8, else 1.
+//   With kMatrix the filters are a matrix (depth, filters), which is transposed on its way to LDS; kVec also needs a
+//   multiple of 8 filters.
 //   Launch: block (256, 1, 1), grid (ceil(pixels / 128), ceil(filter_count / 64), splits), no dynamic LDS.
 // nhwc_conv_sum_kernel<T>
-//   Adds the sums of the splits, bias and skip, and applies Relu. Launch: block (256, 1, 1), grid (ceil(elements /
-//   256), 1, 1).
+//   Adds the sums of the splits, bias and skip, and applies the activation. Launch: block (256, 1, 1), grid
+//   (ceil(elements / 256), 1, 1).
 #include "common/gpu.h"
+#include "common/math.h"
 #include "common/mma.h"
 #include "operators/nhwc_conv/op.h"
 
@@ -123,28 +126,64 @@ __device__ inline Eight load_window(const Window<T>& window, const NhwcConvShape
   }
 }
 
-// Loads 8 elements of a filter starting at `depth`; zeros beyond the last filter or depth.
+// Loads 8 elements of a row (a filter, or a row of a product) starting at `depth`; zeros beyond the last row or depth.
 template <int kVec, class T>
-__device__ inline Eight load_filter(const T* filters, int filter, int filter_count, int depth, int end,
-                                    int full_depth) {
-  const bool exists = filter < filter_count;
-  const int first = exists ? filter * full_depth : 0;
+__device__ inline Eight load_row(const T* matrix, int row, int rows, int depth, int end, int full_depth) {
+  const bool exists = row < rows;
+  const int first = exists ? row * full_depth : 0;
   if constexpr (kVec == 8) {
     const bool valid = exists && depth < end;
-    return load_eight(filters + (valid ? first + depth : 0), valid);
+    return load_eight(matrix + (valid ? first + depth : 0), valid);
   } else {
     Eight eight{};
     for (int i = 0; i < 8; ++i) {
       const bool valid = exists && depth + i < end;
-      eight.bits[i / 2] |= load_one(filters + (valid ? first + depth + i : 0), valid) << (16 * (i % 2));
+      eight.bits[i / 2] |= load_one(matrix + (valid ? first + depth + i : 0), valid) << (16 * (i % 2));
     }
     return eight;
   }
 }
 
+// Loads 8 adjacent columns of a row of a matrix (depth, columns); zeros beyond the last row or column.
+template <int kVec, class T>
+__device__ inline Eight load_columns(const T* matrix, int column, int columns, int depth, int end) {
+  const bool exists = depth < end;
+  const int64_t row = exists ? static_cast<int64_t>(depth) * columns : 0;
+  if constexpr (kVec == 8) {
+    const bool valid = exists && column < columns;
+    return load_eight(matrix + (valid ? row + column : 0), valid);
+  } else {
+    Eight eight{};
+    for (int i = 0; i < 8; ++i) {
+      const bool valid = exists && column + i < columns;
+      eight.bits[i / 2] |= load_one(matrix + (valid ? row + column + i : 0), valid) << (16 * (i % 2));
+    }
+    return eight;
+  }
+}
+
+// Column of a matrix that is in row `row` of its tile in LDS. The lanes of a wave store different multiples of 8
+// columns at a time: in adjacent rows of LDS these are in different banks.
+constexpr int kMatrixLanes = kFilters / 8;  // lanes per depth, each with 8 columns
+static_assert(kThreads / kMatrixLanes == kDepth, "the block loads a step of a matrix at a time");
+__device__ inline int matrix_column(int row) { return row % kMatrixLanes * 8 + row / kMatrixLanes; }
+
+template <class T>
+__device__ inline void store_transposed(const Eight& eight, T* lds, int lane, int depth) {
+  T values[8];
+  memcpy(values, eight.bits, sizeof(values));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) lds[(i * kMatrixLanes + lane) * kStride + depth] = values[i];
+}
+
+__device__ inline float activate(float sum, NhwcConvActivation activation) {
+  if (activation == NhwcConvActivation::kRelu && sum < 0.f) return 0.f;  // keeps NaN
+  return activation == NhwcConvActivation::kGelu ? gelu_tanh(sum) : sum;
+}
+
 }  // namespace
 
-template <class T, int kVec>
+template <class T, int kVec, bool kMatrix>
 __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const T* filters, const T* bias,
                                                               const T* skip, T* y, float* sums, int32_t pixels,
                                                               int32_t split_depth, NhwcConvShape s) {
@@ -157,6 +196,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
   alignas(16) __shared__ T filter_lds[kFilters * kStride];
 
   const int lane_row = threadIdx.x / kLanesPerRow, lane_depth = threadIdx.x % kLanesPerRow * 8;
+  const int matrix_lane = threadIdx.x % kMatrixLanes, matrix_depth = threadIdx.x / kMatrixLanes;
   const int first_pixel = blockIdx.x * kPixels, first_filter = blockIdx.y * kFilters;
   const int full_depth = s.kernel_height * s.kernel_width * s.channels;
   const int begin = blockIdx.z * split_depth, end = min(begin + split_depth, full_depth);
@@ -168,14 +208,23 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
   Place place(s, begin + lane_depth);
   Eight window_part[kPixelSteps], filter_part[kFilterSteps];
   const auto load = [&](int depth) {
+    if constexpr (kMatrix) {
 #pragma unroll
-    for (int i = 0; i < kPixelSteps; ++i) window_part[i] = load_window<kVec>(windows[i], s, place, depth, end);
+      for (int i = 0; i < kPixelSteps; ++i) {
+        window_part[i] = load_row<kVec>(x, first_pixel + lane_row + i * kRowsPerStep, pixels, depth, end, full_depth);
+      }
+      const int column = first_filter + matrix_lane * 8, row = depth - lane_depth + matrix_depth;
+      filter_part[0] = load_columns<kVec>(filters, column, s.filter_count, row, end);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kFilterSteps; ++i) {
-      const int filter = first_filter + lane_row + i * kRowsPerStep;
-      filter_part[i] = load_filter<kVec>(filters, filter, s.filter_count, depth, end, full_depth);
+      for (int i = 0; i < kPixelSteps; ++i) window_part[i] = load_window<kVec>(windows[i], s, place, depth, end);
+#pragma unroll
+      for (int i = 0; i < kFilterSteps; ++i) {
+        const int filter = first_filter + lane_row + i * kRowsPerStep;
+        filter_part[i] = load_row<kVec>(filters, filter, s.filter_count, depth, end, full_depth);
+      }
+      place.advance(s, kDepth);
     }
-    place.advance(s, kDepth);
   };
 
   Accumulator out[kRowTiles][kColumnTiles];
@@ -191,9 +240,13 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
     for (int i = 0; i < kPixelSteps; ++i) {
       store_eight(window_part[i], window_lds + (lane_row + i * kRowsPerStep) * kStride + lane_depth);
     }
+    if constexpr (kMatrix) {
+      store_transposed(filter_part[0], filter_lds, matrix_lane, matrix_depth);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kFilterSteps; ++i) {
-      store_eight(filter_part[i], filter_lds + (lane_row + i * kRowsPerStep) * kStride + lane_depth);
+      for (int i = 0; i < kFilterSteps; ++i) {
+        store_eight(filter_part[i], filter_lds + (lane_row + i * kRowsPerStep) * kStride + lane_depth);
+      }
     }
     block_barrier();
     if (depth + kDepth < end) load(depth + kDepth + lane_depth);
@@ -223,7 +276,8 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
 #pragma unroll
       for (int i = 0; i < kAccumulatorSize; ++i) {
         const int pixel = first_pixel + wave_row + m * kTile + accumulator_row(lane, i);
-        const int filter = first_filter + wave_column + n * kTile + accumulator_column(lane, i);
+        const int row = wave_column + n * kTile + accumulator_column(lane, i);
+        const int filter = first_filter + (kMatrix ? matrix_column(row) : row);
         if (pixel >= pixels || filter >= s.filter_count) continue;
         const int at = pixel * s.filter_count + filter;
         float sum = out[m][n].x[i];
@@ -233,7 +287,8 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
         }
         if (bias != nullptr) sum += to_float(bias[filter]);
         if (skip != nullptr) sum += to_float(skip[at]);
-        if (s.relu != 0 && sum < 0.f) sum = 0.f;  // keeps NaN
+        // A convolution has no GELU.
+        if (kMatrix || s.activation == NhwcConvActivation::kRelu) sum = activate(sum, s.activation);
         y[at] = from_float<T>(sum);
       }
     }
@@ -243,7 +298,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
 template <class T>
 __global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, const T* bias, const T* skip, T* y,
                                                             uint32_t elements, int32_t splits, int32_t filter_count,
-                                                            int32_t relu) {
+                                                            NhwcConvActivation activation) {
   wait_for_predecessor();
   const uint32_t element = blockIdx.x * 256 + threadIdx.x;
   if (element >= elements) return;
@@ -251,42 +306,56 @@ __global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, c
   for (int split = 0; split < splits; ++split) sum += sums[static_cast<int64_t>(split) * elements + element];
   if (bias != nullptr) sum += to_float(bias[element % static_cast<uint32_t>(filter_count)]);
   if (skip != nullptr) sum += to_float(skip[element]);
-  if (relu != 0 && sum < 0.f) sum = 0.f;
-  y[element] = from_float<T>(sum);
+  y[element] = from_float<T>(activate(sum, activation));
 }
 
 namespace {
 
-template <class T, int kVec>
-const char* launch_vectors(const NhwcConvParams& p, int64_t splits, float* sums, void* stream) {
+template <class T, int kVec, bool kMatrix>
+const char* launch_vectors(const NhwcConvParams& p, const NhwcConvShape& shape, int64_t splits, float* sums,
+                           void* stream) {
   const int64_t pixels = p.batch * p.out_height * p.out_width;
   const int64_t depth = p.kernel_height * p.kernel_width * p.channels;
   const int64_t split_depth = ceil_div(ceil_div(depth, kDepth), splits) * kDepth;
   const dim3 grid(ceil_div(pixels, kPixels), ceil_div(p.filter_count, kFilters), splits);
-  return launch(nhwc_conv_tiles_kernel<T, kVec>, grid, dim3(kThreads), 0, stream, static_cast<const T*>(p.x),
+  return launch(nhwc_conv_tiles_kernel<T, kVec, kMatrix>, grid, dim3(kThreads), 0, stream, static_cast<const T*>(p.x),
                 static_cast<const T*>(p.filters), static_cast<const T*>(p.bias), static_cast<const T*>(p.skip),
-                static_cast<T*>(p.y), sums, pixels, split_depth, nhwc_conv_shape(p));
+                static_cast<T*>(p.y), sums, pixels, split_depth, shape);
 }
 
-template <class T>
-const char* launch_type(const NhwcConvParams& p, int64_t splits, void* workspace, void* stream) {
+template <class T, bool kMatrix>
+const char* launch_type(const NhwcConvParams& p, const NhwcConvShape& shape, int64_t splits, void* workspace,
+                        void* stream) {
   const int64_t elements = p.batch * p.out_height * p.out_width * p.filter_count;
   if (elements == 0) return nullptr;
   float* const sums = splits == 1 ? nullptr : static_cast<float*>(workspace);
-  const bool vectors = p.channels % 8 == 0 && are_aligned<16>(p.x, p.filters);
-  const char* error =
-      vectors ? launch_vectors<T, 8>(p, splits, sums, stream) : launch_vectors<T, 1>(p, splits, sums, stream);
+  const bool vectors = p.channels % 8 == 0 && (!kMatrix || p.filter_count % 8 == 0) && are_aligned<16>(p.x, p.filters);
+  const char* error = vectors ? launch_vectors<T, 8, kMatrix>(p, shape, splits, sums, stream)
+                              : launch_vectors<T, 1, kMatrix>(p, shape, splits, sums, stream);
   if (error != nullptr || sums == nullptr) return error;
   return launch(nhwc_conv_sum_kernel<T>, dim3(ceil_div(elements, 256)), dim3(256), 0, stream, sums,
                 static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), elements, splits,
-                p.filter_count, p.relu);
+                p.filter_count, shape.activation);
+}
+
+template <bool kMatrix>
+const char* launch_shape(const NhwcConvParams& p, const NhwcConvShape& shape, int64_t splits, void* workspace,
+                         void* stream) {
+  return p.dtype == DType::kFloat16 ? launch_type<half_t, kMatrix>(p, shape, splits, workspace, stream)
+                                    : launch_type<bf16_t, kMatrix>(p, shape, splits, workspace, stream);
 }
 
 }  // namespace
 
 const char* nhwc_conv_tiles_launch(const NhwcConvParams& p, int64_t splits, void* workspace, void* stream) {
-  return p.dtype == DType::kFloat16 ? launch_type<half_t>(p, splits, workspace, stream)
-                                    : launch_type<bf16_t>(p, splits, workspace, stream);
+  return launch_shape<false>(p, nhwc_conv_shape(p), splits, workspace, stream);
+}
+
+const char* nhwc_conv_product_launch(const NhwcConvParams& p, bool gelu, int64_t splits, void* workspace,
+                                     void* stream) {
+  NhwcConvShape shape = nhwc_conv_shape(p);
+  shape.activation = gelu ? NhwcConvActivation::kGelu : NhwcConvActivation::kNone;
+  return launch_shape<true>(p, shape, splits, workspace, stream);
 }
 
 }  // namespace sd_ort
