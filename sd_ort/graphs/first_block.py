@@ -2,7 +2,8 @@
 
     head   computes the first block, and the output from it and the kept residual of the later blocks; returns how much
            the residual of the first block changed since the last full step, and the streams after it
-    rest   computes the later blocks from these streams, and their residual
+    rest   computes the later blocks from these streams, and their residual; copies the first block's residual: its
+           outputs are inputs of the head in later steps
 
     residual = h1 - h0, change = mean |residual - last residual| / mean |last residual|
     full     output(hN), later residual = hN - h1
@@ -70,6 +71,7 @@ def keep_rest(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
         after_first = source if value is cut.after_first else after_first
     later = _node(graph, "Sub", [cut.after_last, after_first], f"{LATER_RESIDUAL}.difference")
     add_output(graph, later, LATER_RESIDUAL)
+    add_output(graph, add_input(graph, later, RESIDUAL), LAST_RESIDUAL)
     remove_unused_parts(model)
 
 
