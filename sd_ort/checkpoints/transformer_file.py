@@ -145,7 +145,8 @@ def _check_class(path: Path, family: str, config: Config, base: Checkpoint) -> N
         raise InputError(
             f"{path} is {FAMILIES[family]}, and {base.name} has a {class_name(config)}: give a folder of that family."
         )
-    if family.startswith("flux") and bool(config.get("guidance_embeds")) != family.endswith("-dev"):
+    guidance = config.get("guidance_embeds", expected == "Flux2Transformer2DModel")  # diffusers' default of each class
+    if family.startswith("flux") and bool(guidance) != family.endswith("-dev"):
         raise InputError(f"{path} is {FAMILIES[family]}, and {base.name} is the other FLUX: give a folder of its own.")
 
 
