@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
-    from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline
+    from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline, Flux2Pipeline
     from sd_ort.pipelines.transformer_kontext import FluxKontextPipeline
     from sd_ort.pipelines.transformer_krea2 import Krea2Pipeline
     from sd_ort.pipelines.transformer_pipelines import FluxPipeline, StableDiffusion3Pipeline
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Flux2KleinPipeline",
+    "Flux2Pipeline",
     "FluxKontextPipeline",
     "FluxPipeline",
     "Krea2Pipeline",
@@ -37,6 +38,7 @@ MODULES = {
     "StableDiffusion3Pipeline": "sd_ort.pipelines.transformer_pipelines",
     "FluxPipeline": "sd_ort.pipelines.transformer_pipelines",
     "Flux2KleinPipeline": "sd_ort.pipelines.transformer_flux2",
+    "Flux2Pipeline": "sd_ort.pipelines.transformer_flux2",
     "FluxKontextPipeline": "sd_ort.pipelines.transformer_kontext",
     "ZImagePipeline": "sd_ort.pipelines.transformer_z_image",
     "QwenImagePipeline": "sd_ort.pipelines.transformer_qwen_image",
@@ -60,12 +62,14 @@ MODULES |= dict.fromkeys(PAG_FAMILIES, "sd_ort.pipelines.pag")
 # Classes in the model_index.json of folders with a transformer.
 TRANSFORMER_PIPELINES = (
     "StableDiffusion3Pipeline", "FluxPipeline", "FluxKontextPipeline", "Flux2KleinPipeline", "ZImagePipeline",
-    "QwenImagePipeline", "Krea2Pipeline",
+    "QwenImagePipeline", "Krea2Pipeline", "Flux2Pipeline",
 )  # fmt: skip
 # Tasks that a class has not, with what to do instead.
 MISSING_TASKS = {
     ("Flux2KleinPipeline", "Inpaint"):
         "FLUX.2 klein has no inpainting here: describe the change in the prompt, with the image.",
+    ("Flux2Pipeline", "Inpaint"):
+        "FLUX.2 dev has no inpainting here: describe the change in the prompt, with the image.",
     ("FluxKontextPipeline", "Inpaint"):
         "FLUX.1 Kontext has no inpainting here: describe the change in the prompt, with the image.",
     ("ZImagePipeline", "Img2Img"): "Z-Image has no image to image here: leave the image out, or use diffusers.",
@@ -78,13 +82,13 @@ MISSING_TASKS = {
 def transformer_pipeline(name: str, task: str) -> str:
     """Return the class for a task ("", "Img2Img" or "Inpaint") of the class in TRANSFORMER_PIPELINES.
 
-    FLUX.2 klein and FLUX.1 Kontext read images in any task. Raises InputError for a task that it has not.
+    FLUX.2 and FLUX.1 Kontext read images in any task. Raises InputError for a task that it has not.
     """
     if (name, task) in MISSING_TASKS:
         from sd_ort.core.errors import InputError
 
         raise InputError(MISSING_TASKS[name, task])
-    reads_images = name in ("Flux2KleinPipeline", "FluxKontextPipeline")
+    reads_images = name in ("Flux2KleinPipeline", "Flux2Pipeline", "FluxKontextPipeline")
     return name if reads_images else name.replace("Pipeline", f"{task}Pipeline")
 
 

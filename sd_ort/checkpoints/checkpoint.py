@@ -36,7 +36,7 @@ CLASSES = {
     "CLIPTextModel": "transformers",
     "CLIPTextModelWithProjection": "transformers",
     "T5EncoderModel": "transformers",
-    **dict.fromkeys(diffusion_transformers.QWENS, "transformers"),
+    **dict.fromkeys(diffusion_transformers.LANGUAGE_MODELS, "transformers"),
 }
 LIBRARIES = {**CLASSES, "CLIPVisionModelWithProjection": "transformers"}  # with the image encoder of an IP-Adapter
 MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3", "unet", "transformer", "controlnet", "vae")
@@ -146,6 +146,8 @@ class Checkpoint:
                 random_weights.write_character_tokenizer(out / name)
             elif class_name(config) in diffusion_transformers.QWENS:
                 random_weights.write_chat_tokenizer(out / name)
+            elif class_name(config) == diffusion_transformers.MISTRAL:
+                random_weights.write_mistral_tokenizer(out / name)
             else:
                 random_weights.write_byte_tokenizer(out / name, config["vocab_size"])
 

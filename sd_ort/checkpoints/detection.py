@@ -29,6 +29,7 @@ FAMILIES = {
     "flux-dev": "FLUX.1 dev",
     "flux-schnell": "FLUX.1 schnell",
     "flux2-klein": "FLUX.2 klein",
+    "flux2-dev": "FLUX.2 dev",
     "z-image-turbo": "Z-Image",
     "qwen-image": "Qwen-Image",
     "krea2": "Krea 2",
@@ -47,6 +48,7 @@ HUB_IDS = {
     "flux-dev": "black-forest-labs/FLUX.1-dev",
     "flux-schnell": "black-forest-labs/FLUX.1-schnell",
     "flux2-klein": "black-forest-labs/FLUX.2-klein-4B",
+    "flux2-dev": "black-forest-labs/FLUX.2-dev",
     "z-image-turbo": "Tongyi-MAI/Z-Image-Turbo",
     "qwen-image": "Qwen/Qwen-Image",
     "krea2": "krea/Krea-2-Raw",
@@ -105,7 +107,7 @@ def _describe_other_file(tensors: Tensors) -> str | None:
     if has("emb_params", "string_to_param") or {"clip_l", "clip_g"} & set(names):
         return "a textual inversion embedding, not a model: load it with a pipeline's load_textual_inversion"
     if has("joint_blocks.", "double_blocks.", "double_stream", "single_blocks.", "adaLN_modulation"):
-        families = "FLUX.1, FLUX.2 klein, Z-Image, Qwen-Image, Krea 2 and SD 3.5"
+        families = "FLUX.1, FLUX.2, Z-Image, Qwen-Image, Krea 2 and SD 3.5"
         return f"a diffusion transformer of a family that sd-ort does not run: it runs {families}"
     if UNET_INPUT in tensors:
         return None

@@ -30,7 +30,6 @@ OTHER_PIPELINES = {
     "diffusers, or give the Stable Diffusion folder without its motion adapter",
     r".*(Video|Wan|LTX|Mochi|Allegro|Latte|SkyReels|CogView.*Video|EasyAnimate|ConsisID|I2VGen|TextToVideo|T2V|I2V)":
     "makes videos: sd-ort generates images, since its pipelines and graphs have no axis of time. Use diffusers",
-    r"Flux2Pipeline": "is FLUX.2 dev, whose Mistral text encoder sd-ort does not export: use FLUX.2 klein or diffusers",
     r"QwenImageEdit": "reads the image by the vision tower of Qwen2.5-VL, whose windowed attention sd-ort does not "
     "export: sd-ort runs Qwen-Image from text, from an image and with a mask. Use diffusers",
     r"QwenImage(Layered|ControlNet)": "reads images beside the prompt: sd-ort runs Qwen-Image from text, from an image "
@@ -66,7 +65,7 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
     if "unet" not in models and "transformer" not in models:
         raise InputError(
             f"{folder} has neither a UNet nor a transformer: sd-ort exports Stable Diffusion 1.x to 3.5, XL, "
-            "FLUX.1, FLUX.2 klein, Z-Image, Qwen-Image and Krea 2."
+            "FLUX.1, FLUX.2, Z-Image, Qwen-Image and Krea 2."
         )
     if "transformer" in models and (mismatch := encoder_mismatch(index)):
         raise InputError(f"{folder} {mismatch}: get the whole folder.")

@@ -113,6 +113,8 @@ QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
 QWEN3_VL = "Qwen3VLModel"
 QWEN3 = ("Qwen3ForCausalLM", "Qwen3Model")  # with its head, which nothing reads, and without
 QWENS = (*QWEN3, QWEN_VL, QWEN3_VL)
+MISTRAL = "Mistral3ForConditionalGeneration"
+LANGUAGE_MODELS = (*QWENS, MISTRAL)
 TOKEN_MULTIPLE = 32  # Z-Image pads image and text to multiples of it
 
 FAMILIES: Mapping[str, TransformerFamily] = {
@@ -146,7 +148,7 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         penultimate_states=False,
         steps=50,
         guidance=4.0,
-        text_encoders={"text_encoder": QWEN3[:1]},
+        text_encoders={"text_encoder": (QWEN3[0], MISTRAL)},  # of klein, of dev
     ),
     "ZImageTransformer2DModel": TransformerFamily(
         inputs=_z_image_inputs,

@@ -96,6 +96,32 @@ class Qwen3TextEncoder(torch.nn.Module):
         return torch.stack(tapped, dim=2) if self.has_vision else torch.cat(tapped, dim=-1)
 
 
+class MistralTextEncoder(Qwen3TextEncoder):
+    """input_ids, attention_mask [B, S] -> the hidden states of `tapped_layers`, side by side [B, S, taps * C].
+
+    The vision tower is removed. Padding may be on the left, whose tokens attend to none: PyTorch's attention is zero
+    for these, an added mask alone would give them the mean of all values. The transformer reads them.
+    """
+
+    def __init__(self, model: Any, penultimate: bool) -> None:
+        super().__init__(model, penultimate)
+        del model.model.vision_tower, model.model.multi_modal_projector
+        for layer in self._stack().layers:
+            layer.self_attn.register_forward_hook(_zero_rows_without_keys, with_kwargs=True)
+
+    def _stack(self) -> Any:
+        model: Any = self.model
+        return model.model.language_model
+
+
+def _zero_rows_without_keys(
+    module: torch.nn.Module, args: Any, inputs: dict[str, Any], outputs: tuple[torch.Tensor, Any]
+) -> tuple[torch.Tensor, Any]:
+    """Hook of an attention: its output (B, S, C), zero for tokens whose row of the additive mask has no 0."""
+    attends = inputs["attention_mask"][:, 0].amax(-1, keepdim=True) == 0
+    return outputs[0] * attends.to(outputs[0].dtype), outputs[1]
+
+
 class SeparablePositions(torch.nn.Module):
     """SD3's patch embedding, with the table of positions as one row for each column and one for each line of patches.
 
@@ -322,6 +348,7 @@ ENCODERS: dict[str, Callable[[torch.nn.Module, bool], torch.nn.Module]] = {
     "qwen3": Qwen3TextEncoder,
     "qwen3_vl": Qwen3TextEncoder,
     "qwen2_5_vl": QwenTextEncoder,
+    "mistral3": MistralTextEncoder,
 }
 # Transformers that diffusers' own forward does not export, by class.
 TRANSFORMERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.checkpoints.checkpoint import CLASSES, Checkpoint, CheckpointModel, as_json, build_model, class_name
-from sd_ort.checkpoints.diffusion_transformers import QWEN3, QWEN3_VL, QWEN_VL, QWENS
-from sd_ort.checkpoints.signatures import Config, levels, tapped_layers
+from sd_ort.checkpoints.diffusion_transformers import MISTRAL, QWEN3, QWEN3_VL, QWEN_VL, QWENS
+from sd_ort.checkpoints.signatures import Config, levels, tapped_layers, text_config
 from sd_ort.checkpoints.unet_inputs import time_ids_split
 
 if TYPE_CHECKING:
@@ -299,26 +299,58 @@ _QWEN3_4B = {
 }
 
 
-def _klein(is_distilled: bool) -> Preset:
-    """Return a preset of FLUX.2 klein 4B. is_distilled: for 4 steps without guidance; otherwise the base model."""
+_FLUX2_SHIFT = _flow_match(shift=3.0, use_dynamic_shifting=True, **_FLUX_SHIFT)
+
+
+def _flux2(blocks: int, single_blocks: int, heads: int, encoder: Config, guidance: bool) -> dict[str, Config]:
+    """Return the models of a FLUX.2. guidance: whether the guidance scale is an input of the transformer."""
     transformer = {
         "_class_name": "Flux2Transformer2DModel",
         "patch_size": 1,
         "in_channels": 128,
-        "num_layers": 5,
-        "num_single_layers": 20,
+        "num_layers": blocks,
+        "num_single_layers": single_blocks,
         "attention_head_dim": 128,
-        "num_attention_heads": 24,
-        "joint_attention_dim": 7680,
-        "guidance_embeds": False,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 3 * text_config(encoder)["hidden_size"],
+        "guidance_embeds": guidance,
         "axes_dims_rope": [32, 32, 32, 32],
     }
     vae = vae_config(_class_name="AutoencoderKLFlux2", latent_channels=32, sample_size=1024, batch_norm_eps=1e-4)
     del vae["scaling_factor"]
-    models = {"text_encoder": _QWEN3_4B, "transformer": transformer, "vae": vae}
-    scheduler = _flow_match(shift=3.0, use_dynamic_shifting=True, **_FLUX_SHIFT)
-    return Preset("Flux2KleinPipeline", models, scheduler, {"is_distilled": is_distilled})
+    return {"text_encoder": encoder, "transformer": transformer, "vae": vae}
 
+
+def _klein(is_distilled: bool) -> Preset:
+    """Return a preset of FLUX.2 klein 4B. is_distilled: for 4 steps without guidance; otherwise the base model."""
+    models = _flux2(5, 20, 24, _QWEN3_4B, guidance=False)
+    return Preset("Flux2KleinPipeline", models, _FLUX2_SHIFT, {"is_distilled": is_distilled})
+
+
+_MISTRAL_SMALL = {
+    "architectures": [MISTRAL],
+    "model_type": "mistral3",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "mistral",
+        "vocab_size": 131072,
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000000.0},
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+                      "num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14},
+}  # fmt: skip
+_FLUX2_DEV = Preset("Flux2Pipeline", _flux2(8, 48, 48, _MISTRAL_SMALL, guidance=True), _FLUX2_SHIFT)
 
 # As Tongyi-MAI/Z-Image-Turbo has it, whose VAE is FLUX.1's.
 _Z_IMAGE_TURBO = Preset(
@@ -472,6 +504,16 @@ _TINY_QWEN3_VL = {
     },
     "vision_config": {**_TINY_VISION, "deepstack_visual_indexes": [0]},
 }  # fmt: skip
+_TINY_MISTRAL = {
+    "text_config": _TINY_QWEN3,
+    "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                      "head_dim": 16, "image_size": 28},
+}  # fmt: skip
+_TINY_LANGUAGE_MODELS: dict[str, Config] = {
+    QWEN_VL: _TINY_QWEN_VL,
+    QWEN3_VL: _TINY_QWEN3_VL,
+    MISTRAL: _TINY_MISTRAL,
+}
 _TINY_T5 = {"vocab_size": 128, "d_model": 160, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 _TINY_TRANSFORMER = {"attention_head_dim": 32, "num_attention_heads": 3, "joint_attention_dim": _TINY_T5["d_model"]}
 # Of each transformer: its blocks, where the last of SD3 differs, and widths that follow from those above.
@@ -534,8 +576,7 @@ def _tiny_model(name: str, config: Config, context: int) -> Config:
         return config | _TINY_T5
     if class_name(config) in QWEN3:
         return config | _TINY_QWEN3
-    if class_name(config) in (QWEN_VL, QWEN3_VL):
-        parts = _TINY_QWEN_VL if class_name(config) == QWEN_VL else _TINY_QWEN3_VL
+    if parts := _TINY_LANGUAGE_MODELS.get(class_name(config)):
         return config | {name: config[name] | tiny for name, tiny in parts.items()}
     if class_name(config) == "AutoencoderKLQwenImage":
         return config | {"base_dim": 16}
@@ -582,6 +623,7 @@ _FULL = {
     "flux-dev": _FLUX_DEV,
     "flux2-klein-4b": _klein(is_distilled=True),
     "flux2-klein-base-4b": _klein(is_distilled=False),
+    "flux2-dev": _FLUX2_DEV,
     "z-image-turbo": _Z_IMAGE_TURBO,
     "qwen-image": _QWEN_IMAGE,
     "krea2": _krea2(is_distilled=False),
@@ -613,7 +655,8 @@ def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
     )
 
 
-TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", **dict.fromkeys(QWENS, "Qwen2TokenizerFast")}
+TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", **dict.fromkeys(QWENS, "Qwen2TokenizerFast"),
+              MISTRAL: "PreTrainedTokenizerFast"}  # fmt: skip
 
 
 def _index(preset: Preset) -> Config:

@@ -78,3 +78,29 @@ def write_chat_tokenizer(folder: Path) -> None:
     )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
+
+
+# As Mistral Small's, for a message of the system and one of the user, each of one text.
+MISTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% set name = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' %}"
+    "[{{ name }}]{{ message.content[0].text }}[/{{ name }}]{% endfor %}"
+)
+
+
+def write_mistral_tokenizer(folder: Path) -> None:
+    """Write a Mistral tokenizer without merges, padding on the left: each byte is a token; then special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<unk>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[IMG]"]
+    ids = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *special])}
+    rules = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rules.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=rules, pad_token=special[0], bos_token=special[1], eos_token=special[2],
+        unk_token=special[3], additional_special_tokens=special[4:], padding_side="left", model_max_length=131072,
+    )  # fmt: skip
+    tokenizer.chat_template = MISTRAL_TEMPLATE
+    tokenizer.save_pretrained(folder)

@@ -133,23 +133,31 @@ def _t5_encoder(config: Mapping[str, Any]) -> Signature:
 
 
 def tapped_layers(config: Mapping[str, Any], penultimate: bool = False) -> tuple[int, ...]:
-    """Return the layers of a Qwen3 or Qwen3-VL text encoder whose outputs a transformer reads.
+    """Return the layers of a Qwen3, Qwen3-VL or Mistral text encoder whose outputs a transformer reads.
 
-    `penultimate`: the last but one, which Z-Image reads. FLUX.2 klein reads 9, 18 and 27 of 36 layers, as in diffusers;
-    quarters of the layers of a smaller model, such as a tiny one. Krea 2 reads each third layer of Qwen3-VL from the
-    second on.
+    `penultimate`: the last but one, which Z-Image reads. FLUX.2 klein reads 9, 18 and 27 of 36 layers, dev 10, 20 and
+    30 of 40, as in diffusers; quarters of the layers of a smaller model, such as a tiny one. Krea 2 reads each third
+    layer of Qwen3-VL from the second on.
     """
     layers = int(text_config(config)["num_hidden_layers"])
+    if config.get("model_type") == "mistral3":
+        taps = (10, 20, 30)
+        return taps if layers >= taps[-1] else quarters(layers)
     if "text_config" in config:
         return tuple(range(2, layers, 3))
     if penultimate:
         return (max(layers - 1, 1),)
-    return (9, 18, 27) if layers >= 27 else (max(layers // 4, 1), max(layers // 2, 1), max(3 * layers // 4, 1))
+    return (9, 18, 27) if layers >= 27 else quarters(layers)
+
+
+def quarters(layers: int) -> tuple[int, int, int]:
+    """Return the layers at a quarter, a half and three quarters of a text encoder, from 1."""
+    return max(layers // 4, 1), max(layers // 2, 1), max(3 * layers // 4, 1)
 
 
 def _qwen3_encoder(config: Mapping[str, Any], penultimate: bool) -> Signature:
     names = ("input_ids", "attention_mask")
-    width = len(tapped_layers(config, penultimate)) * config["hidden_size"]
+    width = len(tapped_layers(config, penultimate)) * text_config(config)["hidden_size"]
     output = TensorSpec("hidden_states", ("batch", "sequence", width))
     return Signature(tuple(TensorSpec(name, ("batch", "sequence"), "int64") for name in names), (output,))
 
@@ -282,7 +290,7 @@ def signature(
         names = config.get("architectures") or ()
         if "T5EncoderModel" in names:
             return _t5_encoder(config)
-        if any(name in names for name in diffusion_transformers.QWEN3):
+        if any(name in names for name in (*diffusion_transformers.QWEN3, diffusion_transformers.MISTRAL)):
             return _qwen3_encoder(config, penultimate)
         if diffusion_transformers.QWEN3_VL in names:
             return _qwen_vl_encoder(config, tapped_layers(config))

@@ -146,6 +146,7 @@ def _spellings(name: str) -> Iterable[str]:
     yield f"model.{name}"  # of a language model with its head, read without it
     yield name.removeprefix("model.")
     yield name.replace("model.language_model.", "model.", 1)  # of Qwen2.5-VL before transformers 5
+    yield name.replace("model.language_model.", "language_model.model.", 1)  # of Mistral 3
     if name == "shared.weight":  # of T5, whose encoder has the same embedding
         yield "encoder.embed_tokens.weight"
     if match := re.search(r"attentions\.0\.(to_q|to_k|to_v|to_out\.0)\.", name):

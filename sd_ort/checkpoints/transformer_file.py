@@ -73,9 +73,7 @@ def detect_transformer(path: Path, entries: Mapping[str, Entry], prefix: str) ->
         raise InputError(f"{path} is a diffusion transformer without {prefix}img_in.weight: download it again.")
     channels = shape("img_in.weight")[1]
     if f"{prefix}double_stream_modulation_img.lin.weight" in entries:
-        if f"{prefix}guidance_in.in_layer.weight" in entries:
-            raise InputError(f"{path} is FLUX.2 dev: sd-ort runs FLUX.2 klein; it lacks dev's Mistral text encoder.")
-        return "flux2-klein"
+        return "flux2-dev" if f"{prefix}guidance_in.in_layer.weight" in entries else "flux2-klein"
     if channels != 64:
         raise InputError(f"{path} is a FLUX.1 of {channels} input channels, for fill or control: sd-ort runs 64.")
     return "flux-dev" if f"{prefix}guidance_in.in_layer.weight" in entries else "flux-schnell"
@@ -147,10 +145,9 @@ def _check_class(path: Path, family: str, config: Config, base: Checkpoint) -> N
         raise InputError(
             f"{path} is {FAMILIES[family]}, and {base.name} has a {class_name(config)}: give a folder of that family."
         )
-    if expected == "FluxTransformer2DModel" and bool(config.get("guidance_embeds")) != (family == "flux-dev"):
-        raise InputError(
-            f"{path} is {FAMILIES[family]}, and {base.name} is the other FLUX.1: give a folder of its own."
-        )
+    guidance = config.get("guidance_embeds", expected == "Flux2Transformer2DModel")  # diffusers' default of each class
+    if family.startswith("flux") and bool(guidance) != family.endswith("-dev"):
+        raise InputError(f"{path} is {FAMILIES[family]}, and {base.name} is the other FLUX: give a folder of its own.")
 
 
 def _text_encoder_recipes(entries: Mapping[str, Entry], name: str, cls: str, config: Config) -> Recipes:

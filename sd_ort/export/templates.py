@@ -27,7 +27,7 @@ import onnx_ir as ir
 
 from fusion_passes import weight_recipes as recipes
 from sd_ort.checkpoints.checkpoint import Checkpoint, has_penultimate_states
-from sd_ort.checkpoints.diffusion_transformers import QWEN3_VL, QWEN_VL, QWENS
+from sd_ort.checkpoints.diffusion_transformers import LANGUAGE_MODELS, MISTRAL, QWEN3_VL, QWEN_VL
 from sd_ort.checkpoints.signatures import MODEL_OF, text_config
 from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_reachable_file
@@ -68,11 +68,11 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
         inputs for the residuals of a ControlNet.
     """
     defaults = bundled_index()["defaults"].get(cls, {})
-    config = text_config(config) if cls in (QWEN_VL, QWEN3_VL) else config
+    config = text_config(config) if cls in (QWEN_VL, QWEN3_VL, MISTRAL) else config
     complete = {**defaults, **{name: value for name, value in config.items() if name in defaults or not defaults}}
     if encoder := component.startswith("text_encoder"):
         complete = {name: value for name, value in complete.items() if name in TEXT_ENCODER_KEYS}
-        if cls in QWENS:  # rope_theta was a key of its own before transformers 5
+        if cls in LANGUAGE_MODELS:  # rope_theta was a key of its own before transformers 5
             rope = config.get("rope_parameters") or config
             complete["rope_theta"] = float(rope.get("rope_theta") or 1e6)
         if not cls.startswith("CLIP"):

@@ -64,6 +64,7 @@ _TRANSFORMER_ARGUMENTS: dict[str, tuple[str, Any]] = {
     "max_area": ("int", 1024**2),
     "_auto_resize": ("bool", True),
     "text_encoder_out_layers": ("Sequence[int]", (9, 18, 27)),
+    "caption_upsample_temperature": ("float | None", None),
     "cfg_normalization": ("bool", False),
     "cfg_truncation": ("float", 1.0),
 }

@@ -1,4 +1,4 @@
-"""Text to image with FLUX.2 klein, also with reference images; diffusers' arguments and defaults."""
+"""Text to image with FLUX.2 dev and klein, also with reference images; diffusers' arguments and defaults."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from PIL import Image
 
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.mistral_tokenizer import MistralTokenizer
 from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
 from sd_ort.checkpoints.signatures import tapped_layers
 from sd_ort.core.errors import InputError
@@ -34,21 +35,18 @@ REFERENCE_PIXELS = 1024 * 1024  # larger reference images are scaled down
 REFERENCE_DISTANCE = 10  # of reference images on the first axis of positions
 
 
-class Flux2KleinPipeline(TransformerPipeline):
-    """Text to image with FLUX.2 klein pipeline folders. Make one with `from_pretrained`."""
+class Flux2Pipeline(TransformerPipeline):
+    """Text to image with FLUX.2 dev pipeline folders. Make one with `from_pretrained`."""
 
-    CLASS, INDEX_CLASS, ROUNDS_SIZE = "Flux2Transformer2DModel", "Flux2KleinPipeline", True
+    CLASS, INDEX_CLASS, ROUNDS_SIZE = "Flux2Transformer2DModel", "Flux2Pipeline", True
     ENCODERS = ("text_encoder",)
+    TOKENIZER: type[MistralTokenizer] | type[QwenTokenizer] = MistralTokenizer
+    LAYERS = (10, 20, 30)  # of the text encoder, by diffusers' default
 
     def _open_tokenizers(self) -> None:
-        self.tokenizer = QwenTokenizer(self.folder / "tokenizer")
+        self.tokenizer = self.TOKENIZER(self.folder / "tokenizer")
         self.vae_scale_factor = self.vae.scale_factor // 2
         self.taps = tapped_layers(component_config(self.folder, "text_encoder", required=True))
-
-    @property
-    def is_distilled(self) -> bool:
-        """Whether the model was distilled for few steps without guidance."""
-        return bool(self.index.get("is_distilled"))
 
     @property
     def default_size(self) -> int:
@@ -61,15 +59,16 @@ class Flux2KleinPipeline(TransformerPipeline):
         return (self._float32(outputs)["hidden_states"],)
 
     __call__ = transformer_call(
-        "image prompt height width {steps} guidance_scale {draw} {embeds} {result} attention_kwargs {step_end} "
-        "max_sequence_length text_encoder_out_layers",
+        "image prompt height width {steps} guidance_scale {draw} prompt_embeds {result} attention_kwargs {step_end} "
+        "max_sequence_length text_encoder_out_layers caption_upsample_temperature",
         """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
 
-        `image`: PIL images that the prompt may refer to. `guidance_scale` above 1 guides with an empty prompt, which
-        doubles the time of a step; distilled models ignore it. Given latents are (B, C, height / 16, width / 16).
+        `image`: PIL images that the prompt may refer to. `guidance_scale` is an input of the model. Prompts are not
+        rewritten: `caption_upsample_temperature` must be None. Given latents are (B, C, height / 16, width / 16).
         Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
         """,
         guidance_scale=4.0,
+        text_encoder_out_layers=LAYERS,
     )
 
     def _generate(self, call: SimpleNamespace) -> Any:
@@ -77,39 +76,40 @@ class Flux2KleinPipeline(TransformerPipeline):
         references = self._references(call)
         height, width, steps = self._check(call, guidance_scale=call.guidance_scale)
         self._check_attention_kwargs(call.attention_kwargs)
-        if tuple(call.text_encoder_out_layers) not in ((9, 18, 27), self.taps):
+        if tuple(call.text_encoder_out_layers) not in (self.LAYERS, self.taps):
             raise InputError(f"text_encoder_out_layers are {self.taps} in {self.folder}: they are part of its graph.")
         length, images = call.max_sequence_length, call.num_images_per_prompt
         (embeddings,) = self._embedded(call.prompt_embeds, lambda: self.encode_prompt(call.prompt, length))
-        texts, prompts = [embeddings], len(embeddings)
-        guided = call.guidance_scale > 1 and not self.is_distilled
-        if guided:
-            (negative,) = self._embedded(
-                call.negative_prompt_embeds,
-                lambda: self.encode_prompt([""] * prompts, length),
-                (),
-                "negative_prompt_embeds",
-            )
-            texts.append(negative)
-        elif call.guidance_scale > 1:
-            log.info("guidance_scale %s is ignored: the model is distilled.", call.guidance_scale)
-        count, side = prompts * images, self.vae.scale_factor
+        texts = [embeddings, *self._negative(call, len(embeddings))]
+        count, side = len(embeddings) * images, self.vae.scale_factor
         rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
         sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
         mu = flow_match.empirical_mu(rows * columns, steps)
         schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas, mu)
         sample, _ = self._start((count, channels, rows, columns), call, schedule, (height, width))
-        tokens, ids = self._encode_references(references, count)
-        text_ids = text_positions(embeddings.shape[1])
+        reference_tokens, ids = self._encode_references(references, count)
+        fixed = {"img_ids": np.concatenate([positions(0, rows, columns), *ids])}
+        fixed["txt_ids"] = text_positions(embeddings.shape[1])
+        if self.transformer_config.get("guidance_embeds"):
+            fixed["guidance"] = np.full(count, call.guidance_scale, np.float32)
         job = Denoising(
-            flat(sample), schedule, [{"encoder_hidden_states": repeated(each, images)} for each in texts],
-            {"img_ids": np.concatenate([positions(0, rows, columns), *ids]), "txt_ids": text_ids},
-            timestep_scale=1 / 1000, guidance_scale=call.guidance_scale if guided else None, references=tokens,
+            flat(sample), schedule, [{"encoder_hidden_states": repeated(each, images)} for each in texts], fixed,
+            timestep_scale=1 / 1000, guidance_scale=call.guidance_scale if len(texts) > 1 else None,
+            references=reference_tokens,
         )  # fmt: skip
-        sample = self._denoise(job, call).transpose(0, 2, 1).reshape(count, channels, rows, columns)
+        tokens = self._denoise(job, call)
+        sample = tokens.transpose(0, 2, 1).reshape(count, channels, rows, columns)
         if call.output_type == "latent":
-            return latents_as_output(self._vae_latents(sample), call.return_dict)
+            return latents_as_output(self._latents(tokens, sample), call.return_dict)
         return self._output(sample, call.output_type, call.return_dict)
+
+    def _negative(self, call: SimpleNamespace, prompts: int) -> list[np.ndarray]:
+        """Return the embeddings of the negative prompts of a call for `prompts` prompts; none without guidance."""
+        return []
+
+    def _latents(self, tokens: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        """Return what `output_type="latent"` returns: diffusers' tokens (B, S, C). sample: the same, (B, C, h, w)."""
+        return tokens
 
     @property
     def size_multiple(self) -> int:
@@ -148,8 +148,45 @@ class Flux2KleinPipeline(TransformerPipeline):
         ids = [positions(REFERENCE_DISTANCE * (i + 1), *each.shape[2:]) for i, each in enumerate(encoded)]
         return np.repeat(np.concatenate([flat(each) for each in encoded], 1), count, 0), ids
 
-    def _vae_latents(self, latents: np.ndarray) -> np.ndarray:
-        """Return the VAE's own latents (B, C / 4, 2h, 2w), not normalized."""
+
+class Flux2KleinPipeline(Flux2Pipeline):
+    """Text to image with FLUX.2 klein pipeline folders. Make one with `from_pretrained`."""
+
+    INDEX_CLASS = "Flux2KleinPipeline"
+    TOKENIZER = QwenTokenizer
+    LAYERS = (9, 18, 27)
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether the model was distilled for few steps without guidance."""
+        return bool(self.index.get("is_distilled"))
+
+    __call__ = transformer_call(
+        "image prompt height width {steps} guidance_scale {draw} {embeds} {result} attention_kwargs {step_end} "
+        "max_sequence_length text_encoder_out_layers",
+        """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
+
+        `image`: PIL images that the prompt may refer to. `guidance_scale` above 1 guides with an empty prompt, which
+        doubles the time of a step; distilled models ignore it. Given latents are (B, C, height / 16, width / 16).
+        Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
+        """,
+        guidance_scale=4.0,
+    )
+
+    def _negative(self, call: SimpleNamespace, prompts: int) -> list[np.ndarray]:
+        """Return the embeddings of the negative prompts of a call for `prompts` prompts; none without guidance."""
+        if call.guidance_scale <= 1:
+            return []
+        if self.is_distilled:
+            log.info("guidance_scale %s is ignored: the model is distilled.", call.guidance_scale)
+            return []
+        given, length = call.negative_prompt_embeds, call.max_sequence_length
+        return list(
+            self._embedded(given, lambda: self.encode_prompt([""] * prompts, length), (), "negative_prompt_embeds")
+        )
+
+    def _latents(self, tokens: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        """Return the VAE's own latents (B, C / 4, 2h, 2w), not normalized, as diffusers' class does."""
         from sd_ort.weights.initializers import read_initializers  # imports onnx
 
         weights = read_initializers(check_component(self.folder, "vae_decoder"))
@@ -157,7 +194,7 @@ class Flux2KleinPipeline(TransformerPipeline):
         if missing := [name for name in names if name not in weights]:
             raise InputError(f"{self.folder} does not have {missing[0]} of its VAE: optimize the pipeline again.")
         mean, deviation = (weights[name].values.astype(np.float32).reshape(1, -1, 1, 1) for name in names)
-        return unpack(flat(latents * deviation + mean), *latents.shape[2:])
+        return unpack(flat(sample * deviation + mean), *sample.shape[2:])
 
 
 def flat(latents: np.ndarray) -> np.ndarray:

@@ -64,6 +64,7 @@ UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
     "clip_skip": "the CLIP encoders of this folder return one hidden state: use diffusers",
     "control_image": "ControlNets of diffusion transformers are not supported: use diffusers",
     "masked_image_latents": "give mask_image, from which they are computed",
+    "caption_upsample_temperature": "rewrite the prompt by another model first",
     "padding_mask_crop": "crop image and mask_image instead",
 }  # fmt: skip
 

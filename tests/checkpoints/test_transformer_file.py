@@ -50,7 +50,9 @@ def original_tensors(config: dict[str, Any], weights: dict[str, torch.Tensor]) -
     return tensors
 
 
-@pytest.mark.parametrize("preset", [FLUX, "flux-dev-tiny", SD3, "sd35-large-tiny", KLEIN, Z_IMAGE, KREA2])
+@pytest.mark.parametrize(
+    "preset", [FLUX, "flux-dev-tiny", SD3, "sd35-large-tiny", KLEIN, "flux2-dev-tiny", Z_IMAGE, KREA2]
+)
 def test_names_are_those_of_diffusers(preset: str) -> None:
     """Each tensor of the model has a recipe, whose result is that of diffusers' conversion."""
     from diffusers.loaders import single_file_utils
@@ -134,7 +136,7 @@ def test_files_are_rejected_by_name(folder: Path, tmp_path: Path) -> None:
     for change, message in (
         ({"img_in.weight": torch.zeros(4, 384)}, "384 input channels"),
         ({"img_in.weight": torch.zeros(4, 64), "txt_in.weight": torch.zeros(4, 4, dtype=torch.int8)}, "I8 weights"),
-        ({"img_in.weight": torch.zeros(4, 64), "guidance_in.in_layer.weight": torch.zeros(2)}, "is the other FLUX.1"),
+        ({"img_in.weight": torch.zeros(4, 64), "guidance_in.in_layer.weight": torch.zeros(2)}, "is the other FLUX"),
         ({"individual_token_refiner.x": torch.zeros(2)}, "Hunyuan"),
     ):
         save_file({**tensors, **change}, path)

@@ -12,7 +12,14 @@ import sd_ort
 
 KINDS = [f"{family}{task}Pipeline" for family in ("StableDiffusion3", "Flux") for task in ("", "Img2Img", "Inpaint")]
 KINDS += ["QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"]
-KINDS += ["Flux2KleinPipeline", "ZImagePipeline", "QwenImagePipeline", "FluxKontextPipeline", "Krea2Pipeline"]
+KINDS += [
+    "Flux2KleinPipeline",
+    "Flux2Pipeline",
+    "ZImagePipeline",
+    "QwenImagePipeline",
+    "FluxKontextPipeline",
+    "Krea2Pipeline",
+]
 OWN = {"progress", "unsupported"}  # arguments that diffusers' classes have not
 
 
