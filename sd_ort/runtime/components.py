@@ -268,18 +268,17 @@ class Components(MutableMapping[str, Model]):
         self.overrides.finish()
         assert self.stream is not None
         count, cut = self.streamed[name]
-        parts, replaced = cut(self.files.model(name), count), self.overrides.weights.get(name, {})
-        weights = WeightStream(parts, self.files.model(name), replaced, self.stream)
-        settings = {"shared_pool": "1"}
-        if (limit := self.options.provider_options.get("memory_limit")) is not None:
-            settings["memory_limit"] = str(max(0, int(limit) - weights.device_bytes))
-        sessions = []
-        for index, part in enumerate(parts):
-            views = weights.views(index, self.device)
+        path = self.files.model(name)
+
+        def opened(part: Partition, views: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
             override = self.overrides.of(name, part)
             others = {key: value for key, value in override.weights.items() if key not in views}
-            sessions.append(self._session(name, replace(override, weights=others, updatable=views), settings=settings))
-        return StreamedModel(sessions, weights, self.device, self.lock)
+            return self._session(name, replace(override, weights=others, updatable=views), settings=settings)
+
+        limit = self.options.provider_options.get("memory_limit")
+        replaced = self.overrides.weights.get(name, {})
+        weights = WeightStream(cut(path, count), path, replaced, self.stream)
+        return StreamedModel(weights, opened, self.device, self.lock, None if limit is None else int(limit))
 
     def _refuse_streamed(self, name: str, label: str) -> None:
         if name in self.streamed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ class WeightStream:
         self, partitions: Sequence[Partition], model: Path, replaced: Mapping[str, np.ndarray], compute: Stream
     ) -> None:
         """`replaced`: weights instead of the file's. Raises MemoryError if there is too little memory."""
-        self.compute = compute
+        self.compute, self.partitions = compute, partitions
         self.weights = [PartitionWeights.of(partition.graph) for partition in partitions]
         largest = max(weights.size for weights in self.weights)
         self.buffers = [StreamMemory(compute, largest) for _ in range(2)]
@@ -158,10 +158,25 @@ class StreamedModel(Model):
     """The partitions of a component over streamed weights, as one function of NumPy arrays."""
 
     def __init__(
-        self, sessions: Sequence[Any], weights: WeightStream, device: str, lock: AbstractContextManager[Any]
+        self,
+        weights: WeightStream,
+        open_session: Callable[[Partition, Mapping[str, Any], Mapping[str, str]], Any],
+        device: str,
+        lock: AbstractContextManager[Any],
+        memory_limit: int | None = None,
     ) -> None:
-        """`sessions`: one a partition, which read the buffers of `weights` on `device`."""
-        self.partitions = [Model(session, lock) for session in sessions]
+        """Open a session for each partition.
+
+        `open_session`: returns the session of a partition with these updatable weights and further provider options.
+        `memory_limit`: bytes of device memory for the buffers and for what all sessions allocate together.
+        """
+        settings = {"shared_pool": "1"}
+        if memory_limit is not None:
+            settings["memory_limit"] = str(max(0, memory_limit - weights.device_bytes))
+        self.partitions = [
+            Model(open_session(part, weights.views(index, device), settings), lock)
+            for index, part in enumerate(weights.partitions)
+        ]
         self.weights, self.device, self.lock = weights, device, lock
         computed: set[str] = set()
         self.inputs: dict[str, Any] = {}
