@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -20,10 +21,12 @@ from PIL import Image
 
 from sd_ort.cli import cli
 from sd_ort.demo import MODEL_DIR
+from sd_ort.export import exporter
 from sd_ort.stages import optimize
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+CHECKPOINT = ROOT / "examples" / "checkpoint.py"
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {CHECKPOINT})
 ARGUMENTS = {"gradio_app": ["--check"]}  # Gradio is not installed here: scripts/checks/gradio_app.py
 TUTORIALS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 HOWTOS = [ROOT / "README.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
@@ -37,15 +40,29 @@ def test_example(example: Path, tmp_path: Path) -> None:
     assert result.stdout
 
 
-def test_example_with_a_controlnet(tmp_path: Path) -> None:
-    """With a copy of the demo's U-Net as ControlNet, whose last convolutions are not zero."""
+def test_example_with_a_controlnet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a copy of the demo's U-Net as ControlNet, whose last convolutions are not zero.
+
+    By the faster exporter and in this process; tests/export has the default one, with ControlNets too.
+    """
     torch.manual_seed(0)
     controlnet: Any = ControlNetModel.from_unet(UNet2DConditionModel.from_pretrained(MODEL_DIR, subfolder="unet"))
     for convolution in controlnet.controlnet_down_blocks:
         torch.nn.init.normal_(convolution.weight, std=0.02)
     controlnet.save_pretrained(tmp_path / "net")
-    result = run([sys.executable, str(ROOT / "examples/checkpoint.py"), "demo", "out.png", "net"], tmp_path)
-    assert result.returncode == 0, result.stderr
+
+    def run_here(command: list[Any], check: bool) -> None:
+        assert command[:3] == [sys.executable, "-m", "sd_ort"]
+        cli.main(list(map(str, command[3:])), standalone_mode=False)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", run_here)
+    monkeypatch.setitem(exporter.EXPORTERS, "dynamo", exporter.EXPORTERS["torchscript"])
+    monkeypatch.setattr(sys, "argv", [str(CHECKPOINT), "demo", "out.png", "net"])
+    runpy.run_path(str(CHECKPOINT))
+    assert capsys.readouterr().out.endswith("out.png\n")
     with Image.open(tmp_path / "out.png") as image:
         assert image.size == (128, 128)
 
@@ -57,13 +74,14 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial(page: Path, tmp_path: Path) -> None:
-    """The commands of a tutorial, in their order, as the page shows them."""
+    """The commands of a tutorial, in their order, as the page shows them, benchmarks of fewer calls."""
     for folder in ("scripts", "sd_ort"):  # as in a clone
         (tmp_path / folder).symlink_to(ROOT / folder)
     commands = [line.strip() for line in page.read_text().splitlines() if re.match("    (sd-ort|python) ", line)]
     assert commands
     for command in commands:
         words = [sys.executable, *shlex.split(command.replace("sd-ort", "-m sd_ort", 1).removeprefix("python "))]
+        words += ["--steps", "2"] if "benchmark" in words else []  # calls a run: 20 on the page
         result = run(words, tmp_path)
         assert result.returncode == 0, f"{command}\n{result.stderr}"
 

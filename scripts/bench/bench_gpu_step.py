@@ -37,11 +37,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.bench.gpu_models import DEVICE, export_raw, fill, limits, random_inputs, random_module
+from fusion_passes.lower import conv_relu
+from scripts.bench.gpu_models import CONFIGS, DEVICE, export_raw, fill, limits, random_inputs, random_module
 from sd_ort.checkpoints.modules import wrap
-from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import SdOrtError
+from sd_ort.core.files import write_json
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
@@ -83,9 +84,12 @@ def _without(*names: str) -> dict[str, Any]:
     return {"lowering_passes": tuple(each for each in CUDA.lowering_passes if each.name not in names)}
 
 
+_RELUS_IN_CONVOLUTIONS = tuple(
+    each for after in CUDA.lowering_passes for each in (after, conv_relu.PASS)[: 1 + (after.name == "subpixel_conv")]
+)
 _OURS = ("linear_add", "layer_norm", "upsample_nearest", "subpixel_conv")
 # Each adds to the one before: a waterfall. The fifth is the cuda target as it is. The ninth is the seventh without one
-# of its passes.
+# of its passes, the tenth with one more.
 VARIANTS = {
     "1 contrib operators": Variant({**_without(*_OURS, "fold_bias"), "contrib_constraints": CUDA_CONTRIB}),
     "2 + convolution biases folded": Variant({**_without(*_OURS), "contrib_constraints": CUDA_CONTRIB}),
@@ -96,6 +100,7 @@ VARIANTS = {
     "7 + tuning": Variant(hoist=True, tune=True),
     "8 + our attention": Variant({"contrib_constraints": _OUR_ATTENTION}, hoist=True, tune=True),
     "9 as 7, without sub-pixel convolutions": Variant(_without("subpixel_conv"), hoist=True, tune=True),
+    "10 as 7, with Relus in convolutions": Variant({"lowering_passes": _RELUS_IN_CONVOLUTIONS}, hoist=True, tune=True),
 }
 
 
@@ -339,7 +344,7 @@ def operations(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="sd15", choices=sorted(PRESETS))
+    parser.add_argument("--preset", default="sd15", choices=sorted(CONFIGS))
     parser.add_argument("--component", default="unet", choices=("unet", "vae_decoder"))
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--size", type=int, default=64, help="edge of the latent")
@@ -359,7 +364,7 @@ def main() -> None:
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
 
-    sdxl = "addition_embed_type" in PRESETS[options.preset].models["unet"]
+    sdxl = "addition_embed_type" in CONFIGS[options.preset]["unet"]
     name = f"{options.preset}_{options.component}_b{options.batch}_{options.size}"
     with torch.inference_mode():
         module = random_module(options.preset, options.component)
@@ -413,8 +418,7 @@ def main() -> None:
             "versions": machine.versions(), "limits": limits() if DEVICE == "cuda" else {}, "tflop": flops,
             "rows": rows,
         }  # fmt: skip
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.out / f"{name}.json", result)
         say(f"limits {result['limits']}")
 
 

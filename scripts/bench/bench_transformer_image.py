@@ -29,6 +29,7 @@ from scripts.bench.bench_gpu_step import VENDOR, synchronize
 from scripts.bench.bench_transformer_step import random_model
 from scripts.bench.gpu_models import DEVICE
 from sd_ort.checkpoints.presets import PRESETS, preset_checkpoint
+from sd_ort.core.files import write_json
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime import machine
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
@@ -144,9 +145,7 @@ def main() -> None:
             row["psnr_db"] = float(psnr(generate(ours), generate(theirs), 0.01, peak=1.0))
             result["engines"].append(row)
             say("ROW " + json.dumps(row))
-            options.out.mkdir(parents=True, exist_ok=True)
-            path = options.out / f"{options.preset}_image_{options.pixels}.json"
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(options.out / f"{options.preset}_image_{options.pixels}.json", result)
     finally:
         for folder in (options.raw, options.work):
             shutil.rmtree(folder, ignore_errors=True)

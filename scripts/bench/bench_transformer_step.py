@@ -36,6 +36,7 @@ from sd_ort.checkpoints.diffusion_transformers import FAMILIES, TOKEN_MULTIPLE
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.core import pipeline_folder
+from sd_ort.core.files import write_json
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.export.templates import BUNDLED, Template
 from sd_ort.graphs import hoist
@@ -440,8 +441,7 @@ def main() -> None:
             "machine": machine.machine(), "versions": machine.versions(), "errors": errors, "tflop": flops,
             "limits": limits() if DEVICE == "cuda" else {}, "engines": rows,
         }  # fmt: skip
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{options.preset}_{options.pixels}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.out / f"{options.preset}_{options.pixels}.json", result)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from sd_ort.checkpoints.open import open_checkpoint
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import metrics, pipeline_folder
-from sd_ort.core.files import write_text
+from sd_ort.core.files import write_json
 from sd_ort.export.exporter import export, save_config
 from sd_ort.runtime import machine
 from sd_ort.stages import optimize
@@ -73,9 +73,8 @@ def main() -> None:
         report = stages[options.stage](options)
     if report:
         report = {"when": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC", **where(), **report}
-        options.out.mkdir(parents=True, exist_ok=True)
         name = f"{options.preset}.json" if options.stage == "images" else "fidelity.json"
-        write_text(options.out / name, json.dumps(report, indent=1) + "\n")
+        write_json(options.out / name, report)
     say(f"{options.stage} {options.preset}: {time.perf_counter() - started:.0f} s")
 
 

@@ -21,7 +21,8 @@ Where a `+` stays: rocm and migraphx write no com.microsoft Attention, which has
 normalization and rotary embedding of com.microsoft: nobody has run these kernels for us. cuda, rocm and migraphx run
 convolutions by com.microsoft NhwcConv, which has no activation, where hip and gpu have our own (vae-tiny); the peers'
 FusedConv is of NCHW images, and not for MIGraphX, where two Transposes around the region are what is more. Slower with
-fewer nodes: attention with capped scores takes 1.6 times the time of its products on the CPU (Gemma 2).
+fewer nodes: attention with capped scores takes 1.6 times the time of its products on the CPU (Gemma 2), and TAESD with
+our convolutions on the CUDA provider 1.8 times that of ONNX Runtime's (results/gpu_experiments.md).
 
 It takes twenty minutes of CPU. `--rows` keeps finished rows of a commit, so that a run can be continued, or shared by
 processes with other NAMEs; the page is written as soon as FILE has all rows.

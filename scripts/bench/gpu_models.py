@@ -16,13 +16,20 @@ from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TAESD = {
+    "_class_name": "AutoencoderTiny", "in_channels": 3, "out_channels": 3, "latent_channels": 4,
+    "encoder_block_out_channels": [64, 64, 64, 64], "decoder_block_out_channels": [64, 64, 64, 64],
+    "num_encoder_blocks": [1, 3, 3, 3], "num_decoder_blocks": [3, 3, 3, 1], "block_out_channels": [64, 64, 64, 64],
+}  # fmt: skip
+# Configurations by preset and model; "taesd" is Stable Diffusion 1.5 with a VAE of convolutions and Relus alone.
+CONFIGS = {name: preset.models for name, preset in PRESETS.items()} | {"taesd": PRESETS["sd15"].models | {"vae": TAESD}}
 
 # ---- The model
 
 
 def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
     """The component with weights as `fill_random` draws them, made on the device, in float32."""
-    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
+    config = CONFIGS[preset][MODEL_OF.get(component, component)]
     import diffusers
 
     model_class = getattr(diffusers, config["_class_name"])
@@ -41,7 +48,7 @@ def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[st
 
     if component == "vae_decoder":
         return {"latent_sample": normal(batch, 4, size, size) / 0.18215}
-    config = PRESETS[preset].models["unet"]
+    config = CONFIGS[preset]["unet"]
     inputs = {
         "sample": normal(batch, config["in_channels"], size, size),
         "timestep": torch.tensor([500.0], device=DEVICE),
@@ -83,8 +90,8 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     from sd_ort.checkpoints import checkpoint
     from sd_ort.export import exporter, tracing
 
-    source = open_preset(preset, 0)
-    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
+    source = open_preset("sd15" if preset == "taesd" else preset, 0)
+    config = CONFIGS[preset][MODEL_OF.get(component, component)]
     signature = checkpoint.component_signature(source, component, config)
     arguments = [exporter.example_input(t, exporter.TRACE_SIZES, config, 0) for t in signature.inputs]
     with torch.no_grad():

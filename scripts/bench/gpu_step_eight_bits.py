@@ -38,6 +38,7 @@ from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import SdOrtError, first_line
+from sd_ort.core.files import write_json
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
@@ -142,10 +143,7 @@ def main() -> None:
         "preset": options.preset, "batch": options.batch, "size": options.size, "commit": machine.commit(),
         "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "rows": rows,
     }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{options.preset}_b{options.batch}_{options.size}.json").write_text(
-        json.dumps(result, indent=1) + "\n"
-    )
+    write_json(options.out / f"{options.preset}_b{options.batch}_{options.size}.json", result)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from sd_ort.checkpoints.presets import PRESETS, preset_checkpoint
+from sd_ort.core.files import write_json
 from sd_ort.runtime import machine
 
 SHARD_BYTES = 10_000_000_000  # as diffusers writes them
@@ -95,7 +96,7 @@ def main() -> None:
         "command": " ".join(["sd-ort", *command]), "commit": machine.commit(), "machine": machine.cpu_name(),
         "versions": machine.versions(),
     }  # fmt: skip
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.out, report)
     print(json.dumps(report, indent=1))
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from scripts.report import table
+from sd_ort.core.files import write_json
 
 TESTS = """stable_diffusion/test_stable_diffusion stable_diffusion/test_stable_diffusion_img2img
 stable_diffusion/test_stable_diffusion_inpaint stable_diffusion_2/test_stable_diffusion
@@ -299,7 +300,7 @@ def main() -> None:
     for name, (kind, reason) in rows.items():
         if kind == "fails" and (known := matching_reason(f"{name} {reason}", REASONS)):
             rows[name] = ["does not apply", known]
-    record.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
+    write_json(record, dict(sorted(rows.items())))
     counts = Counter(kind for kind, _ in rows.values())
     options.out.write_text(page(rows))
     print(dict(counts))

@@ -2,10 +2,10 @@
 
     python scripts/checks/fused_hashes.py OUT.json [--only WORD] [--compare BEFORE.json]
 
-Each graph of tests/graphs is filled with small made-up weights and optimized for every target in float32 and float16;
-the hash is over nodes (operators, names, attributes, edges), functions, and the bytes of all weights. `--compare`
-prints a table in Markdown of what differs, of graphs that are in both, and the exit code is 1 where something does. A
-run that was interrupted goes on where it was.
+Each graph of tests/graphs, and the transformers among the foreign ones, is filled with random weights and optimized for
+every target in float32 and float16; the hash is over nodes (operators, names, attributes, edges), functions, and the
+bytes of all weights. `--compare` prints a table in Markdown of what differs, of graphs that are in both, and the exit
+code is 1 where something does. A run that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -13,40 +13,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import lzma
 import sys
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import onnx
 from google.protobuf.message import Message
 
+from scripts.fixtures import graph_fixtures
 from scripts.report import table as markdown
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime import machine
 
-GRAPHS = Path(__file__).resolve().parents[2] / "tests" / "graphs"
-
-
-def filled(path: Path) -> onnx.ModelProto:
-    """The graph with weights that are random, distinct, and the same at every call."""
-    model = onnx.load_from_string(lzma.decompress(path.read_bytes()))
-    for tensor in model.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            random = np.random.default_rng(zlib.crc32(tensor.name.encode()))
-            numbers = random.normal(0.1, 0.05, list(tensor.dims))
-            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-            tensor.raw_data = onnx.numpy_helper.from_array(numbers.astype(dtype)).raw_data
-            tensor.data_location = onnx.TensorProto.DEFAULT
-            del tensor.external_data[:]
-    return model
+# The graphs' names, and the component that each is.
+TRANSFORMERS = ("flux-dynamo-20", "sd3-dynamo-20", "sd3-torchscript-17", "auraflow-dynamo-20")
+COMPONENTS = {name: name.rsplit(".", 1)[1] for name in graph_fixtures.NAMES}
+COMPONENTS |= {f"other_architectures/{name}": "transformer" for name in TRANSFORMERS}
 
 
 def digest(messages: Iterable[Message]) -> str:
@@ -65,13 +52,13 @@ def described(path: Path) -> dict[str, Any]:
     return {**parts, "graph": digest([model]), "nodes": dict(sorted(nodes.items()))}
 
 
-def fused(graph: Path, target: str, dtype: str) -> dict[str, Any]:
+def fused(graph: str, target: str, dtype: str) -> dict[str, Any]:
     """One fused graph as `described`, or the first line of the error that optimizing raised."""
-    component = graph.name.removesuffix(".onnx.xz").rsplit(".", 1)[1]
+    component = COMPONENTS[graph]
     with tempfile.TemporaryDirectory() as scratch:
         source, out = (Path(scratch) / name / component / "model.onnx" for name in ("raw", "out"))
         source.parent.mkdir(parents=True)
-        onnx.save(filled(graph), source)
+        onnx.save(graph_fixtures.load(graph), source)
         try:
             optimize_component(source, out, TARGETS[target], dtype, calibrate=False)
         except Exception as error:
@@ -116,9 +103,9 @@ def main(out: Path, only: str, compare: Path | None) -> None:
         found = last
     before = json.loads(compare.read_text()) if compare else None
     graphs = found["graphs"]
-    for graph in sorted(path for path in GRAPHS.glob("*.onnx.xz") if only in path.name):
+    for graph in (name for name in COMPONENTS if only in name):
         for target, dtype in itertools.product(TARGETS, ("float32", "float16")):
-            name = f"{graph.name.removesuffix('.onnx.xz')} {target} {dtype}"
+            name = f"{graph} {target} {dtype}"
             if name not in graphs and (before is None or name in before["graphs"]):
                 graphs[name] = fused(graph, target, dtype)
         out.write_text(json.dumps(found) + "\n")

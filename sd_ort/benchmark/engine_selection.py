@@ -162,7 +162,8 @@ def _is_optimized_for(folder: Path, target: str, dtype: str) -> bool:
 
 def _onnx_engine(folder: Path, manifest: dict[str, Any]) -> Engine:
     source, options, stage = manifest.get("source", {}), manifest.get("options", {}), manifest.get("stage", "")
-    labels = {"export": "raw ONNX", "optimize": f"fused {PRECISIONS.get(options.get('dtype'), '')}".strip()}
+    precision = f"{PRECISIONS.get(options.get('dtype'), '')} {options.get('eight_bits', '')}"
+    labels = {"export": "raw ONNX", "optimize": f"fused {precision}".strip()}
     return Engine(
         label=labels.get(stage, folder.name),
         engine="onnxruntime",

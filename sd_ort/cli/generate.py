@@ -95,8 +95,8 @@ class Devices(click.ParamType):
     type=click.FloatRange(0, min_open=True),
     callback=integer_if_whole,
     metavar="N",
-    help="Compute the whole UNet in every Nth step only, and its last layers in the others (DeepCache). For FLUX.1 a "
-    "threshold such as 0.05: all blocks only if the first one changes by more (FirstBlockCache).",
+    help="Compute the whole UNet in every Nth step only, and its last layers in the others (DeepCache). For FLUX.1 and "
+    "Qwen-Image a threshold such as 0.05: all blocks only if the first one changes by more (FirstBlockCache).",
 )
 @click.option(
     "--provider",

@@ -17,6 +17,7 @@ from sd_ort.core.errors import InputError, OutputError, SdOrtError, first_line
 from sd_ort.core.paths import inside
 
 JSON_LIMIT = 64 << 20  # bytes: the largest met, a tokenizer.json, has 4 MB
+JSON_COLUMNS = 200
 
 
 def write_text(path: Path, text: str) -> None:
@@ -49,8 +50,30 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return the text of a JSON file."""
-    return (json.dumps(value, indent=1) + "\n").encode()
+    """Return the text of a JSON file: what fits into a line of `JSON_COLUMNS` stands on one."""
+    return (_json_text(value, JSON_COLUMNS - 1, "") + "\n").encode()
+
+
+def _json_text(value: Any, room: int, indent: str) -> str:
+    """Return the text of a value whose first line may have `room` more characters, the others behind `indent`."""
+    text = json.dumps(value)
+    if not isinstance(value, (dict, list, tuple)) or len(text) <= room:
+        return text
+    lines: list[str] = []
+    can_append = False
+    left = JSON_COLUMNS - len(indent) - 2
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, item in items:
+        key = json.dumps({name: 0})[1:-2] if isinstance(value, dict) else ""
+        text = key + _json_text(item, left - len(key), indent + " ")
+        is_scalar = not isinstance(item, (dict, list, tuple))
+        if can_append and is_scalar and len(lines[-1]) + len(text) + 2 <= left:
+            lines[-1] += f", {text}"
+        else:
+            lines.append(text)
+        can_append = is_scalar
+    start, end = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return f"{start}\n{indent} " + f",\n{indent} ".join(lines) + f"\n{indent}{end}"
 
 
 def read_ahead(paths: Iterable[Path]) -> None:

@@ -1,8 +1,9 @@
-"""The two graphs of a FLUX transformer whose later blocks are kept for several steps (FirstBlockCache of diffusers).
+"""The two graphs of a transformer whose later blocks are kept for several steps (FirstBlockCache of diffusers).
 
     head   computes the first block, and the output from it and the kept residual of the later blocks; returns how much
            the residual of the first block changed since the last full step, and the streams after it
-    rest   computes the later blocks from these streams, and their residual
+    rest   computes the later blocks from these streams, and their residual; copies the first block's residual: its
+           outputs are inputs of the head in later steps
 
     residual = h1 - h0, change = mean |residual - last residual| / mean |last residual|
     full     output(hN), later residual = hN - h1
@@ -29,6 +30,7 @@ STREAM = "first_block_stream_{}"  # outputs of the head and inputs of the rest
 RESIDUAL, LAST_RESIDUAL = "first_block_residual", "last_first_block_residual"
 LATER_RESIDUAL, CHANGE = "later_residual", "first_block_change"
 NORMS = ("LayerNormalization", "AdaptiveNorm")
+EMBEDDERS = ("x_embedder.bias", "img_in.bias")  # of the image's tokens in FLUX.1, in Qwen-Image
 SECOND_BLOCK = "transformer_blocks.1.attn"
 
 
@@ -70,11 +72,12 @@ def keep_rest(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
         after_first = source if value is cut.after_first else after_first
     later = _node(graph, "Sub", [cut.after_last, after_first], f"{LATER_RESIDUAL}.difference")
     add_output(graph, later, LATER_RESIDUAL)
+    add_output(graph, add_input(graph, later, RESIDUAL), LAST_RESIDUAL)
     remove_unused_parts(model)
 
 
 class _Cut:
-    """The values between the first block of a FLUX transformer and the later blocks.
+    """The values between the first block of a transformer and the later blocks.
 
     before_first, after_first, after_last: the image's tokens before and after the first block, and after the last.
     streams: all that the second block reads of the first.
@@ -83,7 +86,7 @@ class _Cut:
     def __init__(self, graph: ir.Graph, recipes: Mapping[str, WeightRecipe]) -> None:
         """Raises InputError if a value is not found."""
         self.by_source = initializers_by_source(graph, recipes)
-        embedded = self._consumer("x_embedder.bias")
+        embedded = self._consumer(next((name for name in EMBEDDERS if name in self.by_source), EMBEDDERS[0]))
         self.before_first = embedded.outputs[0]
         image, text = (self._stream(f"{SECOND_BLOCK}.{name}.weight") for name in ("to_q", "add_q_proj"))
         self.after_first = image[-1]
@@ -98,7 +101,7 @@ class _Cut:
         if node is None:
             raise InputError(
                 f"enable_cache: layer {tensor.rpartition('.')[0]} is not found in the transformer's graph; the cache "
-                "is for FLUX.1 with two double blocks or more, not in 8 bits."
+                "is for FLUX.1 with two double blocks or more and for Qwen-Image, not in 8 bits."
             )
         return node
 

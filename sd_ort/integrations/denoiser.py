@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from sd_ort.core.denoiser_graphs import DenoiserGraphs
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import HOISTED
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.integrations.tensors import Tensors
 
@@ -22,9 +22,9 @@ class DenoiserRunner:
     """
 
     def __init__(self, models: TorchComponentSessions, component: str) -> None:
-        self.models, self.component, self.parts = models, component, HOISTED[component]
-        self.hoisted = self.parts["prompt"] in models
-        self.prompt: Tensors = {}
+        self.models, self.component = models, component
+        self.graphs = DenoiserGraphs(component, models, models.inputs, self._run_reusing_outputs)
+        self.prompt: Mapping[str, torch.Tensor] = {}
         self.conditioning: Sequence[torch.Tensor] = ()
         self.prompt_cache_key: tuple[Any, ...] | None = None
         self.seconds: deque[float] = deque(maxlen=100)  # host time of the last calls; on a GPU until they are enqueued
@@ -52,35 +52,23 @@ class DenoiserRunner:
         timesteps = torch.as_tensor(timestep, dtype=torch.float32).reshape(-1)
         if timesteps.device.type == "cpu" and len(timesteps) > 1 and not bool((timesteps == timesteps[0]).all()):
             raise InputError("the batch has different timesteps: this graph has one timestep for the batch.")
-        feed, zero_copy_inputs = {**sample, **conditioning}, dict[str, torch.Tensor]()
-        if self.hoisted:
-            prompt = self._prompt_outputs(conditioning, key)
-            rows = timesteps if len(timesteps) == len(latents) else timesteps[:1].expand(len(latents))
-            available = {**conditioning, **prompt, "timestep": rows}
-            time_inputs = self._inputs(self.parts["time"], available)
-            zero_copy_inputs = {**prompt, **models.call(self.parts["time"], time_inputs, reuse_outputs=True)}
-        names = models.inputs(self.component)
-        zero_copy_inputs = {name: tensor for name, tensor in zero_copy_inputs.items() if name in names}
-        if "timestep" in names:
-            rank = len(models.models[self.component].inputs["timestep"].shape)
-            feed["timestep"] = timesteps[:1].reshape((1,) * rank)
-        inputs = self._inputs(self.component, {**feed, **zero_copy_inputs})
-        own = {name: tensor for name, tensor in inputs.items() if name not in zero_copy_inputs}
-        (out,) = models.call(self.component, own, zero_copy_inputs).values()
+        prompt = self._prompt_outputs(conditioning, key)
+        rows = timesteps if len(timesteps) == len(latents) else timesteps[:1].expand(len(latents))
+        computed = {**prompt, **self.graphs.time_outputs({**conditioning, **prompt}, rows)}
+        feed = {**sample, **conditioning, **computed}
+        step = models.models[self.component]
+        if "timestep" in step.inputs:
+            feed["timestep"] = timesteps[:1].reshape((1,) * len(step.inputs["timestep"].shape))
+        inputs = self.graphs.feed("step", feed)
+        zero_copy_inputs = {name: inputs.pop(name) for name in computed.keys() & inputs.keys()}
+        (out,) = models.call(self.component, inputs, zero_copy_inputs).values()
         self.seconds.append(time.perf_counter() - started)
         return out.to(latents.device, latents.dtype)
 
-    def _inputs(self, part: str, available: Mapping[str, torch.Tensor]) -> Tensors:
-        """Return the inputs of a graph. Raises InputError if some are missing."""
-        names = self.models.inputs(part)
-        if missing := [name for name in names if name not in available]:
-            raise InputError(
-                f"the {self.component} of {self.models.folder} needs {', '.join(missing)}, "
-                "which this pipeline does not provide."
-            )
-        return {name: available[name] for name in names}
+    def _run_reusing_outputs(self, component: str, feed: Mapping[str, torch.Tensor]) -> Tensors:
+        return self.models.call(component, feed, reuse_outputs=True)
 
-    def _prompt_outputs(self, conditioning: Mapping[str, torch.Tensor], key: Hashable) -> Tensors:
+    def _prompt_outputs(self, conditioning: Mapping[str, torch.Tensor], key: Hashable) -> Mapping[str, torch.Tensor]:
         """Return the outputs of the prompt graph; compute them only for another prompt or updated weights."""
         tensors = list(conditioning.values())
         cache_key = (key, self.models.weights_version, *(tuple(t.shape) for t in tensors))
@@ -91,7 +79,6 @@ class DenoiserRunner:
             and not any(t.is_inference() for t in tensors)
         )
         if not (same_tensors and cache_key == self.prompt_cache_key):
-            part = self.parts["prompt"]
-            self.prompt = self.models.call(part, self._inputs(part, conditioning), reuse_outputs=True)
+            self.prompt = self.graphs.prompt_outputs(conditioning)
             self.prompt_cache_key, self.conditioning = cache_key, tensors
         return self.prompt

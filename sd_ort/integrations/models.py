@@ -67,7 +67,7 @@ class TorchComponentSessions(LoraMixin):
         self.torch_models: dict[str, TorchOrtModel] = {}
         self.weights_version = 0  # increased by every update of weights, to invalidate cached outputs
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.models
 
     def config(self, component: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from sd_ort.checkpoints.schedule import DiffusersTimetable
 from sd_ort.checkpoints.schedulers import make_scheduler
 from sd_ort.core import pipeline_folder
 from sd_ort.core.aliases import accept_old_names
+from sd_ort.core.denoiser_graphs import DenoiserGraphs
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
@@ -122,7 +123,7 @@ class _Merger:
         self.scales = self._input("scales", ["steps"], schedule.input_scales)
         self.weights = self._input("weights", ["states", "states"], schedule.weights)
         self.guidance = self._input("guidance_scale", [1], np.array([guidance], np.float32))
-        fixed, by_step = self._hoisted(conditioning) if "unet_prompt" in parts else (conditioning, {})
+        fixed, by_step = self._hoisted(conditioning)
         history = self._call(loop_graphs.INIT_HISTORY, "first.", latents=latents, timesteps=self.timesteps)["history"]
         history = self._loop(history, fixed, by_step)
         last = self._node("Shape", [self.timesteps])
@@ -156,22 +157,29 @@ class _Merger:
         return conditioning
 
     def _hoisted(self, conditioning: Mapping[str, ir.Value]) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
-        """Return (outputs of the prompt graph, outputs (T, batch rows, ...) of the time graph for all steps)."""
-        prompt, time = self.parts["unet_prompt"], self.parts["unet_time"]
-        fixed = inline(self.model, prompt, self._cast_all(prompt, conditioning), "unet_prompt.")
+        """Return (conditioning with the prompt graph's outputs, outputs (T, batch rows, ...) of the time graph)."""
+        graphs = DenoiserGraphs("unet", self.parts, self._inputs, self._inline)
+        fixed = {**conditioning, **graphs.prompt_outputs(conditioning)}
+        if not graphs.is_hoisted:
+            return fixed, {}
         rows = self._node("Shape", [conditioning["encoder_hidden_states"]], start=0, end=1)
         steps = self._node("Shape", [self.timesteps])
         grid = self._node("Concat", [steps, rows], axis=0)
         column = self._node("Reshape", [self.timesteps, self._ints([-1, 1])])
         spread = self._node("Expand", [column, grid])
-        inputs = {"timestep": self._node("Reshape", [spread, self._ints([-1])])}
-        for name in [str(v.name) for v in time.graph.inputs if v.name != "timestep"]:
-            tail = self._node("Shape", [fixed[name]], start=1)
-            expanded = self._node("Expand", [fixed[name], self._node("Concat", [grid, tail], axis=0)])
-            inputs[name] = self._node("Reshape", [expanded, self._node("Concat", [self._ints([-1]), tail], axis=0)])
-        outputs = inline(self.model, time, self._cast_all(time, inputs), "unet_time.")
+        timestep = self._node("Reshape", [spread, self._ints([-1])])
+
+        def repeat(values: dict[str, ir.Value]) -> dict[str, ir.Value]:
+            repeated = {}
+            for name, value in values.items():
+                tail = self._node("Shape", [value], start=1)
+                expanded = self._node("Expand", [value, self._node("Concat", [grid, tail], axis=0)])
+                shape = self._node("Concat", [self._ints([-1]), tail], axis=0)
+                repeated[name] = self._node("Reshape", [expanded, shape])
+            return repeated
+
         by_step = {}
-        for name, value in outputs.items():
+        for name, value in graphs.time_outputs(fixed, timestep, repeat).items():
             tail = self._node("Shape", [value], start=1)
             by_step[name] = self._node("Reshape", [value, self._node("Concat", [grid, tail], axis=0)])
         return fixed, by_step
@@ -197,7 +205,7 @@ class _Merger:
         inputs["sample"] = self._call(loop_graphs.DUPLICATE_ROWS, "input.", sample=inputs["sample"])["rows"]
         now = {name: self._node("Gather", [value, number], axis=0) for name, value in by_step.items()}
         feed = {**fixed, **now, **self._cast_all(unet, inputs)}
-        feed = {str(v.name): feed[str(v.name)] for v in unet.graph.inputs}
+        feed = {name: feed[name] for name in self._inputs("unet")}
         noise = inline(self.model, unet, feed, "unet.", into=self.graph)["out_sample"]
         noise = self._as(noise, FLOAT)
         guided = self._call(loop_graphs.APPLY_GUIDANCE, "guide.", noise=noise, guidance=self.guidance)["guided"]
@@ -247,6 +255,13 @@ class _Merger:
             node.outputs[0].dtype = dtype
         self.graph.append(node)
         return node.outputs[0]
+
+    def _inputs(self, part: str) -> list[str]:
+        return [str(value.name) for value in self.parts[part].graph.inputs]
+
+    def _inline(self, part: str, feed: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+        model = self.parts[part]
+        return inline(self.model, model, self._cast_all(model, feed), f"{part}.")
 
     def _call(self, text: str, prefix: str, **inputs: ir.Value) -> dict[str, ir.Value]:
         return inline(self.model, loop_graphs.parse_graph(text, self.opset), inputs, prefix, into=self.graph)

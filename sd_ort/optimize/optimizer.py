@@ -82,7 +82,7 @@ def optimize_components(
                 calibrate=options.calibrate,
                 inputs=options.inputs,
                 hoisted=bool(options.hoist) and name in pipeline_folder.HOISTED,
-                weights=options.weights if name in weight_storage.COMPONENTS else None,
+                weights=options.weights.of_component(name) if options.weights else None,
                 eight_bits_format=options.eight_bits if name in eight_bits.COMPONENTS else None,
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,

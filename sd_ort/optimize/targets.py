@@ -76,6 +76,11 @@ def _even_channels_per_group(node: ir.Node) -> str | None:
     return None
 
 
+def _without_epilogue(node: ir.Node) -> str | None:
+    has_epilogue = node.attributes.get_int("relu", 0) or len(node.inputs) > 3
+    return "its kernel adds no image and has no activation" if has_epilogue else None
+
+
 def _cuda_gelu_width(node: ir.Node) -> str | None:
     width = c.size(node.inputs[1], 0)
     return None if width in (2560, 5120, 6144, 10240, 12288) else f"its kernel has no width {width}"
@@ -221,7 +226,7 @@ CUDA_CONTRIB: Mapping[str, KernelConstraint] = {
     "BiasAdd": _three_axes,
     "SkipLayerNormalization": _full_skip,
     "MultiHeadAttention": _square_if_causal,
-    "NhwcConv": _any,
+    "NhwcConv": _without_epilogue,
     "QuickGelu": _any,
 }
 

@@ -9,7 +9,7 @@ DequantizeLinear of a constant when a session is opened: the weight is dequantiz
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -25,6 +25,7 @@ DTYPES = ("int8", "int4", "float8")
 GROUPS = (32, 64, 128)
 TARGETS = ("cpu", "portable")  # whose graphs have these operators of ONNX; others have kernels of their own for layers
 COMPONENTS = frozenset({"unet", "transformer", "controlnet", "text_encoder", "text_encoder_2", "text_encoder_3"})
+VAES = frozenset({"vae_encoder", "vae_decoder"})  # on request: they take twice the time (results/vae_storage.md)
 MIN_ELEMENTS = 4096  # smaller weights stay as they are
 BLOCK_OPSET = 21  # of DequantizeLinear with block_size and 4 bits
 HALVES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -35,12 +36,20 @@ class WeightStorage:
     """How weights are stored.
 
     dtype: in DTYPES. group: elements of a product's row that share a scale, in GROUPS; float8 has a scale a channel.
-    symmetric: whether integers have no zero point. Convolutions have a scale an output channel, and 8 bits with int4.
+    symmetric: whether integers have no zero point. vae: whether the VAE's weights are stored too, in 8 bits.
+    Convolutions have a scale an output channel, and 8 bits with int4.
     """
 
     dtype: str
     group: int = 64
     symmetric: bool = True
+    vae: bool = False
+
+    def of_component(self, name: str) -> WeightStorage | None:
+        """Return how the weights of a component are stored; None if they stay as they are."""
+        if name in VAES and self.vae:
+            return replace(self, dtype="int8") if self.dtype == "int4" else self
+        return self if name in COMPONENTS else None
 
     def check(self, target: str, dtype: str) -> None:
         """Raise InputError for settings that do not go together."""

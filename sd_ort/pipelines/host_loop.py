@@ -1,7 +1,7 @@
 """The sampling loop on the host: the UNet's sessions and the scheduler's steps, over float32 arrays.
 
 Everything that does not change between steps is computed, and cast to the graph's dtypes, once: in a hoisted folder
-that is the graph `unet_prompt`, and `unet_time` for all steps in one call.
+that is the prompt's graph, and the time graph for all steps in one call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.checkpoints.linear_schedule import LinearSchedule
+from sd_ort.core.denoiser_graphs import ArrayDenoiserGraphs
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import DEEP_FEATURES
 from sd_ort.core.progress import step_bar
@@ -57,20 +58,19 @@ class Denoiser:
         self.perturbed = perturbed
         self.shallow_steps = shallow_steps
         self.deep_features: np.ndarray | None = None
-        self.by_step: dict[str, np.ndarray] = {}
-        self.fixed: dict[str, np.ndarray] = {}
         if not controls and "controlnet" in models:
             raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
-        if "unet_prompt" in models:
-            self._hoist()
+        graphs = ArrayDenoiserGraphs("unet", models)
+        inputs = {**conditioning, **graphs.prompt_outputs(conditioning)}
+        rows = len(next(iter(conditioning.values())))
+        self.by_step = graphs.steps_outputs(inputs, timesteps.astype(np.float64), rows)
         model = models[unet]
-        inputs = {**self.conditioning, **self.fixed}
         self.fixed = {name: inputs[name].astype(model.dtype(name)) for name in model.inputs if name in inputs}
         if perturbed:
             from sd_ort.graphs.perturbed_attention import ROWS
 
-            rows = np.arange(len(conditioning["encoder_hidden_states"]))
-            self.fixed[ROWS] = np.where(rows < len(rows) - perturbed, rows, rows + len(rows))
+            numbers = np.arange(len(conditioning["encoder_hidden_states"]))
+            self.fixed[ROWS] = np.where(numbers < len(numbers) - perturbed, numbers, numbers + len(numbers))
         self.control_inputs = [self._control_inputs(control) for control in controls]
 
     def __call__(self, index: int, sample: np.ndarray) -> np.ndarray:
@@ -90,20 +90,6 @@ class Denoiser:
         outputs = unet(**feed)
         self.deep_features = outputs.get(DEEP_FEATURES, self.deep_features)
         return outputs["out_sample"].astype(np.float32)
-
-    def _hoist(self) -> None:
-        """Run the prompt's graph, then the time graph for all steps at once; `by_step` becomes (steps, rows, ...)."""
-        prompt = self.models["unet_prompt"]
-        self.fixed = prompt(**{name: self.conditioning[name] for name in prompt.inputs})
-        time = self.models["unet_time"]
-        steps, rows = len(self.timesteps), len(next(iter(self.conditioning.values())))
-        feed = {
-            name: np.repeat(self.timesteps.astype(np.float64), rows)
-            if name == "timestep"
-            else np.concatenate([self.fixed[name]] * steps)
-            for name in time.inputs
-        }
-        self.by_step = {name: v.reshape(steps, rows, *v.shape[1:]) for name, v in time(**feed).items()}
 
     def _control_inputs(self, control: ControlNetInput) -> dict[str, np.ndarray]:
         """Return the inputs of a ControlNet that all steps share; in guess mode those of the positive rows, the last

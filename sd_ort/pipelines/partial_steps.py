@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # Steps that compute the whole image on each device: the first ones, which change most, and every so many from there, so
 # that the corrections of normalizations and the devices' rows do not drift (results/split_image.md).
-WHOLE_STEPS, WHOLE_INTERVAL = 4, 8
+WHOLE_STEPS, WHOLE_INTERVAL = 2, 8
 
 
 @dataclass(frozen=True)

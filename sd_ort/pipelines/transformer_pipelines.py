@@ -39,7 +39,7 @@ from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Prompt
 from sd_ort.pipelines.sampling_job import check_finite
-from sd_ort.pipelines.transformer_steps import PARTS, TransformerSteps
+from sd_ort.pipelines.transformer_steps import TransformerSteps
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO
@@ -94,7 +94,8 @@ class SkipLayerGuidance:
 
     def steps(self, models: Components, timesteps: np.ndarray) -> TransformerSteps:
         """Return the calls of the transformer without the blocks, which has a session of its own."""
-        part = PARTS["time" if PARTS["time"] in models else "step"]
+        parts = HOISTED["transformer"]
+        part = parts["time" if parts["time"] in models else "step"]
         label = f"without blocks {', '.join(map(str, self.blocks))}"
         edited = models.variant(part, label, partial(_skip_blocks, models.folder, self.blocks))
         return TransformerSteps(ChainMap({part: edited}, models), [self.inputs], timesteps)

@@ -1,6 +1,6 @@
 """Predictions of a transformer in the steps of one call. Everything that several steps share is computed once.
 
-In a hoisted folder these are the graph `transformer_prompt`, and `transformer_time` for many steps in one call. A
+In a hoisted folder these are the prompt's graph, and the time graph for many steps in one call. A
 captured transformer reads inputs that the steps share from device memory, to which they are copied once.
 """
 
@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from sd_ort.core.pipeline_folder import HOISTED
+from sd_ort.core.denoiser_graphs import ArrayDenoiserGraphs
 from sd_ort.runtime.session import Model
 
-PARTS = HOISTED["transformer"]
-TIME_ROWS = 64  # batch rows of `transformer_time` in one call: FLUX.1 has 4 MB of modulation for each
+TIME_ROWS = 64  # batch rows of the time graph in one call: FLUX.1 has 4 MB of modulation for each
 
 
 class TransformerSteps:
@@ -30,20 +29,18 @@ class TransformerSteps:
         self, models: Mapping[str, Model], prompts: Sequence[Mapping[str, np.ndarray]], timesteps: np.ndarray
     ) -> None:
         self.models, self.timesteps = models, timesteps
-        self.prompts = [dict(prompt) for prompt in prompts]
-        self.rows = len(self.prompts[0]["encoder_hidden_states"])
+        self.rows = len(prompts[0]["encoder_hidden_states"])
         self.shared: list[dict[str, np.ndarray]] = []  # of `prompts`, inputs of the step graph
         self.first, self.steps = 0, 0  # steps whose modulation is in `by_step`
         self.by_step: list[dict[str, np.ndarray]] = []  # of `prompts`, outputs (steps, rows, ...) of the time graph
-        self.is_hoisted = PARTS["prompt"] in models
-        if self.is_hoisted:
-            model = models[PARTS["prompt"]]
-            self.prompts = [each | model(**{name: each[name] for name in model.inputs}) for each in self.prompts]
+        self.graphs = ArrayDenoiserGraphs("transformer", models)
+        self.is_hoisted = self.graphs.is_hoisted
+        self.prompts = [{**each, **self.graphs.prompt_outputs(each)} for each in prompts]
 
     def __call__(self, i: int, hidden_states: np.ndarray) -> list[np.ndarray]:
         """Return the prediction of each call in step i, float32. hidden_states: the latents, a row for each prompt."""
         changing = self._changing(i)
-        model = self.models[PARTS["step"]]
+        model = self.models["transformer"]
         if not self.shared:
             names = [name for name in model.inputs if name != "hidden_states" and name not in changing[0]]
             keep = names if self.is_hoisted else list(self.prompts[0])  # a name that the graph lacks is refused
@@ -59,15 +56,8 @@ class TransformerSteps:
         if not self.first <= i < self.first + self.steps:
             timesteps = self.timesteps[i : i + max(1, TIME_ROWS // self.rows)]
             self.first, self.steps = i, len(timesteps)
-            self.by_step = [self._time_outputs(prompt, timesteps) for prompt in self.prompts]
+            self.by_step = [self.graphs.steps_outputs(prompt, timesteps, self.rows) for prompt in self.prompts]
         return [{name: value[i - self.first] for name, value in each.items()} for each in self.by_step]
-
-    def _time_outputs(self, prompt: Mapping[str, np.ndarray], timesteps: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the outputs (steps, rows, ...) of the time graph for several steps at once."""
-        model, steps = self.models[PARTS["time"]], len(timesteps)
-        known = {name: np.concatenate([prompt[name]] * steps) for name in model.inputs if name != "timestep"}
-        outputs = model(**known, timestep=np.repeat(timesteps, self.rows))
-        return {name: value.reshape(steps, self.rows, *value.shape[1:]) for name, value in outputs.items()}
 
 
 StepGroup = tuple[list[int], dict[str, np.ndarray]]  # images, and the transformer's inputs for them

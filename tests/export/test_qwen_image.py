@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.hooks import FirstBlockCacheConfig
 from export_limits import assert_not_exportable
+from image_metrics import psnr
 from PIL import Image
 from safetensors.torch import save_file
 from transformer_families import built, check_fusions, check_lora, hoisted_counts, nmse
@@ -23,6 +25,7 @@ from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core.errors import InputError
+from sd_ort.pipelines.first_block_cache import CachedTransformer, FirstBlockCache
 from sd_ort.pipelines.transformer_qwen_image import Embeddings
 
 CLASS, KIND, FAMILY = "QwenImageTransformer2DModel", "QwenImagePipeline", "qwen_image"
@@ -103,8 +106,8 @@ def test_diffusers_still_needs_the_module() -> None:
 # --- Graphs ---------------------------------------------------------------------------------------------------------
 
 
-# One block, whose text after the attention nothing reads.
-FUSED = {"MultiHeadAttention": 1, "RotaryEmbedding": 2, "RMSNormalization": 5, "LayerNormalization": 4, "Attention": 0}
+# Two blocks; nothing reads the text after the attention of the last one.
+FUSED = {"MultiHeadAttention": 2, "RotaryEmbedding": 4, "RMSNormalization": 9, "LayerNormalization": 8, "Attention": 0}
 
 
 @pytest.mark.parametrize("opset", [20, 23])
@@ -120,7 +123,7 @@ def test_fusions(models: Models, of_opset_23: Path, tmp_path: Path, opset: int) 
 def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     """Norms are AdaptiveNorm with their gated residuals, heads RotaryQkv; modulation leaves the step."""
     counts = hoisted_counts(Path(models.export(FAMILY)), tmp_path / "out", dtype)["transformer"]
-    expected = {"MultiHeadAttention": 1, "RotaryQkv": 1, "AdaptiveNorm": 4}
+    expected = {"MultiHeadAttention": 2, "RotaryQkv": 2, "AdaptiveNorm": 8}
     expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Gelu", "Gemm"), 0)
     assert {op: counts[op] for op in expected} == expected
 
@@ -128,6 +131,7 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
 # --- Images ---------------------------------------------------------------------------------------------------------
 
 CALL: dict[str, Any] = {"height": 44, "width": 36, "num_inference_steps": 2, "output_type": "np"}
+CACHE_THRESHOLD = 0.87  # random weights change much from step to step
 PROMPTS = ["a", "a red circle on a blue background"]
 
 
@@ -146,6 +150,33 @@ def test_images_with_and_without_a_lora(
     call: dict[str, Any] = {**CALL, "negative_prompt": ["b c", " "]}
     files = (tmp_path / f"{file}.safetensors" for file in ("theirs", "ours"))
     check_lora(models.theirs(FAMILY, KIND), hoisted, call, PROMPTS, *files)
+
+
+def test_first_block_cache(models: Models, hoisted: QwenImagePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many full steps as diffusers' hook, of the prompt and of the negative prompt, and the same image."""
+    opened: list[CachedTransformer] = []
+    open_parts = FirstBlockCache.open
+
+    def recorded(cache: FirstBlockCache, components: Any) -> CachedTransformer:
+        opened.append(open_parts(cache, components))
+        return opened[-1]
+
+    monkeypatch.setattr(FirstBlockCache, "open", recorded)
+    call = {**CALL, "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
+    first = hoisted(**call, generator=1).images[0]
+    hoisted.enable_cache(threshold=CACHE_THRESHOLD)
+    cached = hoisted(**call, generator=1).images[0]
+    hoisted.disable_cache()
+    theirs, runs = models.theirs(FAMILY, KIND), list[int]()
+    hook = theirs.transformer.transformer_blocks[-1].img_mod.register_forward_hook(lambda *_: runs.append(1))
+    theirs.transformer.enable_cache(FirstBlockCacheConfig(threshold=CACHE_THRESHOLD))
+    expected = theirs(**call, generator=torch.Generator().manual_seed(1)).images[0]
+    theirs.transformer.disable_cache()
+    hook.remove()
+    assert opened[-1].full_steps == len(runs)
+    assert 2 < len(runs) < 24
+    assert psnr(cached, expected) > 80
+    assert psnr(cached, first) < 70
 
 
 def test_generate_command(hoisted: QwenImagePipeline, sd_ort: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import onnx_ir as ir
 import pytest
 
 from fusion_passes.lower import nhwc_layout
+from scripts.checks import fused_hashes
 from scripts.fixtures import other_architectures
 from sd_ort.optimize.targets import CUDA, PORTABLE, Target
 
@@ -64,3 +65,13 @@ def test_unmerged_lora_does_not_prevent_the_geglu_fusion() -> None:
         ir.from_proto(other_architectures.canonical(other_architectures.load("unet-lora-dynamo-20"))), PORTABLE
     )
     assert fused["BiasSplitGelu"] == 4
+
+
+@pytest.mark.parametrize(("name", "rotations", "norms"), [("flux-dynamo-20", 2, 6), ("sd3-dynamo-20", 2, 8)])
+def test_hashes_of_transformers(name: str, rotations: int, norms: int) -> None:
+    """scripts/checks/fused_hashes.py has a transformer with each of its fusions, and tells one that is missing."""
+    found = fused_hashes.fused(f"other_architectures/{name}", "gpu", "float16")
+    expected = {"MultiHeadAttention": 2, "RotaryQkv": rotations, "AdaptiveNorm": norms, "LinearAdd": 15}
+    assert {op: found["nodes"][f"sd_ort.{op}"] for op in expected} == expected
+    fewer = {**found, "all": "", "nodes": {**found["nodes"], "sd_ort.RotaryQkv": 1}}
+    assert fused_hashes.difference(found, fewer) == "sd_ort.RotaryQkv -1"

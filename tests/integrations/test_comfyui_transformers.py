@@ -130,6 +130,9 @@ class Recorded:
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
 
+    def inputs(self, name: str) -> list[str]:
+        return []
+
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:

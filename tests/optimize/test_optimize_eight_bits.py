@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from cli_type import Cli
 from click.testing import CliRunner
 from image_metrics import psnr
 from safetensors.torch import load_file, save_file
@@ -316,3 +317,13 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
         assert isinstance(result.exception, InputError)
         assert message in str(result.exception)
     assert not out.exists()
+
+
+def test_mlperf(sd_ort: Cli, float8: Path, tmp_path: Path) -> None:
+    """LoadGen runs on a folder in 8 bits, whose label says so."""
+    size = ("--height", 64, "--width", 64, "--threads", 1, "--steps", 1, "--batch", 1)
+    load_options = ("--mlperf", "--queries", 2, "--torch", "none", "--provider", "cpu")
+    assert sd_ort("benchmark", float8, *load_options, *size, "--out", tmp_path)[0] == 0
+    (row,) = json.loads((tmp_path / "mlperf.json").read_text())["engines"]
+    assert (row["label"], row["status"]) == ("fused fp32 float8", "ok")
+    assert row["Offline"]["images_per_s"] > 0

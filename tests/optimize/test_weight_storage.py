@@ -18,11 +18,13 @@ from onnx import TensorProto, helper, numpy_helper
 from fusion_passes import weight_recipes, weight_storage
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.errors import InputError
-from sd_ort.core.metrics import psnr
+from sd_ort.core.metrics import psnr, relative_l2_error
 from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.weight_storage import WeightStorage, store_weights
+from sd_ort.runtime.session import SessionOptions
+from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
 
 SETTINGS = [WeightStorage("int8", 32), WeightStorage("int8", 64, False), WeightStorage("int4", 32),
@@ -204,6 +206,8 @@ def test_what_is_refused(sd_ort: Cli, tmp_path: Path) -> None:
         (("--target", "cpu", "--float16", "--weights", "int8"), "leave out --float16"),
         (("--target", "cpu", "--weights", "float8", "--asymmetric"), "no zero points"),
         (("--target", "cpu", "--asymmetric"), "goes with --weights"),
+        (("--target", "cpu", "--vae-weights"), "--vae-weights goes with --weights"),
+        (("--target", "gpu", "--weights", "int8", "--vae-weights"), "target gpu has kernels of its own"),
         (("--target", "cpu", "--weights", "float8", "--weight-group", "32"), "--weight-group goes with"),
         (("--target", "cpu", "--weights", "int4", "--weight-group", "128"), "128 do not divide: give --weight-group"),
     ):  # fmt: skip
@@ -216,16 +220,32 @@ def test_what_is_refused(sd_ort: Cli, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
+def test_which_components_are_stored() -> None:
+    storage = WeightStorage("int4", vae=True)
+    assert storage.of_component("unet") is storage
+    assert storage.of_component("vae_decoder") == WeightStorage("int8", vae=True)
+    assert WeightStorage("int4").of_component("vae_decoder") is None
+    assert storage.of_component("safety_checker") is None
+
+
 def test_the_demo(sd_ort: Cli, tmp_path: Path) -> None:
     """Optimized, verified against the checkpoint, generated with; a LoRA is refused and changes nothing."""
     optimize("demo", tmp_path / "plain", target="cpu")
     out = tmp_path / "stored"
-    code, _, err = sd_ort("optimize", "demo", out, "--target", "cpu", "--weights", "int8", "--weight-group", "32")
+    options = ("--target", "cpu", "--weights", "int8", "--weight-group", "32", "--vae-weights")
+    code, _, err = sd_ort("optimize", "demo", out, *options)
     assert code == 0, err
-    assert read_manifest(out)["options"]["weights"] == {"dtype": "int8", "group": 32, "symmetric": True}
+    assert read_manifest(out)["options"]["weights"] == {"dtype": "int8", "group": 32, "symmetric": True, "vae": True}
     assert sd_ort("verify", "demo", out)[0] == 0
-    sizes = [(folder / "unet" / "model.onnx.data").stat().st_size for folder in (tmp_path / "plain", out)]
-    assert sizes[1] < 0.33 * sizes[0]
+    for name in ("unet", "vae_decoder"):
+        sizes = [(folder / name / "model.onnx.data").stat().st_size for folder in (tmp_path / "plain", out)]
+        assert sizes[1] < 0.33 * sizes[0]
+    latents = {"latent_sample": RANDOM.normal(size=(1, 4, 16, 16))}
+    plain_vae, vae = (
+        open_component(folder, "vae_decoder", options=SessionOptions(threads=1)) for folder in (tmp_path / "plain", out)
+    )
+    (expected,), (decoded,) = plain_vae(**latents).values(), vae(**latents).values()
+    assert 1e-5 < relative_l2_error(decoded, expected) < 0.02
     call: dict[str, Any] = {"prompt": "a red circle", "generator": 3, "progress": False, "num_inference_steps": 8}
     pipeline = StableDiffusionPipeline.from_pretrained(out, "cpu", threads=1)
     image = np.asarray(pipeline(**call).images[0])

@@ -13,13 +13,18 @@ from cli_type import Cli
 from diffusers.hooks import FirstBlockCacheConfig
 from image_metrics import psnr
 
+from scripts.fixtures import parity_models
 from sd_ort import FluxPipeline, demo
+from sd_ort.checkpoints.checkpoint import build_model, class_name
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.first_block import keep_head
 from sd_ort.graphs.load import load
+from sd_ort.pipelines import first_block_cache
 from sd_ort.pipelines.first_block_cache import COMPONENT, CachedTransformer, FirstBlockCache
+from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.components import Components
+from sd_ort.runtime.session import Model, ModelOverride
 from sd_ort.stages import optimize
 
 CALL: dict[str, Any] = {"prompt": "a red circle on a blue background", "num_inference_steps": 12, "output_type": "np"}
@@ -124,3 +129,38 @@ def test_bad_settings(sd_ort: Cli, folder: Path, pipeline: FluxPipeline, tmp_pat
     code, _, err = sd_ort(*arguments, "--cache", 0.1, "--steps", 4)
     assert (code, "4 steps are too few" in err) == (2, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over shared buffers, captured: the steps and the images of the host, with a second call over the same buffers."""
+
+    def as_captured(models: Components, name: str, override: ModelOverride) -> Model:
+        return GpuGraphModel(models._session(name, override), "cpu")
+
+    call = {"true_cfg_scale": 2.0, "negative_prompt": "a blue square"}
+    pipeline.enable_cache(threshold=THRESHOLD)
+    expected = draw(pipeline, **call)
+    monkeypatch.setattr(Components, "_open_captured", as_captured)
+    device = FluxPipeline.from_pretrained(folder, "cpu", threads=1)
+    device.enable_cache(threshold=THRESHOLD)
+    for _ in range(2):
+        np.testing.assert_allclose(draw(device, **call), expected, atol=1e-5)
+    head = device.models.opened[f"{COMPONENT} first block"]
+    assert isinstance(head, GpuGraphModel)
+    assert len(first_block_cache.bound_parts[head]) == 2  # of the prompt and of the negative prompt, for both calls
+
+
+@pytest.mark.parametrize("family", ["sd3", "klein", "z_image", "krea2"])
+def test_the_hook_of_diffusers_does_not_work(family: str) -> None:
+    """If this fails, diffusers has a working hook for another family: add it to `graphs/first_block.py`."""
+    config = parity_models.preset(family).models["transformer"]
+    model = build_model(class_name(config), config)
+    if family != "klein":
+        assert not hasattr(model, "enable_cache")
+        return
+    model.enable_cache(FirstBlockCacheConfig(threshold=THRESHOLD))
+    inputs = {"hidden_states": config["in_channels"], "encoder_hidden_states": config["joint_attention_dim"]}
+    tensors = {name: torch.randn(1, 4, width) for name, width in inputs.items()}
+    ids = dict.fromkeys(("img_ids", "txt_ids"), torch.zeros(4, 4))
+    with model.cache_context("cond"), torch.no_grad(), pytest.raises(TypeError, match="'Tensor' and 'list'"):
+        model(**tensors, **ids, timestep=torch.tensor([0.5]))

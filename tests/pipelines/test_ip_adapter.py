@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from small_presets import mini
 
+from scripts.fixtures import ip_adapters
 from sd_ort import StableDiffusionPipeline
 from sd_ort.checkpoints.configs import read_config
 from sd_ort.checkpoints.modules import wrap
@@ -29,7 +30,6 @@ from sd_ort.export.exporter import export
 from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.ip_adapter import layer_scales
 from sd_ort.stages import optimize
-from tests.support import ip_adapters
 
 TOLERANCE = 2e-5  # relative error of fp32 latents; what pictures change is above EFFECT
 EFFECT = 0.01

@@ -466,7 +466,10 @@ def test_fused_stay_after_unloading(judge: Any, make: Callable[..., Tensors], fo
 
 
 def test_mixed_kinds(judge: Any, make: Callable[..., Tensors], weights: dict, ours: list[Any]) -> None:
-    """LoRA, DoRA, LoHa and LoKr of one weight add up; each DoRA decomposes the original weight."""
+    """LoRA, DoRA, LoHa and LoKr of one weight add up; each DoRA decomposes the original weight.
+
+    In place no session is opened again. Scales of 0 leave nothing; that of a DoRA would leave its magnitude.
+    """
     module = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     kohya = f"lora_unet_{module.replace('.', '_')}"
     lora = {n: t for n, t in make(1, LINEAR, "unet").items() if n.startswith(kohya)}
@@ -484,10 +487,15 @@ def test_mixed_kinds(judge: Any, make: Callable[..., Tensors], weights: dict, ou
     image = merged(judge, {f"{module}.weight": new})
     for pipeline in ours:
         first = draw(pipeline)
+        sessions = {name: model.session for name, model in pipeline.models.opened.items()}
         for name, tensors in zip("abcd", (lora, lora | {f"{kohya}.dora_scale": magnitude}, loha, lokr), strict=True):
             pipeline.load_lora_weights(tensors, name)
         pipeline.set_adapters(list("abcd"), scales)
         assert psnr(draw(pipeline), image, min_std=0.02) >= 60
+        opened = {name: model.session for name, model in pipeline.models.opened.items()}
+        assert (opened == sessions) == pipeline.models.in_place
+        pipeline.set_adapters(["a", "c", "d"], 0.0)
+        np.testing.assert_array_equal(draw(pipeline), first)
         pipeline.unload_lora_weights()
         np.testing.assert_array_equal(draw(pipeline), first)
 

@@ -64,13 +64,35 @@ SD_ORT_DEVICE float apply(Binary op, float a, float b) {
   }
 }
 
-template <class T>
+template <int N>
+struct ElementsAtOnce {
+  static constexpr int kCount = N;
+};
+
+// Calls run(ElementsAtOnce<N>()) with as many elements as one access of 16 bytes holds, or 1 if arrays do not allow it.
+template <class T, class Run, class... Arrays>
+const char* in_vectors(int64_t count, Run run, Arrays... arrays) {
+  constexpr int kCount = 16 / sizeof(T);
+  const bool wide = count % kCount == 0 && are_aligned<16>(arrays...);
+  return wide ? run(ElementsAtOnce<kCount>()) : run(ElementsAtOnce<1>());
+}
+
+template <class T, int N>
+struct alignas(sizeof(T) * N) Vector {
+  T x[N];
+};
+
+template <class T, int N>
 struct UnaryFunction {
   Unary op;
   const T* x;
   T* y;
   float alpha;
-  SD_ORT_DEVICE void operator()(uint32_t i) const { y[i] = from_float<T>(apply(op, to_float(x[i]), alpha)); }
+  SD_ORT_DEVICE void operator()(uint32_t i) const {
+    Vector<T, N> values = reinterpret_cast<const Vector<T, N>*>(x)[i];
+    for (int k = 0; k < N; ++k) values.x[k] = from_float<T>(apply(op, to_float(values.x[k]), alpha));
+    reinterpret_cast<Vector<T, N>*>(y)[i] = values;
+  }
 };
 
 // Offsets of element i in two or three broadcast inputs.
@@ -97,6 +119,21 @@ struct BinaryFunction {
   SD_ORT_DEVICE void operator()(uint32_t i) const {
     const Offsets at(shape, i);
     y[i] = from_float<T>(apply(op, to_float(a[at.a]), to_float(b[at.b])));
+  }
+};
+
+// Without broadcasting.
+template <class T, int N>
+struct DenseBinaryFunction {
+  Binary op;
+  const T* a;
+  const T* b;
+  T* y;
+  SD_ORT_DEVICE void operator()(uint32_t i) const {
+    Vector<T, N> values = reinterpret_cast<const Vector<T, N>*>(a)[i];
+    const Vector<T, N> others = reinterpret_cast<const Vector<T, N>*>(b)[i];
+    for (int k = 0; k < N; ++k) values.x[k] = from_float<T>(apply(op, to_float(values.x[k]), to_float(others.x[k])));
+    reinterpret_cast<Vector<T, N>*>(y)[i] = values;
   }
 };
 
@@ -132,11 +169,6 @@ struct ClipFunction {
   }
 };
 
-template <int N>
-struct ElementsAtOnce {
-  static constexpr int kCount = N;
-};
-
 template <class T, int N>
 struct QuantizeFunction {
   const T* x;
@@ -149,13 +181,10 @@ struct QuantizeFunction {
     return static_cast<int8_t>(rounded < -128.f ? -128.f : rounded > 127.f ? 127.f : rounded);
   }
   SD_ORT_DEVICE void operator()(uint32_t i) const {
-    struct alignas(sizeof(T) * N) Values {
-      T x[N];
-    };
     struct alignas(N) Elements {
       uint8_t y[N];
     };
-    const Values values = reinterpret_cast<const Values*>(x)[i];
+    const Vector<T, N> values = reinterpret_cast<const Vector<T, N>*>(x)[i];
     Elements elements;
     const float divisor = to_float(*scale);
     if (is_int8) {
@@ -264,12 +293,22 @@ int64_t elements(const Broadcast& shape) {
   return count;
 }
 
+// Whether both inputs of a binary operator have the shape of its output: its axes are merged.
+bool is_dense(const Broadcast& shape) {
+  return shape.axes == 0 || (shape.axes == 1 && shape.a_strides[0] == 1 && shape.b_strides[0] == 1);
+}
+
 }  // namespace
 
 const char* unary(Unary op, DType dtype, const void* x, void* y, int64_t count, float alpha, void* stream) {
   return with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    return for_each(count, UnaryFunction<T>{op, static_cast<const T*>(x), static_cast<T*>(y), alpha}, stream);
+    const auto run = [&](auto vector) {
+      constexpr int kCount = decltype(vector)::kCount;
+      const UnaryFunction<T, kCount> function{op, static_cast<const T*>(x), static_cast<T*>(y), alpha};
+      return for_each(count / kCount, function, stream);
+    };
+    return in_vectors<T>(count, run, x, y);
   });
 }
 
@@ -278,7 +317,13 @@ const char* binary(Binary op, DType dtype, const Broadcast& shape, const void* a
   return with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const BinaryFunction<T> function{op, shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(y)};
-    return for_each(elements(shape), function, stream);
+    const int64_t count = elements(shape);
+    if (!is_dense(shape)) return for_each(count, function, stream);
+    const auto run = [&](auto vector) {
+      constexpr int kCount = decltype(vector)::kCount;
+      return for_each(count / kCount, DenseBinaryFunction<T, kCount>{op, function.a, function.b, function.y}, stream);
+    };
+    return in_vectors<T>(count, run, a, b, y);
   });
 }
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from sd_ort.benchmark.engines import interface
 from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine, LoadedEngine
+from sd_ort.core.denoiser_graphs import ArrayDenoiserGraphs
 from sd_ort.core.errors import SdOrtError
-from sd_ort.core.pipeline_folder import MODEL, read_index
+from sd_ort.core.pipeline_folder import HOISTED, MODEL, read_index
 from sd_ort.runtime import bound_run, ort_wheel, providers, session
 from sd_ort.runtime.session import SessionOptions
 
@@ -101,13 +102,12 @@ def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
 def all_feeds(engine: Engine, settings: BenchmarkSettings, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     """Return the inputs of a component; for a hoisted UNet also the outputs of its prompt and time graphs."""
     folder = Path(engine.directory)
-    if settings.component != "unet" or not (folder / "unet_prompt" / MODEL).is_file():
+    if settings.component != "unet":
         return feeds
-    complete = {**feeds, "timestep": np.repeat(feeds["timestep"], len(feeds["sample"]))}
-    for part in ("unet_prompt", "unet_time"):
-        model = session.load(folder, part, settings.provider, _session_options(engine, settings))
-        complete |= model(**{name: complete[name] for name in model.inputs})
-    return complete
+    options = _session_options(engine, settings)
+    names = [name for part, name in HOISTED["unet"].items() if part != "step" and (folder / name / MODEL).is_file()]
+    models = {name: session.load(folder, name, settings.provider, options) for name in names}
+    return ArrayDenoiserGraphs("unet", models).step_tensors(feeds, np.repeat(feeds["timestep"], len(feeds["sample"])))
 
 
 def bind(

@@ -185,15 +185,11 @@ class DiffusionModel(GraphNet):
         options = transformer_options or {}
         reject_patches(options)
         conditioning = {"encoder_hidden_states": context}
-        if y is not None and "text_embeds" in self._input_names():
+        if y is not None and "text_embeds" in self.runner.graphs.input_names():
             pooled = time_ids_split(self.models.unet_config)[0]
             conditioning |= {"text_embeds": y[:, :pooled], "time_ids": y[:, pooled:]}
         residuals, middle = parse_residuals(x, control)
         return self.runner(x, timesteps, conditioning, residuals, middle, prompt_key(options))
-
-    def _input_names(self) -> set[str]:
-        parts = ("unet", "unet_prompt", "unet_time")
-        return {name for part in parts if part in self.models for name in self.models.inputs(part)}
 
 
 def _meta_weights(unet_config: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -121,17 +121,12 @@ def _reject_arguments(component: Component, **arguments: Any) -> None:
             )
 
 
-def _conditioning(
-    component: Component, context: torch.Tensor, more: Mapping[str, Any] | None, **named: Any
-) -> dict[str, Any]:
+def _conditioning(unet: OrtUNet, context: torch.Tensor, more: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
     """Return the conditioning inputs that have a value. Raises InputError for inputs that the graph does not have."""
     inputs = {"encoder_hidden_states": context, **(more or {}), **named}
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    models = component.models
-    supported = {
-        name for part in ("unet", "unet_prompt", "unet_time") if part in models for name in models.inputs(part)
-    }
-    _reject_arguments(component, **{name: value for name, value in inputs.items() if name not in supported})
+    supported = unet.runner.graphs.input_names()
+    _reject_arguments(unet, **{name: value for name, value in inputs.items() if name not in supported})
     return inputs
 
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sd_ort.core.errors import InputError
 from sd_ort.pipelines.device.text_encoders import DeviceTextEncoders
 from sd_ort.runtime.ort_values import write_value
 
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.sessions import DeviceSessions
     from sd_ort.pipelines.sampling_job import SamplingJob
+    from sd_ort.runtime.session import Model
 
 
 class DeviceConditioning:
@@ -29,12 +29,13 @@ class DeviceConditioning:
     def __contains__(self, name: str) -> bool:
         return name in self.arrays or (self.texts is not None and name in self.texts)
 
-    def value(self, name: str, dtype: Any) -> Any:
-        """Return the OrtValue of an input in `dtype`. Raises InputError for an input without a value."""
+    def inputs_of(self, model: Model) -> dict[str, Any]:
+        """Return the OrtValues of those inputs of `model` that there is a value for, in its dtypes."""
+        return {name: self._value(name, model.dtype(name)) for name in model.inputs if name in self}
+
+    def _value(self, name: str, dtype: Any) -> Any:
         if self.texts is not None and name in self.texts:
             return self.texts.rows(name, dtype)
-        if name not in self.arrays:
-            raise InputError(f"the UNet reads {name}, which this pipeline does not give: export it with sd-ort.")
         key = name, np.dtype(dtype)
         if key not in self.copies:
             self.copies[key] = self.sessions.value(self.arrays[name].astype(dtype))

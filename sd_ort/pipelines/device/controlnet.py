@@ -58,8 +58,7 @@ class ControlNets:
             self.images.append((sessions.value(control.image.astype(image_dtype)), image_dtype))
             self.scale_dtypes.append(np.dtype(net.dtype("conditioning_scale")))
             scale = values[f"conditioning_scale_{number}"] = sessions.value(np.zeros(1, self.scale_dtypes[-1]))
-            feed = {name: conditioning.value(name, net.dtype(name)) for name in net.inputs if name in conditioning}
-            feed |= {"sample": values["sample"], "timestep": values["timestep"]}
+            feed = conditioning.inputs_of(net) | {"sample": values["sample"], "timestep": values["timestep"]}
             feed |= {"controlnet_cond": self.images[-1][0], "conditioning_scale": scale}
             self.nets.append(sessions.bind(net, feed))
         self.runs = [*self.nets, *self._sum(sessions, values)]

@@ -24,7 +24,7 @@ from sd_ort.graphs import sampling_graphs
 from sd_ort.pipelines.device.conditioning import DeviceConditioning
 from sd_ort.pipelines.device.controlnet import ControlNets
 from sd_ort.pipelines.device.schedule import DeviceSchedule
-from sd_ort.pipelines.device.sessions import DeviceSessions
+from sd_ort.pipelines.device.sessions import BoundDenoiserGraphs, DeviceSessions
 from sd_ort.pipelines.sampling_job import SamplingJob, StepStage, check_finite
 from sd_ort.runtime.ort_values import read_value
 from sd_ort.runtime.session import DTYPES
@@ -151,12 +151,10 @@ class Buffers:
         models, unet = sessions.models, sessions.models[job.unet]
         self.conditioning = DeviceConditioning(sessions, job)
         self.values: dict[str, Any] = {}  # inputs of the U-Net by name, and the latents
-        self.prompt: BoundRun | None = None
-        if "unet_prompt" in models:
-            model = models["unet_prompt"]
-            feed = {name: self.conditioning.value(name, model.dtype(name)) for name in model.inputs}
-            self.prompt = sessions.bind(model, feed)
-            self.values |= self.prompt.outputs
+        self.graphs = BoundDenoiserGraphs(sessions)
+        if self.graphs.is_hoisted:
+            prompt = models[self.graphs.parts["prompt"]]
+            self.values |= self.graphs.prompt_outputs(self.conditioning.inputs_of(prompt))
         shape = list(job.latents.shape)
         shape[1] += 0 if job.channels is None else job.channels.shape[1]
         self.values["sample"] = sessions.value(np.zeros((job.rows, *shape[1:]), unet.dtype("sample")))
@@ -164,9 +162,7 @@ class Buffers:
         self.timestep = next((model.one("timestep") for model in readers if "timestep" in model.inputs), None)
         if self.timestep is not None:
             self.values["timestep"] = sessions.value(self.timestep)
-        for name in unet.inputs:
-            if name not in self.values and name in self.conditioning:
-                self.values[name] = self.conditioning.value(name, unet.dtype(name))
+        self.values = self.conditioning.inputs_of(unet) | self.values
         self.values["latents"] = sessions.value(np.zeros_like(job.latents))
         self.controls = ControlNets(sessions, job, self.conditioning, self.values, self.timestep)
         self.unet: BoundRun | None = None
@@ -268,7 +264,7 @@ class Buffers:
         if self.schedule is None or self.schedule_key != key:
             self._release_schedule()  # the old buffers go before the new ones come
             scales = tuple(self.controls.scale_dtypes)
-            new = DeviceSchedule(self.sessions, job, self.values, self.timestep, self.prompt, scales)
+            new = DeviceSchedule(self.sessions, job, self.values, self.timestep, self.graphs, scales)
             if self.unet is None and job.band is not None:
                 from sd_ort.pipelines.device.band_unet import BandUnet  # onnx_ir, which other loops do without
 

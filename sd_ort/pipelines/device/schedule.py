@@ -14,7 +14,7 @@ from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
     from sd_ort.checkpoints.linear_schedule import LinearSchedule
-    from sd_ort.pipelines.device.sessions import DeviceSessions
+    from sd_ort.pipelines.device.sessions import BoundDenoiserGraphs, DeviceSessions
     from sd_ort.pipelines.sampling_job import SamplingJob
     from sd_ort.runtime.bound_run import BoundRun
 
@@ -32,17 +32,17 @@ class DeviceSchedule:
         job: SamplingJob,
         values: dict[str, Any],
         timestep: np.ndarray | None,
-        prompt: BoundRun | None,
+        graphs: BoundDenoiserGraphs,
         control_scales: tuple[np.dtype, ...],
     ) -> None:
         """Bind what runs before the first step. The time graph's outputs are added to `values`, the U-Net's inputs.
 
         Args:
             timestep: array of the shape and dtype of the U-Net's timestep, None if it has none (a hoisted U-Net).
-            prompt: the run of unet_prompt, None unless the U-Net is hoisted.
+            graphs: the U-Net's, with the bound prompt graph if it is hoisted.
             control_scales: dtype of each ControlNet's conditioning_scale.
         """
-        self.per_image = [] if prompt is None else [prompt]
+        self.per_image = [graphs.runs[graphs.parts["prompt"]]] if graphs.is_hoisted else []
         self.per_schedule: list[BoundRun] = []
         self.is_outdated = False
         self.rows, self.sessions, self.unet_name = job.rows, sessions, job.unet
@@ -52,7 +52,7 @@ class DeviceSchedule:
         self.values["last_latents"] = self.values["latents"]
         self.values["index"] = self.values["index_out"] = sessions.value(np.zeros(1, np.int64))
         count, window = job.schedule.coefficients.shape[:2]
-        step_inputs = {} if prompt is None else self._bind_time_graph(values, prompt, count + 1)
+        step_inputs = self._bind_time_graph(values, graphs, count + 1) if graphs.is_hoisted else {}
         self.spec = SchedulerStepSpec(
             np.dtype(sessions.models[job.unet].dtype("sample")),
             None if timestep is None else timestep.dtype,
@@ -113,25 +113,29 @@ class DeviceSchedule:
         dtypes = {"slots": np.bool_, "drawn": np.int64}
         return {name: np.ascontiguousarray(array, dtypes.get(name, np.float32)) for name, array in arrays.items()}
 
-    def _bind_time_graph(self, values: dict[str, Any], prompt: BoundRun, steps: int) -> dict[str, np.dtype]:
-        """Bind unet_time for the rows of all steps at once; return the U-Net's inputs that change with the step."""
-        sessions, model = self.sessions, self.sessions.models["unet_time"]
-        feed = {}
-        conditioning = {name: np.dtype(model.dtype(name)) for name in model.inputs if name != "timestep"}
-        if conditioning:
+    def _bind_time_graph(self, values: dict[str, Any], graphs: BoundDenoiserGraphs, steps: int) -> dict[str, np.dtype]:
+        """Bind the time graph for the rows of all steps; return the U-Net's inputs that change with the step."""
+        sessions, name = self.sessions, graphs.parts["time"]
+        model = sessions.models[name]
+
+        def repeat(values: dict[str, Any]) -> dict[str, Any]:
+            if not values:
+                return {}
             row = sessions.value(np.tile(np.arange(self.rows), steps))
-            rows = {identifier(name): prompt.outputs[name] for name in conditioning} | {"row": row}
-            repeated = sessions.graph(sampling_graphs.repeat_rows_graph, tuple(conditioning.items()), rows)
+            rows = {identifier(name): value for name, value in values.items()} | {"row": row}
+            dtypes = tuple((name, np.dtype(model.dtype(name))) for name in values)
+            repeated = sessions.graph(sampling_graphs.repeat_rows_graph, dtypes, rows)
             self.per_image.append(repeated)
-            feed = {name: repeated.outputs[f"every_{identifier(name)}"] for name in conditioning}
+            return {name: repeated.outputs[f"every_{identifier(name)}"] for name in values}
+
         self.time_dtype = model.dtype("timestep")
         self.time_input = sessions.value(self.arrays["rows_timesteps"].astype(self.time_dtype))
-        run = sessions.bind(model, {**feed, "timestep": self.time_input})  # which runs it
-        (self.per_image if feed else self.per_schedule).append(run)
+        outputs = graphs.time_outputs(values, self.time_input, repeat)
+        (self.per_image if len(model.inputs) > 1 else self.per_schedule).append(graphs.runs[name])
         self.values["place"] = sessions.value(np.arange(steps * self.rows).reshape(steps, self.rows))
         step_inputs = {}
         for output in model.session.get_outputs():
-            every = run.outputs[output.name]
+            every = outputs[output.name]
             step_inputs[output.name] = np.dtype(DTYPES[output.type])
             if output.name not in values:
                 values[output.name] = sessions.empty([self.rows, *every.shape()[1:]], step_inputs[output.name])

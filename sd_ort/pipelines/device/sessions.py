@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sd_ort.core.denoiser_graphs import DenoiserGraphs
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, BoundRun, bind
 from sd_ort.runtime.ort_values import device_value, empty_value
 from sd_ort.runtime.partitioned import PartitionedModel, is_captured
@@ -71,3 +72,15 @@ class DeviceSessions:
     def step_graph(self, build: Callable[[Any], bytes], key: Any, values: Mapping[str, Any], unet: str) -> BoundRun:
         """As `graph`, captured if the U-Net is. `unet`: its key."""
         return self.graph(build, key, values, capture=is_captured(self.models[unet]))
+
+
+class BoundDenoiserGraphs(DenoiserGraphs[Any]):
+    """The graphs of the folder's U-Net over OrtValues. `runs`: what was bound, by component."""
+
+    def __init__(self, sessions: DeviceSessions) -> None:
+        self.sessions, self.runs = sessions, dict[str, BoundRun]()
+        super().__init__("unet", sessions.models, lambda name: sessions.models[name].inputs, self._bind)
+
+    def _bind(self, component: str, feed: Mapping[str, Any]) -> Mapping[str, Any]:
+        run = self.runs[component] = self.sessions.bind(self.sessions.models[component], feed)
+        return run.outputs
