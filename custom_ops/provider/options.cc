@@ -30,6 +30,8 @@ void read(Options& options, const std::string& name, const std::string& value) {
     options.graph = parse_number(name, value, 1) != 0;
   } else if (name == "memory_limit") {
     options.memory_limit = parse_number(name, value, SIZE_MAX);
+  } else if (name == "shared_pool") {
+    options.shared_pool = parse_number(name, value, 1) != 0;
   } else if (name == "weights") {
     options.weights = reinterpret_cast<void*>(parse_number(name, value, UINTPTR_MAX));
   } else {
@@ -54,6 +56,8 @@ Options read_options(const OrtSessionOptions* session, const std::string& provid
     const std::string key = keys[i];
     if (key.compare(0, prefix.size(), prefix) == 0) read(options, key.substr(prefix.size()), values[i]);
   }
+  require(!options.shared_pool || (options.has_user_stream && !options.graph),
+          "option shared_pool needs user_compute_stream, and no graph");
   return options;
 }
 

@@ -15,6 +15,7 @@ struct Options {
   bool tuning = false;                  // measure the candidates of calls without a tuning result
   bool graph = false;                   // capture runs as GPU graphs
   size_t memory_limit = SIZE_MAX;       // bytes of device memory
+  bool shared_pool = false;             // one pool for all such sessions on a user stream, not captured
   void* weights = nullptr;              // PrefetchedWeights from sd_ort_WeightsRead; the option holds the address
 };
 

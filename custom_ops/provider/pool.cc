@@ -17,6 +17,16 @@ size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) /
 
 }  // namespace
 
+std::shared_ptr<Pool> Pool::shared(int device, void* stream, size_t limit) {
+  static std::mutex mutex;
+  static auto* const pools = new std::map<std::pair<int, void*>, std::weak_ptr<Pool>>;  // outlives every session
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::weak_ptr<Pool>& known = (*pools)[{device, stream}];
+  std::shared_ptr<Pool> pool = known.lock();
+  if (pool == nullptr) known = pool = std::make_shared<Pool>(device, limit);
+  return pool;
+}
+
 Pool::~Pool() {
   for (const auto& [address, block] : blocks_) {
     if (block.starts_segment) device::release(address);

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -14,6 +15,8 @@ namespace sd_ort {
 class Pool {
  public:
   Pool(int device, size_t limit) : device_(device), limit_(limit) {}
+  // Returns the pool of the sessions on `stream` that share one, with the limit of the first of them.
+  static std::shared_ptr<Pool> shared(int device, void* stream, size_t limit);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;

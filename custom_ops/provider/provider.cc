@@ -27,7 +27,8 @@ Provider::Provider(const Options& options, const OrtKernelRegistry* registry, co
       registry_(registry),
       memory_(memory),
       logger_(logger),
-      pool_(std::make_shared<Pool>(options.device_id, options.memory_limit)) {
+      pool_(options.shared_pool ? Pool::shared(options.device_id, options.user_compute_stream, options.memory_limit)
+                                : std::make_shared<Pool>(options.device_id, options.memory_limit)) {
   last_unassigned_nodes.clear();
   device::use(options_.device_id);
   stream_ = options_.has_user_stream ? options_.user_compute_stream : device::create_stream();

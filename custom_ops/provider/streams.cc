@@ -19,6 +19,22 @@ SD_ORT_EXPORT int sd_ort_MemGetInfo(size_t* free, size_t* total) {
     *total = memory.total;
   });
 }
+// Memory functions return 1 if there is too little memory.
+SD_ORT_EXPORT int sd_ort_Malloc(void** data, size_t bytes) { return (*data = device::allocate(bytes)) == nullptr; }
+SD_ORT_EXPORT int sd_ort_Free(void* data) {
+  device::release(data);
+  return 0;
+}
+SD_ORT_EXPORT int sd_ort_MallocHost(void** data, size_t bytes) {
+  return (*data = device::allocate_pinned(bytes)) == nullptr;
+}
+SD_ORT_EXPORT int sd_ort_FreeHost(void* data) {
+  device::release_pinned(data);
+  return 0;
+}
+SD_ORT_EXPORT int sd_ort_MemcpyToDeviceAsync(void* to, const void* from, size_t bytes, void* stream) {
+  return status_of([&] { device::copy(to, from, bytes, device::Copy::kToDevice, stream); });
+}
 SD_ORT_EXPORT int sd_ort_StreamCreate(void** stream) {
   return status_of([&] { *stream = device::create_stream(); });
 }

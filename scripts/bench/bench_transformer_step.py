@@ -40,6 +40,7 @@ from sd_ort.core.files import write_json
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.export.templates import BUNDLED, Template
 from sd_ort.graphs import hoist
+from sd_ort.graphs.partition import partition_graph
 from sd_ort.graphs.save import save
 from sd_ort.optimize.optimizer import rewrite
 from sd_ort.optimize.targets import TARGETS
@@ -48,6 +49,10 @@ from sd_ort.pipelines import transformer_qwen_image, transformer_z_image
 from sd_ort.pipelines.transformer_pipelines import image_ids
 from sd_ort.runtime import bound_run, machine, session
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
+from sd_ort.runtime.partitioned import Partition
+from sd_ort.runtime.providers import provider_named
+from sd_ort.runtime.stream import DeviceLock, open_stream
+from sd_ort.runtime.streamed import StreamedModel, WeightStream
 
 FLOAT32_INPUTS = ("timestep", "img_ids", "txt_ids")  # in torch too
 TEXT = {  # tokens; of families whose prompts keep their own lengths, a long prompt's
@@ -283,6 +288,43 @@ class Ours:
         return time.perf_counter() - started
 
 
+def streamed_row(engine: Ours, inputs: Mapping[str, torch.Tensor], count: int, calls: int) -> dict[str, Any]:
+    """Steps as called, resident and with weights streamed in `count` parts, in turn: medians in ms, and the error."""
+    feeds, path = engine.feeds(inputs), engine.paths["step"]
+    stream = open_stream(engine.provider)
+    if stream is None:
+        raise SystemExit("Streams are of sd-ort's providers.")
+    base = {"user_compute_stream": str(stream.handle)}
+
+    def opened(part: Partition, views: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
+        options = session.SessionOptions(provider_options={**base, **settings})
+        override = session.ModelOverride(updatable=views, graph=part.graph)
+        return session.create_session(path, engine.provider, options, override)
+
+    weights = WeightStream(partition_graph(path, count), path, {}, stream)
+    device = provider_named(engine.provider).device
+    models = {"resident": engine.model, "streamed": StreamedModel(weights, opened, device, DeviceLock(stream))}
+    outputs = {name: next(iter(model(**feeds).values())) for name, model in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(calls):
+        for name, model in models.items():
+            begun = time.perf_counter()
+            model(**feeds)
+            times[name].append((time.perf_counter() - begun) * 1e3)
+    size = sum(memory.size for memory in weights.pinned)
+    begun = time.perf_counter()
+    for index in range(count):
+        weights.copy(index)
+    weights.copies.synchronize()
+    seconds = time.perf_counter() - begun
+    medians = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
+    error = relative_l2_error(outputs["streamed"].astype(float), outputs["resident"].astype(float))
+    return medians | {
+        "parts": count, "weights_gb": size / 1e9, "device_gb": weights.device_bytes / 1e9, "copies_ms": seconds * 1e3,
+        "copy_gbs": size / seconds / 1e9, "error": error,
+    }  # fmt: skip
+
+
 def first_call_s(net: Callable[..., torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> float:
     """Seconds of the first step of another size in torch."""
     arguments = [value if name in FLOAT32_INPUTS else value.bfloat16() for name, value in inputs.items()]
@@ -327,6 +369,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=5, help="calls a round")
     parser.add_argument("--peers", default="eager,compile")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
+    parser.add_argument(
+        "--streamed", type=int, default=0, metavar="N", help="only print times of weights streamed in N parts"
+    )
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_transformer"))
     parser.add_argument("--out", type=Path, default=Path("results/transformers"))
     options = parser.parse_args()
@@ -343,6 +388,9 @@ def main() -> None:
         paths = write_graphs(BUNDLED / f"{options.preset}.transformer.onnx.xz", tensors, options.work / options.preset)
         say("graphs written")
         engine = Ours(paths, say)
+        if options.streamed:
+            say("STREAMED " + json.dumps(streamed_row(engine, inputs, options.streamed, options.calls)))
+            return
         own = engine.contender(inputs)
         say(f"ours ready in {own.ready_s:.1f} s, session in {engine.session_s:.1f} s")
         which = options.peers.split(",")

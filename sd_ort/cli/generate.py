@@ -139,7 +139,11 @@ class Devices(click.ParamType):
     metavar="N",
     help="Decode on device N while the next batch is drawn.",
 )
-@click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
+@click.option(
+    "--low-memory",
+    is_flag=True,
+    help="Keep one component in memory at a time; stream a transformer that does not fit on the GPU.",
+)
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
 @click.option("--vae-slicing", is_flag=True, help="Decode the images of a batch one by one.")
 @click.option("--threads", type=THREADS, help="CPU threads [default: one a core].")

@@ -1,4 +1,4 @@
-"""Partition of a graph into consecutive parts, for devices that cannot hold all of its weights.
+"""Partition of a graph into consecutive parts, for devices that cannot hold all of its weights at once.
 
 The cuts balance the bytes of weights. Among nearly balanced cuts the one with the fewest transferred values is chosen;
 after a U-Net's middle block these are the skip connections. Only floating-point values are transferred. Shapes and
@@ -21,6 +21,7 @@ from sd_ort.graphs.hoist import all_inputs, cut_subgraph
 from sd_ort.graphs.load import load, serialize_over_data
 
 MAX_IMBALANCE = 0.05  # maximum distance of a cut from a balanced one, as a fraction of all weights
+MAX_PART_IMBALANCE = 0.25  # the same as a fraction of a partition's weights, for many partitions
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ def partition_graph(path: Path, count: int) -> list[GraphPartition]:
     annotate(model.graph)
     cuts = _choose_cuts(model.graph, count)
     if len(set(cuts)) <= count:
-        raise InputError(f"{path} has no {count} parts of about the same size: spread it over fewer devices.")
+        raise InputError(
+            f"{path} has no {count} parts of about the same size: choose fewer devices, or more memory for each."
+        )
     partitions: list[GraphPartition] = []
     outgoing: list[str] = []
     for start, end in reversed(list(itertools.pairwise(cuts))):
@@ -85,7 +88,7 @@ def _choose_cuts(graph: ir.Graph, count: int) -> list[int]:
         before.append(before[-1] + size)
     cuts = [0]
     for index in range(1, count):
-        balanced, slack = before[-1] * index / count, before[-1] * MAX_IMBALANCE
+        balanced, slack = before[-1] * index / count, before[-1] * min(MAX_IMBALANCE, MAX_PART_IMBALANCE / count)
         near = [i for i in range(1, len(nodes)) if abs(before[i] - balanced) <= slack]
         near = near or [min(range(1, len(nodes)), key=lambda i: abs(before[i] - balanced))]
         cuts.append(min(near, key=lambda i: (transferred[i], abs(before[i] - balanced))))

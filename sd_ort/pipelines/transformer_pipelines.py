@@ -256,7 +256,9 @@ class TransformerPipeline(FirstBlockCacheMixin, LoraMixin):
         """Load a pipeline folder or a checkpoint on a provider, as `StableDiffusionPipeline.from_pretrained` does.
 
         `low_memory`: one component is in memory at a time. Text encoders are dropped before the first step, the
-        transformer before the images are decoded. `graph`: capture the transformer's steps as GPU graphs; None
+        transformer before the images are decoded. If its weights take more than three quarters of the device's free
+        memory, or of the provider option memory_limit, a provider of sd-ort streams them from pinned host memory in
+        each step. `graph`: capture the transformer's steps as GPU graphs; None
         where the provider can. Raises InputError for a folder of another pipeline, an incomplete one, and an option
         that is not supported.
         """
@@ -279,7 +281,11 @@ class TransformerPipeline(FirstBlockCacheMixin, LoraMixin):
         needed = [*dict.fromkeys((*needed, *cls.REQUIRED_COMPONENTS))]
         models.require(*needed)
         pipeline = cls(folder, models, vae_tiling=vae_tiling, vae_slicing=vae_slicing)
-        if not low_memory:
+        if low_memory:
+            from sd_ort.graphs.partition import partition_graph  # onnx_ir, which other pipelines do without
+
+            models.stream_weights("transformer", partition_graph)
+        else:
             models.open(needed)
         return pipeline
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
+from sd_ort.core.progress import announce
 from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
 from sd_ort.runtime.component_files import ComponentFiles
 from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap, trim_heap
@@ -23,6 +24,7 @@ from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, ModelOverride, SessionOptions, create_session
 from sd_ort.runtime.session_device import SessionDevice
 from sd_ort.runtime.stream import Stream
+from sd_ort.runtime.streamed import StreamedModel, WeightStream, describe, partition_count
 from sd_ort.runtime.updatable_weights import UpdatableWeights, update_callback
 from sd_ort.runtime.weight_overrides import WeightOverrides
 
@@ -30,6 +32,9 @@ from sd_ort.runtime.weight_overrides import WeightOverrides
 # Measured on an H200, SD 1.5: the UNet gains 0.7 ms per step; the VAE nothing. A text encoder would gain 2 ms an image,
 # but CLIP takes ArgMax of integers, which the CUDA provider leaves to the CPU.
 STEP_COMPONENTS = frozenset({"unet", "transformer", "controlnet"})
+RESIDENT_SHARE = 0.75  # of the device's memory that a component's weights may take; a step computes in the rest
+
+Cut = Callable[[Path, int], Sequence[Partition]]  # cuts the graph at a path into a number of partitions
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Components(MutableMapping[str, Model]):
         self.peers: list[Components] = []
         self.splits_image = False  # between its rows, too, and not only between the halves of guidance
         self.placed: dict[str, Components] = {}
-        self.partitioned: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Partition]]]] = {}
+        self.partitioned: dict[str, tuple[list[Components], Cut]] = {}
+        self.streamed: dict[str, tuple[int, Cut]] = {}
 
     @property
     def folder(self) -> Path:
@@ -130,12 +136,27 @@ class Components(MutableMapping[str, Model]):
         Raises as `_open_on_device`."""
         self.placed[name] = self._open_on_device(number)
 
-    def partition_over(
-        self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Partition]]
-    ) -> None:
+    def partition_over(self, name: str, numbers: Sequence[int], cut: Cut) -> None:
         """Run the partitions of a component's graph that `cut` returns on this device and then on devices `numbers`.
         Raises as `_open_on_device`."""
         self.partitioned[name] = [self, *(self._open_on_device(number) for number in numbers)], cut
+
+    def stream_weights(self, name: str, cut: Cut) -> None:
+        """Keep a component's weights in pinned host memory from now on, if they do not fit beside what a step computes.
+
+        Only providers of sd-ort stream weights. Raises InputError if runs are to be captured.
+        """
+        stream, weights = self.stream, self.files.weight_bytes(name)
+        if stream is None or stream.has_graphs:
+            return
+        budget = min(self.target.free_bytes(), float(self.options.provider_options.get("memory_limit", "inf")))
+        if weights <= RESIDENT_SHARE * budget:
+            return
+        if self.graph:
+            raise InputError(f"{name} is streamed from host memory, where no runs are captured: leave graph out.")
+        count = partition_count(weights, budget)
+        self.streamed[name] = count, cut
+        announce(f"{name} does not fit in {budget / 1e9:.2f} GB of device memory: {describe(weights, count)}.")
 
     def _open_on_device(self, number: int) -> Components:
         """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
@@ -218,6 +239,8 @@ class Components(MutableMapping[str, Model]):
             return Model(self._session(component, override, unfolded=self.device != "cpu"), self.lock)
         if partition is None and name in self.partitioned:
             return self._open_partitions(name)
+        if name in self.streamed:
+            return self._open_streamed(name)
         return self._open_captured(name, self.overrides.of(name, partition))
 
     def _open_captured(self, name: str, override: ModelOverride) -> Model:
@@ -241,11 +264,32 @@ class Components(MutableMapping[str, Model]):
             placed.append(PlacedPartition(device._open(name, partition), device.device, device.stream))
         return PartitionedModel(placed)
 
+    def _open_streamed(self, name: str) -> Model:
+        self.overrides.finish()
+        assert self.stream is not None
+        count, cut = self.streamed[name]
+        path = self.files.model(name)
+
+        def opened(part: Partition, views: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
+            override = self.overrides.of(name, part)
+            others = {key: value for key, value in override.weights.items() if key not in views}
+            return self._session(name, replace(override, weights=others, updatable=views), settings=settings)
+
+        limit = self.options.provider_options.get("memory_limit")
+        replaced = self.overrides.weights.get(name, {})
+        weights = WeightStream(cut(path, count), path, replaced, self.stream)
+        return StreamedModel(weights, opened, self.device, self.lock, None if limit is None else int(limit))
+
+    def _refuse_streamed(self, name: str, label: str) -> None:
+        if name in self.streamed:
+            raise InputError(f"{name} is streamed from host memory, which {label} cannot: leave low_memory out.")
+
     def variant(self, name: str, label: str, make: Callable[[Path], bytes], *, captured: bool = False) -> Model:
         """A component with another graph over its own weights: `make` is given the path of its model and returns the
         graph. Cached under `label` until `drop_variants`. `captured`: its runs are captured as the component's are."""
         key = f"{name} {label}"
         if key not in self.opened:
+            self._refuse_streamed(name, label)
             self.require(name)
             override = self.overrides.of_graph(name, make(self.files.model(name)))
             model = self._open_captured(name, override) if captured else Model(self._session(name, override), self.lock)
@@ -261,6 +305,7 @@ class Components(MutableMapping[str, Model]):
         """
         key = f"{name} {label}"
         if key not in self.edited_graphs:
+            self._refuse_streamed(name, label)
             if name in self.partitioned:
                 raise InputError(f"{name} runs on several devices, which {label} cannot: leave unet_on out.")
             self.require(name)
@@ -280,11 +325,21 @@ class Components(MutableMapping[str, Model]):
         for key in [key for key in self.opened if key.startswith(f"{name} ")]:
             del self.opened[key]
 
-    def _session(self, name: str, override: ModelOverride, capture: bool = False, unfolded: bool = False) -> Any:
+    def _session(
+        self,
+        name: str,
+        override: ModelOverride,
+        capture: bool = False,
+        unfolded: bool = False,
+        settings: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Open a session; `settings`: provider options over those of `options`."""
         # Packing the weights of a LoRA takes a text encoder longer than several runs gain.
         skip = bool(override.weights) and self.provider == "cpu" and _kind(name) not in STEP_COMPONENTS
         sizes = self.overrides.free_dimensions.get(name, {})
         options = replace(self.options, capture=capture, skip_optimization=skip or unfolded, free_dimensions=sizes)
+        if settings:
+            options = replace(options, provider_options={**options.provider_options, **settings})
         if override.weights and not override.shared:  # all are copied
             self.overrides.finish()
         session = create_session(self.files.model(name), self.provider, options, override, checked=True)

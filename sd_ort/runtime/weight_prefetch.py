@@ -63,7 +63,7 @@ class PrefetchedWeights:
         Returns whether they are most of the data file.
         """
         skipped, prefetched = set(without), 0
-        for name, dtype, shape, offset, size in _data_weights(model.read_bytes()):
+        for name, dtype, shape, offset, size in data_weights(model.read_bytes()):
             if dtype in ELEMENTS and size >= MIN_TENSOR and offset % ALIGNMENT == 0 and name not in skipped:
                 self.values[name] = self._view(name, dtype, shape, offset)
                 prefetched += size
@@ -101,7 +101,7 @@ class PrefetchedWeights:
         return session
 
 
-def _data_weights(model: bytes) -> list[tuple[str, int, list[int], int, int]]:
+def data_weights(model: bytes) -> list[tuple[str, int, list[int], int, int]]:
     """Return name, type, shape, offset and size of each weight in `DATA` that is neither an input nor an output.
 
     Cached, so that onnx is imported for a new model only.

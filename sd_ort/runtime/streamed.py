@@ -1,0 +1,231 @@
+"""A component whose weights stay in pinned host memory and are copied to the device part by part, beside the runs.
+
+Its graph is cut into partitions. Each reads its weights from one of two buffers on the device. While a partition runs,
+the weights of the next one are copied to the other buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sd_ort.core.pipeline_folder import DATA
+from sd_ort.runtime.bound_run import BoundRun, ShapeCache
+from sd_ort.runtime.capture_lock import device_calls
+from sd_ort.runtime.ort_values import device_arguments, device_value, read_value, value_at, write_value
+from sd_ort.runtime.partitioned import Partition
+from sd_ort.runtime.session import Model
+from sd_ort.runtime.stream import Stream
+from sd_ort.runtime.weight_prefetch import ALIGNMENT, ELEMENTS, MIN_TENSOR, data_weights
+
+MIN_COUNT = 4  # partitions: with two, both buffers together would hold all weights
+PCIE_BYTES = 25e9  # a second, of pinned memory over 16 lanes of PCIe 4.0
+
+
+def partition_count(weights: int, budget: float) -> int:
+    """Return the number of partitions of which two take at most half of `budget`, in bytes.
+
+    It is even, so that the last partition of a step and the first one of the next have different buffers.
+    """
+    return max(MIN_COUNT, 2 * math.ceil(2 * weights / max(budget, 1)))
+
+
+def describe(weights: int, count: int) -> str:
+    """Return what is streamed in each step, and the time that the copies take at least."""
+    return (
+        f"{weights / 1e9:.2f} GB of weights are streamed from host memory in each step, in {count} parts: at least "
+        f"{1e3 * weights / PCIE_BYTES:.0f} ms a step over PCIe 4.0 x16 ({PCIE_BYTES / 1e9:.0f} GB/s)"
+    )
+
+
+class StreamMemory:
+    """Memory of a stream's device, or pinned memory of the host that the device copies from."""
+
+    def __init__(self, stream: Stream, size: int, *, pinned: bool = False) -> None:
+        """Raises MemoryError if there is too little."""
+        self.stream, self.size, self.kind = stream, size, "Host" if pinned else ""
+        data = ctypes.c_void_p()
+        stream.use()
+        if stream.c_function(f"Malloc{self.kind}")(ctypes.byref(data), ctypes.c_size_t(max(size, 1))):
+            where = "pinned host memory" if pinned else "device memory"
+            raise MemoryError(f"{size / 1e6:.0f} MB of {where} for streamed weights are not free")
+        self.address = int(data.value or 0)
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            self.stream.c_function(f"Free{self.kind}")(ctypes.c_void_p(self.address))
+
+
+@dataclass
+class PartitionWeights:
+    """The weights of a partition that are streamed: by name their type, shape, offset in the buffer and in the file."""
+
+    entries: dict[str, tuple[int, list[int], int, int]]
+    size: int
+
+    @classmethod
+    def of(cls, graph: bytes) -> PartitionWeights:
+        """Return the floating-point weights of a graph that are in the data file."""
+        entries, size = {}, 0
+        for name, dtype, shape, offset, length in data_weights(graph):
+            if length >= MIN_TENSOR and dtype in ELEMENTS and length == math.prod(shape) * ELEMENTS[dtype]:
+                entries[name] = dtype, shape, size, offset
+                size += length + -length % ALIGNMENT
+        return cls(entries, size)
+
+    def fill(self, target: np.ndarray, file: np.ndarray, replaced: Mapping[str, np.ndarray]) -> None:
+        """Write the weights to bytes of a buffer: those of the file, or the `replaced` ones."""
+        for name, (dtype, shape, begin, offset) in self.entries.items():
+            length = math.prod(shape) * ELEMENTS[dtype]
+            if name in replaced:
+                source = np.ascontiguousarray(replaced[name]).reshape(-1).view(np.uint8)
+            else:
+                source = file[offset : offset + length]
+            target[begin : begin + length] = source
+
+
+class WeightStream:
+    """The weights of all partitions in pinned memory, two buffers on the device, and the stream of the copies."""
+
+    def __init__(
+        self, partitions: Sequence[Partition], model: Path, replaced: Mapping[str, np.ndarray], compute: Stream
+    ) -> None:
+        """`replaced`: weights instead of the file's. Raises MemoryError if there is too little memory."""
+        self.compute, self.partitions = compute, partitions
+        self.weights = [PartitionWeights.of(partition.graph) for partition in partitions]
+        largest = max(weights.size for weights in self.weights)
+        self.buffers = [StreamMemory(compute, largest) for _ in range(2)]
+        self.pinned: list[StreamMemory] = []
+        file = np.memmap(model.parent / DATA, np.uint8, "r")
+        for weights in self.weights:
+            memory = StreamMemory(compute, weights.size, pinned=True)
+            target = np.ctypeslib.as_array((ctypes.c_uint8 * max(weights.size, 1)).from_address(memory.address))
+            weights.fill(target, file, replaced)
+            self.pinned.append(memory)
+        self.copies = Stream(compute.c._name, compute.prefix, compute.device)
+        self.copied = [compute.event() for _ in self.weights]
+        self.ran = [compute.event() for _ in self.weights]
+        for index in range(2):
+            self.copy(index)
+
+    @property
+    def device_bytes(self) -> int:
+        """The size of both buffers."""
+        return sum(buffer.size for buffer in self.buffers)
+
+    def views(self, index: int, device: str) -> dict[str, Any]:
+        """Return an OrtValue of each weight of a partition in its buffer on the device."""
+        memory = self.buffers[index % 2]
+        return {
+            name: value_at(device, memory.address + begin, dtype, shape, owner=memory)
+            for name, (dtype, shape, begin, _) in self.weights[index].entries.items()
+        }
+
+    def copy(self, index: int) -> None:
+        """Queue the copy of a partition's weights to its buffer, after the run of the partition that had it before."""
+        self.copies.follow(self.ran[(index - 2) % len(self.ran)])
+        to, source = self.buffers[index % 2].address, self.pinned[index]
+        handle = ctypes.c_void_p(self.copies.handle)
+        size = ctypes.c_size_t(source.size)
+        self.copies.call(
+            "MemcpyToDeviceAsync", ctypes.c_void_p(to), ctypes.c_void_p(source.address), size, handle
+        )  # fmt: skip
+        self.copies.mark(self.copied[index])
+
+    def before(self, index: int) -> None:
+        """Let the run of a partition wait for its weights."""
+        self.compute.follow(self.copied[index])
+
+    def after(self, index: int) -> None:
+        """Have the buffer of a partition that is queued filled for the next one that reads it."""
+        self.compute.mark(self.ran[index])
+        self.copy((index + 2) % len(self.weights))
+
+    def __del__(self) -> None:
+        if hasattr(self, "copies"):
+            self.copies.synchronize()
+            self.compute.synchronize()
+
+
+class StreamedModel(Model):
+    """The partitions of a component over streamed weights, as one function of NumPy arrays."""
+
+    def __init__(
+        self,
+        weights: WeightStream,
+        open_session: Callable[[Partition, Mapping[str, Any], Mapping[str, str]], Any],
+        device: str,
+        lock: AbstractContextManager[Any],
+        memory_limit: int | None = None,
+    ) -> None:
+        """Open a session for each partition.
+
+        `open_session`: returns the session of a partition with these updatable weights and further provider options.
+        `memory_limit`: bytes of device memory for the buffers and for what all sessions allocate together.
+        """
+        settings = {"shared_pool": "1"}
+        if memory_limit is not None:
+            settings["memory_limit"] = str(max(0, memory_limit - weights.device_bytes))
+        self.partitions = [
+            Model(open_session(part, weights.views(index, device), settings), lock)
+            for index, part in enumerate(weights.partitions)
+        ]
+        self.weights, self.device, self.lock = weights, device, lock
+        computed: set[str] = set()
+        self.inputs: dict[str, Any] = {}
+        for partition in self.partitions:
+            self.inputs |= {name: value for name, value in partition.inputs.items() if name not in computed}
+            computed |= set(partition.outputs)
+        self.outputs = self.partitions[-1].outputs
+        self.runs: ShapeCache[list[BoundRun]] = ShapeCache()
+
+    def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
+        """As `Model.__call__`."""
+        self.check_names(arrays)
+        feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
+        with self.lock:
+            key = tuple((name, array.shape) for name, array in sorted(feed.items()))
+            if key not in self.runs:
+                self.runs.clear()  # buffers of one size at a time
+            runs = self.runs.get_or_make(key, lambda: self._bind(feed))
+            for name, array in feed.items():
+                write_value(next(run.inputs[name] for run in runs if name in run.inputs), array)
+            for index, run in enumerate(runs):
+                self.weights.before(index)
+                run.run(wait=index == len(runs) - 1)
+                self.weights.after(index)
+            return {name: read_value(runs[-1].outputs[name]) for name in self.outputs}
+
+    def _bind(self, feed: Mapping[str, np.ndarray]) -> list[BoundRun]:
+        """Return the run of each partition over buffers. A first run tells the shapes of what it hands on."""
+        values: dict[str, Any] = {name: device_value(array, self.device) for name, array in feed.items()}
+        runs: list[BoundRun] = []
+        for partition in self.partitions:
+            inputs = {name: values[name] for name in partition.inputs}
+            outputs = self._outputs(partition, inputs)
+            runs.append(BoundRun(partition.session, inputs, self.device, outputs=outputs))
+            values |= runs[-1].outputs
+        return runs
+
+    def _outputs(self, partition: Model, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return device memory for the outputs of a partition, of any type that weights have."""
+        binding, host = partition.session.io_binding(), device_arguments("cpu")
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in partition.outputs:
+            binding.bind_output(name, host["device_type"], host["device_id"])
+        with device_calls(self.device):
+            partition.session.run_with_iobinding(binding)
+        outputs = {}
+        for name, found in zip(partition.outputs, binding.get_outputs(), strict=True):
+            element, shape = found.element_type(), found.shape()
+            memory = StreamMemory(self.weights.compute, math.prod(shape) * ELEMENTS[element])
+            outputs[name] = value_at(self.device, memory.address, element, shape, owner=memory)
+        return outputs
