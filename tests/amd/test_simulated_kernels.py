@@ -77,6 +77,20 @@ def test_operands_of_64_bits(code_object: Callable[..., Path]) -> None:
     assert [f"{value:016x}" for value in results] == [f"{value % 2**64:016x}" for value in expected]
 
 
+def run_loads_of_halves(hip: Hip, image: str) -> list:
+    """Results of load_halves for the bytes 0 to 32."""
+    out, values = hip.upload((ctypes.c_uint * 32)()), hip.upload((ctypes.c_ubyte * 33)(*range(33)))
+    hip.launch(hip.function(image, "load_halves"), (1, 1, 1), (32, 1, 1), out, values)
+    return hip.download(out, (ctypes.c_uint * 32)())
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx1100"])
+def test_halves_at_odd_addresses(target: str, code_object: Callable[..., Path]) -> None:
+    """The products in 8 bits load pairs of rows with an odd number of columns."""
+    values = run_client(run_loads_of_halves, target, code_object(target))
+    assert values == [byte + 256 * (byte + 1) for byte in range(32)]
+
+
 def run_halves(hip: Hip, image: str) -> list:
     """Results of compute_halves for 0.25."""
     out = hip.upload((ctypes.c_float * 7)())

@@ -59,6 +59,7 @@ class TinygradEmulator:
         _allow_constant_wmma_source(emu)
         _allow_half_division(emu)
         _share_rows(emu)
+        _load_halves_from_odd_addresses()
         if isa == "cdna":
             _ignore_scalar_address_of_flat(emu)
             _read_half_constants(emu)
@@ -184,6 +185,24 @@ def _broadcast_rows(emu: Any) -> None:
         return source, enabled, valid
 
     emu._dpp16_ctrl = control
+
+
+def _load_halves_from_odd_addresses() -> None:
+    """Make loads of 16 bits take any address, as the hardware does. The emulator takes the even one before it."""
+    from test.mockgpu.amd.pcode import Parser
+    from tinygrad.dtype import dtypes
+
+    load = Parser._handle_mem_load
+
+    def load_at(parser: Any, address: Any, dtype: Any) -> Any:
+        if dtype not in (dtypes.uint16, dtypes.int16):
+            return load(parser, address, dtype)
+        low, high = (
+            load(parser, address + address.const_like(byte), dtypes.uint8).cast(dtypes.uint32) for byte in range(2)
+        )
+        return (low | high * low.const_like(256)).cast(dtypes.uint16).bitcast(dtype)
+
+    Parser._handle_mem_load = load_at
 
 
 def _share_rows(emu: Any) -> None:
