@@ -69,6 +69,8 @@ def tune(
         session = create_session(path, provider, SessionOptions(tuning=True, library=library or False))
         run_shapes(Model(session), folder, name, latent_sizes(folder, name, sizes, batches, guidance), on_progress)
         tuning_file = tuning.save([session], source, runtime().__version__) or tuning_file
+    if tuning_file is None and (tuning_file := tuning.find(tuning.validators_of(source, runtime().__version__))):
+        on_progress("all of these sizes were tuned before.")
     if tuning_file is None:
         raise InputError(f"{folder} has no operator that the {provider} provider could tune: optimize it for one.")
     return tuning_file

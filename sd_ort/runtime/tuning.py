@@ -280,15 +280,20 @@ def save_at_exit(session: weakref.ref[Any], source: TuningSource | None, onnxrun
     save([] if alive is None else [alive], source, onnxruntime_version)
 
 
+def find(validators: Mapping[str, str], model: Path | None = None) -> Path | None:
+    """Return the file of results with these validators, or None."""
+    paths = (results_folder / _name(validators) for results_folder in folders(model))
+    return next((path for path in paths if is_reachable_file(path)), None)
+
+
 def load(session: Any, source: TuningSource | None, onnxruntime_version: str, model: Path | None = None) -> Path | None:
     """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
     validators = validators_of(source, onnxruntime_version)
-    searched = folders(model)
-    fitting = next(
-        (path for results_folder in searched if is_reachable_file(path := results_folder / _name(validators))), None
-    )
+    fitting = find(validators, model)
     if fitting is None:
-        _say_why_not((path for results_folder in searched for path in list_files(results_folder, "*.json")), validators)
+        _say_why_not(
+            (path for results_folder in folders(model) for path in list_files(results_folder, "*.json")), validators
+        )
         return None
     record = read(fitting)
     check(fitting, record, validators)

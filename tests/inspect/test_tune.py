@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 from cli_type import Cli
 
@@ -241,6 +242,24 @@ def test_a_gpu_without_an_op_library_has_nothing_to_tune(tmp_path: Path) -> None
     """CUDA's own kernels are not tunable: what there is to tune is in libsd_ort_cuda.so, which is not there."""
     with pytest.raises(ProviderError, match="no op library for cuda"):
         tune.tune(tmp_path, "cuda", library=tmp_path / "libsd_ort_ops.so")
+
+
+def test_tuned_sizes_are_no_error(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose sizes are in a file has nothing left to measure; one that was never tuned has nothing at all."""
+    monkeypatch.setattr(tuning, "gpu_ops", lambda provider, library: FakeOps())
+    monkeypatch.setattr(tune, "create_session", lambda *_: FakeSession())
+    monkeypatch.setattr(tune, "Model", lambda session: session)
+    monkeypatch.setattr(tune, "run_shapes", lambda *_: None)
+    lines: list[str] = []
+
+    def run() -> Path:
+        return tune.tune(small_export, "cuda", library=small_export / "ops.so", on_progress=lines.append)
+
+    with pytest.raises(InputError, match="no operator that the cuda provider could tune"):
+        run()
+    path = tuning.save([], FakeOps(results=found("a")), onnxruntime.__version__)
+    assert run() == path
+    assert lines[-1] == "all of these sizes were tuned before."
 
 
 def test_sizes(small_export: Path) -> None:
