@@ -53,7 +53,7 @@ def test_hub_ids() -> None:
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS as theirs
 
     unknown = {"flux2-klein", "qwen-image"}  # to diffusers: it reads no single file of these
-    names = {name: name.replace("sd35-", "sd35_") for name in HUB_IDS.keys() - unknown}
+    names = {name: name.replace("sd35-", "sd35_").replace("flux2-", "flux-2-") for name in HUB_IDS.keys() - unknown}
     expected = {name: theirs[other]["pretrained_model_name_or_path"] for name, other in names.items()}
     assert {name: HUB_IDS[name] for name in names} == expected
     assert not any(path["pretrained_model_name_or_path"] == HUB_IDS[n] for path in theirs.values() for n in unknown)
