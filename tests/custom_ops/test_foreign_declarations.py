@@ -233,7 +233,7 @@ def test_calls_of_nvml_from_python(version: str, tmp_path: Path, monkeypatch: py
 
 def test_calls_of_glibc_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
-    monkeypatch.setattr(ctypes, "CDLL", calls)
+    monkeypatch.setattr(glibc_malloc, "_LIBC", calls(None))
     glibc_malloc.disable_trim()
     with glibc_malloc.return_heap():
         glibc_malloc.trim_heap()
