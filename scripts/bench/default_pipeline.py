@@ -109,6 +109,16 @@ def models(preset: str, device: str) -> dict[str, Any]:
     return modules
 
 
+def save_checkpoint(preset: str, folder: Path, provider: str) -> dict[str, Any]:
+    """Write a diffusers folder of a preset in float16 with the weights of `models`, and return its modules."""
+    folder.mkdir(parents=True)
+    open_preset(preset, 0).write_configs(folder)
+    modules = models(preset, device_of(provider))
+    for name, model in modules.items():
+        model.half().cpu().save_pretrained(folder / name)
+    return modules
+
+
 def make(options: argparse.Namespace) -> None:
     """work/<preset>/raw and ours."""
     work = options.work / options.preset

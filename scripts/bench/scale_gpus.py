@@ -414,18 +414,14 @@ def make(preset: str, folder: Path, provider: str) -> None:
         return
     import torch
 
-    from scripts.bench.default_pipeline import device_of, models
+    from scripts.bench.default_pipeline import save_checkpoint
     from sd_ort.benchmark.engine_selection import target_of
-    from sd_ort.checkpoints.presets import open_preset
     from sd_ort.stages import optimize
 
     start = time.perf_counter()
     with torch.no_grad(), tempfile.TemporaryDirectory(dir=folder.parent) as work:
         checkpoint = Path(work) / preset
-        checkpoint.mkdir()
-        open_preset(preset, 0).write_configs(checkpoint)
-        for name, model in models(preset, device_of(provider)).items():
-            model.half().cpu().save_pretrained(checkpoint / name)
+        save_checkpoint(preset, checkpoint, provider)
         print(f"{preset}: a checkpoint after {time.perf_counter() - start:.0f} s", flush=True)
         dtype = "float32" if provider == "cpu" else "float16"
         optimize(checkpoint, folder, target=target_of(provider), dtype=dtype, calibrate=False)

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 
-from scripts.bench.default_pipeline import device_of, models
+from scripts.bench.default_pipeline import save_checkpoint
 from scripts.bench.lora_swap import make_lora
 from scripts.fixtures import ip_adapters
 from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.checkpoints.checkpoint import model_class
 from sd_ort.checkpoints.open import CheckpointOptions
-from sd_ort.checkpoints.presets import open_preset
 from sd_ort.stages import optimize
 
 TASKS = ["controlnet", "ip-adapter"]
@@ -36,12 +35,8 @@ LARGE = ip_adapters.Sizes(
 def make(preset: str, out: Path, provider: str, tasks: list[str]) -> list[str]:
     """Write the folders; returns the soak's arguments."""
     checkpoint, adapter = out / "checkpoint", out / "adapter"
-    for folder in (checkpoint, adapter):
-        folder.mkdir(parents=True)
-    open_preset(preset, 0).write_configs(checkpoint)
-    modules = models(preset, device_of(provider))
-    for name, module in modules.items():
-        (module.half() if provider != "cpu" else module).cpu().save_pretrained(checkpoint / name)
+    adapter.mkdir(parents=True)
+    modules = save_checkpoint(preset, checkpoint, provider)
     dtype = "float32" if provider == "cpu" else "float16"
     write = partial(optimize, checkpoint, target=target_of(provider), dtype=dtype, calibrate=False)
     write(out / "plain")

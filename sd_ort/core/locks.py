@@ -21,24 +21,12 @@ if sys.platform == "win32":
         if not ctypes.windll.kernel32.LockFileEx(handle, kind, 0, 1, 0, ctypes.byref(place)):
             raise BlockingIOError(f"Another process has locked file {descriptor}.")
 
-    def lock_folder(folder: Path) -> int:
-        """Lock a folder by a file beside it, as Windows moves no folder with an open file. Raises BlockingIOError."""
-        descriptor = os.open(_beside(folder), os.O_RDWR | os.O_CREAT)
-        try:
-            lock(descriptor, EXCLUSIVE | NON_BLOCKING)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    def unlock_folder(folder: Path, descriptor: int) -> None:
-        """Release a lock of `lock_folder`."""
-        os.close(descriptor)
-        with suppress(OSError):  # another process may have opened it
-            _beside(folder).unlink()
-
-    def _beside(folder: Path) -> Path:
+    def _lock_file(folder: Path) -> Path:
+        """Return the file beside a folder that is locked in its place: Windows moves no folder with an open file."""
         return folder.with_name(f"lock-of-{folder.name}")
+
+    def _open_folder(folder: Path) -> int:
+        return os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT)
 
 else:
     import fcntl
@@ -49,19 +37,27 @@ else:
         """Lock an open file. Raises BlockingIOError if another process has it and `kind` has NON_BLOCKING."""
         fcntl.flock(descriptor, kind)
 
-    def lock_folder(folder: Path) -> int:
-        """Lock a folder and return the lock's descriptor.
+    def _open_folder(folder: Path) -> int:
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
-        Raises BlockingIOError if another process has locked it, and another OSError in a file system without locks.
-        """
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            lock(descriptor, EXCLUSIVE | NON_BLOCKING)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
 
-    def unlock_folder(folder: Path, descriptor: int) -> None:
-        """Release a lock of `lock_folder`."""
+def lock_folder(folder: Path) -> int:
+    """Lock a folder and return the lock's descriptor.
+
+    Raises BlockingIOError if another process has locked it, and another OSError in a file system without locks.
+    """
+    descriptor = _open_folder(folder)
+    try:
+        lock(descriptor, EXCLUSIVE | NON_BLOCKING)
+    except OSError:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def unlock_folder(folder: Path, descriptor: int) -> None:
+    """Release a lock of `lock_folder`."""
+    os.close(descriptor)
+    if sys.platform == "win32":
+        with suppress(OSError):  # another process may have opened it
+            _lock_file(folder).unlink()

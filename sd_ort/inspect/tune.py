@@ -70,7 +70,7 @@ def tune(
         run_shapes(Model(session), folder, name, latent_sizes(folder, name, sizes, batches, guidance), on_progress)
         tuning_file = tuning.save([session], source, runtime().__version__) or tuning_file
     if tuning_file is None and (tuning_file := tuning.find(tuning.validators_of(source, runtime().__version__))):
-        on_progress("all of these sizes were tuned before.")
+        on_progress("nothing new was measured: these sizes were tuned before, or the folder has no operator to tune.")
     if tuning_file is None:
         raise InputError(f"{folder} has no operator that the {provider} provider could tune: optimize it for one.")
     return tuning_file

@@ -154,7 +154,7 @@ class BoundParts:
     """Head and rest of a transformer, captured over buffers that they share: the rest writes the head's next inputs."""
 
     def __init__(self, head: GpuGraphModel, rest: GpuGraphModel, feed: Mapping[str, np.ndarray]) -> None:
-        """Bind both graphs. feed: the inputs of both, apart from those that the other graph computes."""
+        """Bind head and rest to device buffers. `feed`: their inputs, without those that the other one computes."""
         self.head = head.capture({name: feed[name] for name in head.inputs})
         values = {**self.head.inputs, **self.head.outputs}
         later = {name: self.head.inputs[name] for name in (LAST_RESIDUAL, LATER_RESIDUAL)}

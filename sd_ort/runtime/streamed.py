@@ -30,7 +30,7 @@ PCIE_BYTES = 25e9  # a second, of pinned memory over 16 lanes of PCIe 4.0
 
 
 def partition_count(weights: int, budget: float) -> int:
-    """Return the number of partitions of which two take at most half of `budget`, in bytes.
+    """Return how many partitions a component is cut into, so that two of them take at most half of `budget` bytes.
 
     It is even, so that the last partition of a step and the first one of the next have different buffers.
     """
@@ -38,7 +38,7 @@ def partition_count(weights: int, budget: float) -> int:
 
 
 def describe(weights: int, count: int) -> str:
-    """Return what is streamed in each step, and the time that the copies take at least."""
+    """Return a sentence on the bytes that are copied in a step and the least time that this takes."""
     return (
         f"{weights / 1e9:.2f} GB of weights are streamed from host memory in each step, in {count} parts: at least "
         f"{1e3 * weights / PCIE_BYTES:.0f} ms a step over PCIe 4.0 x16 ({PCIE_BYTES / 1e9:.0f} GB/s)"

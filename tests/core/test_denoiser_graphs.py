@@ -1,4 +1,4 @@
-"""The wiring of a denoiser's graphs: what each reads, in which order they run, and what is missing."""
+"""Tests of DenoiserGraphs: the inputs of each graph, the order of runs, and the message for a missing input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRAs on a loaded pipeline: formats, weights of every layout, what is refused. Images: test_lora_parity.py."""
+"""LoRAs on a loaded pipeline: file formats, layouts of weights, refusals. test_lora_parity.py compares images."""
 
 from __future__ import annotations
 
