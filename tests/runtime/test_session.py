@@ -68,6 +68,30 @@ def test_weights_in_bfloat16_are_replaced(tmp_path: Path) -> None:
     assert replaced(x=np.ones(4, np.float32))["y"].tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("library", [True, False])
+def test_shared_weights_are_multiplied_where_they_are(tmp_path: Path, library: bool) -> None:
+    """The op library reads them when it runs. ONNX Runtime packs them when it opens the session, and copies others."""
+    path = tmp_path / "unet" / MODEL
+    path.parent.mkdir()
+    header = '<ir_version: 9, opset_import: ["" : 20]> g (float[N, 2, 40] x) => (float[N, 2, 48] y, float[N, 2, 48] z)'
+    model = onnx.parser.parse_model(f"{header} {{ y = MatMul (x, w)  z = MatMul (x, v) }}")
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((40, 48), np.float32) for name in "wv"}
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=0)
+    override = session.ModelOverride(weights, shared=["w"])
+    options = session.SessionOptions(library=library)
+    opened = session.Model(session.create_session(path, options=options, override=override))
+    x = rng.standard_normal((3, 2, 40), np.float32)
+    products = {"y": x @ weights["w"], "z": x @ weights["v"]}
+    for scale in (1, 2):  # sums of 40 products of about 1: float32 rounds each to 6e-8
+        weights["w"] *= scale
+        weights["v"] *= scale
+        results = opened(x=x)
+        np.testing.assert_allclose(results["y"], products["y"] * (scale if library else 1), rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(results["z"], products["z"], rtol=1e-5, atol=2e-5)
+
+
 def test_floats_are_cast_to_the_declared_dtype(model: Path) -> None:
     loaded = session.load(model.parents[1], "unet")
     result = loaded(x=np.ones((2, 4), np.float64))["y"]
