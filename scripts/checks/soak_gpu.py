@@ -8,7 +8,8 @@ Every image is compared byte for byte with the first image of the same request. 
 and then from four threads at once. After them run image to image, inpainting, ControlNet and IP-Adapter (folders that
 were optimized with one), LoRA rounds (load, two scales, unload), pipelines that open while another one captures, and
 pipelines that open, generate and close. Device memory, process memory and open file descriptors are read after each
-stage. --scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, or memory or
+stage, and device memory after each call: `device_growth` names the calls after which more was in use than ever before.
+--scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, or memory or
 descriptors grow when a stage runs again.
 """
 
@@ -69,6 +70,16 @@ class Soak:
     failures: list[str] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
+    device_growth: list[dict[str, Any]] = field(default_factory=list)
+    largest_MB: int = 0  # of device memory in use after a call
+
+    def watch(self, call: object) -> None:
+        """Record `call` if more device memory is in use than after all calls before it."""
+        used = device_megabytes() or 0
+        if used > self.largest_MB:
+            row = {"stage_number": len(self.stages), "call": str(call), "device_MB": used}
+            self.device_growth.append(row | {"growth_MB": used - self.largest_MB})
+            self.largest_MB = used
 
     def open(self, pipeline_class: Any = StableDiffusionPipeline, folder: Path | None = None) -> Any:
         return pipeline_class.from_pretrained(folder or self.folder, self.provider)
@@ -84,6 +95,7 @@ class Soak:
             traceback.print_exc()
             self.failures.append(f"{key or request}: {type(error).__name__}: {str(error).splitlines()[0]}")
             return
+        self.watch(key or request)
         data = b"".join(np.asarray(image).tobytes() for image in output.images)
         if self.first.setdefault(key or request, data) != data:
             pairs = (np.frombuffer(each, np.uint8).astype(int) for each in (self.first[key or request], data))
@@ -171,6 +183,7 @@ def lora_rounds(soak: Soak, pipeline: Any, files: list[Path], size: Request, rou
         start = time.perf_counter()
         change()
         seconds[name].append(time.perf_counter() - start)
+        soak.watch(f"LoRA {name}")
 
     for index in range(rounds):
         file = files[index % len(files)]
@@ -250,7 +263,8 @@ def main() -> int:
     report = {
         "folder": options.folder.name, "provider": options.provider, "requests": len(all_requests),
         "steps": options.steps, "other_tasks": soak.tasks,
-        "stages": soak.stages, "lora_seconds": changes, "failures": soak.failures, "load_average": os.getloadavg()[0],
+        "stages": soak.stages, "device_growth": soak.device_growth, "lora_seconds": changes,
+        "failures": soak.failures, "load_average": os.getloadavg()[0],
         "machine": machine(), "versions": versions(), "commit": commit(),
     }  # fmt: skip
     if options.out:
