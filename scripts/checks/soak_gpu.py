@@ -9,8 +9,8 @@ and then from four threads at once. After them run image to image, inpainting, C
 were optimized with one), LoRA rounds (load, two scales, unload), pipelines that open while another one captures, and
 pipelines that open, generate and close. Device memory, process memory and open file descriptors are read after each
 stage, and device memory after each call: `device_growth` names the calls after which more was in use than ever before.
---scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, or memory or
-descriptors grow when a stage runs again.
+--scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, a run
+that should be captured is not, or memory or descriptors grow when a stage runs again.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from sd_ort import (
     StableDiffusionPipeline,
 )
 from sd_ort.core.files import write_json
+from sd_ort.runtime.bound_run import failed_captures
 from sd_ort.runtime.machine import commit, machine, versions
 
 SIZES = ((512, 512), (768, 512), (512, 768), (640, 640), (1024, 1024), (256, 256), (448, 576), (704, 512))
@@ -243,7 +244,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("error")
-    soak = Soak(options.folder, options.provider, options.steps)
+    soak, earlier = Soak(options.folder, options.provider, options.steps), len(failed_captures())
     all_requests = list(requests(options.scale))[: options.requests]
     pipeline = soak.open()
     for name in ("sizes", "sizes captured", "sizes again"):  # a size is captured when it comes for the second time
@@ -260,6 +261,7 @@ def main() -> int:
     soak.stage("pipelines again", lambda: open_and_close(soak, all_requests[0], options.pipelines))
     limits = {"device_MB": 64, "rss_MB": 512, "descriptors": 4}
     soak.failures += filter(None, (growth(soak.stages, name, allowed) for name, allowed in limits.items()))
+    soak.failures += [f"a run was not captured: {reason}" for reason in failed_captures()[earlier:]]
     report = {
         "folder": options.folder.name, "provider": options.provider, "requests": len(all_requests),
         "steps": options.steps, "other_tasks": soak.tasks,

@@ -445,7 +445,7 @@ class Model:
                 results = self.session.run(None, feed)
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
-            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+            raise SdOrtError(f"ONNX Runtime failed: {first_line(error)} (on {shapes})") from error
         return dict(zip(self.outputs, results, strict=True))
 
     def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
