@@ -182,6 +182,17 @@ bool find(void* library, const std::string& name, Function*& function) {
   return function != nullptr;
 }
 
+// Keeps the library that contains a function until the process ends. Elsewhere its linker says so: CMakeLists.txt.
+inline void keep_library(void (*function)()) {
+#if defined(_WIN32)
+  HMODULE library = nullptr;
+  GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN,
+                     reinterpret_cast<const wchar_t*>(function), &library);
+#else
+  (void)function;
+#endif
+}
+
 // Returns the folder, with a trailing separator, of the library that contains a function; "" if unknown.
 inline std::string folder_of(void (*function)()) {
 #if defined(_WIN32)

@@ -4,7 +4,11 @@
 #if !defined(SD_ORT_EMULATED)
 #include "common/vendors/hip_runtime.h"
 #endif
+#if defined(__MINGW32__)
+#include "common/vendors/hip_host.h"
+#else
 #include <hip/hip_runtime.h>  // half needs no header: clang has _Float16
+#endif
 
 #include <cstdint>
 #include <string>
