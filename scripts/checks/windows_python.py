@@ -31,6 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import pip
 from PIL import Image
 
 from scripts.checks import windows_sources, windows_wheel
@@ -136,6 +137,13 @@ def make_python(zig: str, home: Path) -> None:
             path.write_bytes(data.replace(RUNTIME, OURS.ljust(len(RUNTIME), b"\0")))
 
 
+def install_wheel(wine: Wine, home: Path, wheel: Path) -> None:
+    """Install sd-ort by pip, which is Linux's: it has no compiled code."""
+    shutil.copytree(Path(pip.__file__).parent, home / "Lib/site-packages/pip")
+    options = ("--quiet", "--no-index", "--no-deps", "--no-warn-script-location", "--disable-pip-version-check")
+    wine.run(home / "python.exe", "-P", "-m", "pip", "install", *options, wheel, timeout=900)
+
+
 def compare_images(wine: Wine, home: Path, model: Path, provider: str) -> str:
     """Generate an image on Windows and on Linux, from the same folder. Returns a line, and exits if they differ."""
     images = [model.parent / f"{system}-{provider}.png" for system in ("windows", "linux")]
@@ -191,7 +199,8 @@ def check(wine: Wine, home: Path, work: Path) -> list[str]:
 
     claims = python(SOURCES / "windows_locks.py").splitlines()
     lines = [f"locks, folders, files: {sum(claim.startswith('holds: ') for claim in claims)} checks hold"]
-    lines.append(f"{python('-m', 'sd_ort', '--version')}: Python {python('--version').removeprefix('Python ')}")
+    version = wine.run(home / "Scripts/sd-ort.exe", "--version")
+    lines.append(f"pip install, {version}: {python('--version')}")
     if "generate" not in python("-P", "-m", "sd_ort", "--help"):
         sys.exit("sd-ort --help does not list its commands")
     doctor = python("-P", "-m", "sd_ort", "doctor").splitlines()
@@ -219,11 +228,10 @@ def main() -> None:
         wheel = options.wheel or windows_wheel.make(compiler, Path(scratch), targets)
         home = Path(scratch, "python")
         make_python(compiler[0], home)
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(home / "Lib/site-packages")
         wine = Wine(work / "python-prefix")
         wine.environment |= {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "LOCALAPPDATA": windows_path(Path(scratch))}
         wine.run(Path("winecfg"), "-v", "win10")  # a new prefix is Windows 7 to programs
+        install_wheel(wine, home, wheel)
         lines = check(wine, home, Path(scratch))
         if targets:
             install_simulated_hip(wine, Path(scratch))

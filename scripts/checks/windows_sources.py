@@ -118,7 +118,7 @@ def libraries(compiler: list[str], headers: Path, folder: Path, hip: Sequence[st
         "cmake", "-S", str(ROOT / "custom_ops"), "-B", str(folder), "-DCMAKE_SYSTEM_NAME=Windows",
         "-DCMAKE_SYSTEM_PROCESSOR=AMD64", f"-DCMAKE_CXX_COMPILER={';'.join(driver)}",
         f"-DCMAKE_CXX_FLAGS={' '.join(flags)}", f"-DORT_INCLUDE_DIR={headers}", f"-DPROVIDER_INCLUDE_DIR={headers}",
-        *hip_options,
+        f"-DBUILD_HASH={sources_hash()}", *hip_options,
     ])  # fmt: skip
     exports_of = EXPORTS | (HIP_EXPORTS if hip else {})
     targets = [name.removeprefix("lib").removesuffix(".dll") for name in exports_of]

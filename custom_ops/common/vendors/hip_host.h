@@ -1,5 +1,5 @@
-// Host code for Windows by clang for MinGW, with kernels that were compiled on Linux: declares what the host's pass parses
-// of kernels. HIP's header for kernels takes long for 64 bits there, unless the compiler is Microsoft's.
+// Host code for Windows by clang for MinGW, with kernels that were compiled on Linux: declares what the host's pass
+// parses of kernels. HIP's header for kernels takes long for 64 bits there, unless the compiler is Microsoft's.
 #pragma once
 
 #include <hip/amd_detail/host_defines.h>
