@@ -23,6 +23,7 @@ import argparse
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,6 @@ from PIL import Image
 from scripts.checks import windows_sources, windows_wheel
 from scripts.checks.windows import Wine, windows_path
 from scripts.checks.windows_sources import ROOT, command_of
-from scripts.checks.windows_wheel import ENTRY, exported, forwarder
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import machine
 from sd_ort.runtime.library import sources_hash
@@ -60,6 +60,7 @@ int wmain(int count, wchar_t** arguments) {
   return run ? run(count, arguments) : 99;
 }
 """
+ENTRY = "int DllMainCRTStartup(void* module, unsigned reason, void* reserved) { return 1; }\n"
 RANDOM = """
 __declspec(dllimport) unsigned char SystemFunction036(void*, unsigned long);
 __declspec(dllexport) int ProcessPrng(unsigned char* data, unsigned long long size) {
@@ -75,6 +76,31 @@ HIP_FUNCTIONS = {
     *"__hipRegisterFatBinary __hipRegisterFunction __hipPushCallConfiguration __hipPopCallConfiguration".split(),
     *"hipGetDevicePropertiesR0600 hipLaunchKernel hipDeviceGetName hipDeviceGetPCIBusId".split(),
 } - {"hipGetDeviceProperties"}
+
+
+def exported(library: Path) -> list[str]:
+    """Return the names that a DLL exports."""
+    data = library.read_bytes()
+
+    def integer(at: int) -> int:
+        return int(struct.unpack_from("<I", data, at)[0])
+
+    header = integer(0x3C)
+    count, optional = struct.unpack_from("<H12xH", data, header + 6)
+    sections = [struct.unpack_from("<8xIIII", data, header + 24 + optional + 40 * i) for i in range(count)]
+
+    def offset(address: int) -> int:
+        return next(raw + address - begin for size, begin, _, raw in sections if begin <= address < begin + size)
+
+    table = offset(integer(header + 24 + 112))
+    names = [offset(integer(offset(integer(table + 32)) + 4 * i)) for i in range(integer(table + 24))]
+    return [data[name : data.index(b"\0", name)].decode() for name in names]
+
+
+def forwarder(names: list[str], library: str, own: dict[str, str]) -> str:
+    """Return a module definition of functions that are those of `library`, or `own` ones by other names."""
+    lines = [f"{name}={own.get(name) or f'{library}.{name}'}" for name in names]
+    return "\n".join(["EXPORTS", *lines, ""])
 
 
 def download(folder: Path, *packages: str) -> list[Path]:

@@ -13,7 +13,6 @@ import argparse
 import base64
 import hashlib
 import os
-import struct
 import subprocess
 import sys
 import tempfile
@@ -30,8 +29,7 @@ from sd_ort.runtime.headers import find_headers
 
 TAG = "win_amd64"
 LIBRARY = "libsd_ort_ops.dll"
-HIP_LIBRARY, HIP_PROVIDER = "libsd_ort_hip.dll", "libsd_ort_ep_hip.dll"
-ENTRY = "int DllMainCRTStartup(void* module, unsigned reason, void* reserved) { return 1; }\n"
+HIP_LIBRARY = "libsd_ort_ep_hip.dll"
 
 
 def cross_compile(compiler: list[str], hip: Sequence[str] = ()) -> list[Path]:
@@ -40,46 +38,7 @@ def cross_compile(compiler: list[str], hip: Sequence[str] = ()) -> list[Path]:
     for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
         os.environ[name] = str(cache_folder() / "zig")
     windows_sources.libraries(compiler, find_headers(api=build.PROVIDER_API), folder, hip)
-    libraries = [folder / LIBRARY]
-    if hip:
-        share_kernels(compiler, folder / HIP_PROVIDER, folder / HIP_LIBRARY)
-        libraries += [folder / HIP_PROVIDER, folder / HIP_LIBRARY]
-    return libraries
-
-
-def share_kernels(compiler: list[str], provider: Path, library: Path) -> None:
-    """Link the operators for AMD: a library whose functions are those of the provider's, as SHARE_KERNELS on Linux."""
-    names = [name for name in exported(provider) if name.startswith("sd_ort_")]
-    with tempfile.TemporaryDirectory() as work:
-        (entry := Path(work, "entry.c")).write_text(ENTRY)
-        (definition := Path(work, "exports.def")).write_text(forwarder(names, provider.stem, {}))
-        c = [compiler[0], "cc", *compiler[2:], "-shared", "-nostdlib"]
-        windows_sources.run([*c, str(entry), str(definition), "-o", str(library)])
-
-
-def exported(library: Path) -> list[str]:
-    """Return the names that a DLL exports."""
-    data = library.read_bytes()
-
-    def integer(at: int) -> int:
-        return int(struct.unpack_from("<I", data, at)[0])
-
-    header = integer(0x3C)
-    count, optional = struct.unpack_from("<H12xH", data, header + 6)
-    sections = [struct.unpack_from("<8xIIII", data, header + 24 + optional + 40 * i) for i in range(count)]
-
-    def offset(address: int) -> int:
-        return next(raw + address - begin for size, begin, _, raw in sections if begin <= address < begin + size)
-
-    table = offset(integer(header + 24 + 112))
-    names = [offset(integer(offset(integer(table + 32)) + 4 * i)) for i in range(integer(table + 24))]
-    return [data[name : data.index(b"\0", name)].decode() for name in names]
-
-
-def forwarder(names: list[str], library: str, own: dict[str, str]) -> str:
-    """Return a module definition of functions that are those of `library`, or `own` ones by other names."""
-    lines = [f"{name}={own.get(name) or f'{library}.{name}'}" for name in names]
-    return "\n".join(["EXPORTS", *lines, ""])
+    return [folder / name for name in (LIBRARY, *([HIP_LIBRARY] if hip else []))]
 
 
 def portable_wheel(folder: Path) -> Path:
