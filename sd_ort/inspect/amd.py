@@ -248,7 +248,9 @@ def _missing_kernels(findings: dict[str, Any]) -> Iterator[str]:
         if target not in amd_targets.TARGETS:
             yield f"no kernel is written for {target}; there are some for {', '.join(amd_targets.TARGETS)}."
         elif not findings["library"] or (findings["kernels"] and not amd_targets.covers(findings["kernels"], target)):
-            yield f"no kernels for {target} are installed: sd-ort build-ops --hip {target}."
+            build = f"sd-ort build-ops --hip {target}"
+            on_linux = f"make a wheel with them on Linux, scripts/build_wheels --hip={target} --windows"
+            yield f"no kernels for {target} are installed: {on_linux if sys.platform == 'win32' else build}."
 
 
 def _read(path: Path) -> str:
