@@ -348,7 +348,7 @@ class WeightUpdater:
         for update in runs:
             update.run(wait=update is runs[-1])  # all are on one stream
         for name in affected | restored:
-            updatable.renew(updatable.values[name])
+            updatable.on_update(updatable.values[name])
         updatable.changed = affected
         if not affected:
             updatable.originals.clear()
