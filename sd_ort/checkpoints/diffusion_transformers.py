@@ -210,8 +210,8 @@ def unsupported_setting(config: Config) -> str | None:
 def synthetic_values(config: Config, name: str, random: np.random.Generator, shape: list[int]) -> np.ndarray | None:
     """Return values of an input that are not normal noise, with the distribution of the pipeline; else None.
 
-    None also for the config of another model, but for indices of vision-language models. Text ids are random, since those of
-    the pipelines are zeros, for which rotary embeddings have no effect.
+    None also for the config of another model, apart from indices of vision-language models. Text ids are random as
+    well, since those of the pipelines are zeros, for which rotary embeddings have no effect.
     """
     if "vision_config" in config:
         lowest_and_size = VISION_INDICES.get(name)
