@@ -51,7 +51,7 @@ def test_the_transformer_equals_diffusers() -> None:
     with torch.no_grad():
         expected = model(**call, encoder_hidden_states_mask=mask, img_shapes=[[(1, 5, 7)]] * 4)[0]
     module, actual = wrap("transformer", built(FAMILY, "transformer"), False, False), torch.empty_like(expected)
-    groups = Embeddings(texts.numpy(), mask.numpy()).groups(5, 7)
+    groups = Embeddings(texts.numpy(), mask.numpy()).groups((5, 7))
     assert [rows for rows, _ in groups] == [[0, 2], [1], [3]]
     for rows, inputs in groups:
         tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
@@ -242,7 +242,7 @@ def _header(file: Path) -> str:
     return data[8 : 8 + int.from_bytes(data[:8], "little")].decode()
 
 
-@pytest.mark.parametrize("setting", ["zero_cond_t", "use_layer3d_rope", "use_additional_t_cond"])
+@pytest.mark.parametrize("setting", ["use_layer3d_rope", "use_additional_t_cond"])
 def test_relatives_are_rejected_by_name(folder: Path, tmp_path: Path, setting: str) -> None:
     import shutil
 
