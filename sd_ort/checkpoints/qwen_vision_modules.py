@@ -77,8 +77,7 @@ def _attention(attn: Any, x: torch.Tensor, rotary: Tables, mask: torch.Tensor | 
     query, key, value = (each.unflatten(-1, (attn.num_heads, -1)) for each in attn.qkv(x).chunk(3, dim=-1))
     cos, sin = rotary
     heads = [each * cos + rotate_half(each) * sin for each in (query, key)]
-    output = torch.nn.functional.scaled_dot_product_attention(
-        *(each.transpose(1, 2) for each in (*heads, value)), attn_mask=mask
-    )
+    query, key, value = (each.transpose(1, 2) for each in (*heads, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     projected: torch.Tensor = attn.proj(output.transpose(1, 2).flatten(2))
     return projected

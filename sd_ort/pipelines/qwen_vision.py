@@ -105,8 +105,8 @@ class VisionProcessor:
         """Return the vision encoder's inputs for an RGB image, the places of tokens in its output, rows and columns."""
         height, width = self.size(image.height, image.width)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
-        pixels = np.asarray(image, np.float32) * np.float32(1 / 255)
-        pixels = (pixels - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
+        mean, std = (np.asarray(each, np.float32) for each in (self.mean, self.std))
+        pixels = (np.asarray(image, np.float32) * np.float32(1 / 255) - mean) / std
         rows, columns = height // self.patch, width // self.patch
         blocks = pixels.reshape(
             rows // self.merge, self.merge, self.patch, columns // self.merge, self.merge, self.patch, 3
@@ -181,7 +181,7 @@ def encode_chats(
         "input_ids": np.full(shape, tokenizer.pad_token_id), "attention_mask": np.zeros(shape, np.int64),
         "position_ids": np.zeros((*shape, 3), np.int64), "image_ids": np.full(shape, -1),
     }  # fmt: skip
-    for row, (ids, positions, images) in enumerate(encoded):
-        for name, values in zip(inputs, (ids, 1, positions, images), strict=True):
+    for row, (ids, ids_positions, images) in enumerate(encoded):
+        for name, values in zip(inputs, (ids, 1, ids_positions, images), strict=True):
             inputs[name][row, : len(ids)] = values
     return inputs

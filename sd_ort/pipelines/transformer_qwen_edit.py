@@ -52,7 +52,7 @@ class QwenImageEditPipeline(QwenImagePipeline):
         vision = vision_config(component_config(self.folder, "vision_encoder", required=True))
         self.processor = VisionProcessor.open(self.folder, vision)
 
-    def encode_prompt(
+    def encode_prompt(  # type: ignore[override]
         self, prompt: Prompt | None, image: Image.Image | Sequence[Image.Image] | None = None, count: int | None = None
     ) -> Embeddings:
         """Return the embeddings of prompts about images, float32, without the tokens of the template.
