@@ -80,8 +80,8 @@ MISSING_TASKS = {
        for name, model in IMAGE_READERS.items()},
     ("ZImagePipeline", "Img2Img"): "Z-Image has no image to image here: leave the image out, or use diffusers.",
     ("ZImagePipeline", "Inpaint"): "Z-Image has no inpainting here: leave image and mask out, or use diffusers.",
-    ("Krea2Pipeline", "Img2Img"): "Krea 2 has no image to image here: leave the image out, or use diffusers.",
-    ("Krea2Pipeline", "Inpaint"): "Krea 2 has no inpainting here: leave image and mask out, or use diffusers.",
+    ("Krea2Pipeline", "Img2Img"): "Krea 2 has no image to image, nor has diffusers 0.42.1: leave the image out.",
+    ("Krea2Pipeline", "Inpaint"): "Krea 2 has no inpainting, nor has diffusers 0.42.1: leave image and mask out.",
 }  # fmt: skip
 
 
