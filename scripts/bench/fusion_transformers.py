@@ -39,7 +39,8 @@ from sd_ort.stages import optimize
 
 PAGE = Path(__file__).parents[2] / "results" / "fusion_transformers.md"
 PRESETS = (
-    "flux-dev-tiny", "flux2-klein-4b-tiny", "sd35-medium-tiny", "z-image-turbo-tiny", "qwen-image-tiny", "krea2-tiny",
+    "flux-dev-tiny", "flux2-klein-4b-tiny", "flux2-dev-tiny", "sd35-medium-tiny", "z-image-turbo-tiny",
+    "qwen-image-tiny", "qwen-image-edit-2511-tiny", "krea2-tiny",
 )  # fmt: skip
 OPSETS = (20, 23)
 TARGETS = ("portable", "cpu", "cuda", "gpu")

@@ -146,6 +146,7 @@ def test_fusions(models: Models, tmp_path: Path) -> None:
     counts = {name: Counter(node.op_type for node in load(out / name / "model.onnx").graph) for name in parts}
     vision = {"MultiHeadAttention": 2, "SwiGlu": 2, "AdaptiveNorm": 5, "Softmax": 0}
     assert {op: counts["vision_encoder"][op] for op in vision} == vision
+    assert counts["text_encoder"]["RotaryEmbedding"] == 0, "positions differ by prompt"
     assert counts["transformer"]["Gemm"] == 0, "the modulation of references too leaves the step"
 
 
