@@ -4,6 +4,7 @@
         rotated = (-x1, x0, -x3, x2, ..)                            interleaved: FLUX
         rotated = (-x[D/2:], x[:D/2])                               halves: language models
     (x0 * cos - x1 * sin, x0 * sin + x1 * cos), ..                  tables [S,D/2]: a complex product in real numbers
+    RotaryEmbedding(x [B,N,S,D], cos [B,S,D/2], sin)            of ai.onnx, as exporters write it for opset 23
         =>  RotaryEmbedding(x [B,S,N*D], 0, cos [S,D/2], sin [S,D/2]; num_heads=N, interleaved)
 
 x is [B,S,N,D], or [B,N,S,D] if the tables are [1,1,S,..]; Transposes to tokens and back are inserted for it. The tables
@@ -36,13 +37,19 @@ SWAP = [0, 2, 1, 3]
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotation of x [B,S,N,D] or [B,N,S,D]. `doubled`: its tables have both elements of a pair."""
+    """A rotation of x [B,S,N,D] or [B,N,S,D].
+
+    Attributes:
+        doubled: Whether its tables have both elements of a pair.
+        standard: Whether its tables are those of ai.onnx, [B,S,D/2] for x [B,N,S,D].
+    """
 
     x: ir.Value
     interleaved: bool
     cos: ir.Value
     sin: ir.Value
     doubled: bool = True
+    standard: bool = False
 
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
@@ -133,6 +140,18 @@ def _match_complex(out: ir.Value) -> Rotation | None:
     return None
 
 
+def _match_standard(out: ir.Value) -> Rotation | None:
+    """Match ai.onnx RotaryEmbedding of whole heads [B,N,S,D] with a row of tables for each token."""
+    node = _producer(out, "RotaryEmbedding")
+    x, cos, sin, ids = (*node.inputs, None)[:4] if node is not None and len(node.inputs) > 2 else (None,) * 4
+    if node is None or x is None or cos is None or sin is None or ids is not None or values.rank(x) != 4:
+        return None
+    if node.attributes.get_int("rotary_embedding_dim", 0) not in (0, values.size(x, 3)):
+        return None
+    interleaved = bool(node.attributes.get_int("interleaved", 0))
+    return Rotation(x, interleaved, cos, sin, doubled=False, standard=True)
+
+
 def _is_doubled(value: ir.Value | None, interleaved: bool) -> bool:
     """Return whether the elements of each pair of a table [.., D] are equal."""
     node = None if value is None else value.producer()
@@ -193,6 +212,8 @@ def _is_tokens(rotation: Rotation) -> bool | None:
     x, table = values.dims(rotation.x) or [], values.dims(rotation.cos)
     if len(x) != 4 or table is None or len(table) > 4 or table != values.dims(rotation.sin):
         return None
+    if rotation.standard and len(table) == 3:
+        table.insert(1, 1)
     table[:0] = [1] * (4 - len(table))
     if table[0] == x[0] and _is_batch_of_one(rotation.cos) and _is_batch_of_one(rotation.sin):
         table[0] = 1
@@ -270,7 +291,8 @@ def rotary_embedding(model: ir.Model) -> PassOutcome:
     return outcome
 
 
-_MATCHES = {"Add": _match_sum, "Concat": _match_complex, "Reshape": _match_complex}
+_MATCHES = {"Add": _match_sum, "Concat": _match_complex, "Reshape": _match_complex,
+            "RotaryEmbedding": _match_standard}  # fmt: skip
 
 _ANGLES = """
     l = Constant <value_ints = [0, -1, 1]> ()  pair = Constant <value_ints = [1, 1, 2]> ()
@@ -292,6 +314,13 @@ _BATCH_ANGLES = """
     c = Cos (twice)  s = Sin (twice)  middle = Constant <value_ints = [1]> ()
     cos = Unsqueeze (c, middle)  sin = Unsqueeze (s, middle)
 """
+_STANDARD = (
+    _BATCH_ANGLES.partition("twice =")[0]
+    + """
+    cos = Cos (a2)  sin = Sin (a2)  h = Transpose <perm = [0, 2, 1, 3]> (x)
+    r = RotaryEmbedding (h, cos, sin)  y = Transpose <perm = [0, 2, 1, 3]> (r)
+"""
+)
 _NEIGHBORS = """
     split = Constant <value_ints = [0, 0, 3, 2, 2]> ()  last = Constant <value_ints = [-1]> ()
     pairs = Reshape (x, split)
@@ -380,6 +409,26 @@ CASES = [
             + _HEADS_SUM
         ).replace("<float[2] freq", "<int64[2,1] batches = {1, 2}, float[2] freq"),
         rejection="row of cosines",
+    ),
+    _case(
+        "ai.onnx RotaryEmbedding",
+        _graph(_STANDARD).replace(": 21", ": 23"),
+        ops={"RotaryEmbedding": 1, "Transpose": 2, "Reshape": 4},
+    ),
+    _rejected(
+        "ai.onnx RotaryEmbedding of tables for each image",
+        _graph(_STANDARD.replace("(h, cos, sin)", "(h, sin_in, sin_in)"), cos="B,S,2").replace(": 21", ": 23"),
+        ops={"RotaryEmbedding": 1},
+        rejection="row of cosines",
+    ),
+    _rejected(
+        "ai.onnx RotaryEmbedding of a part of each head",
+        _graph(
+            _STANDARD.replace(
+                "RotaryEmbedding (h", "RotaryEmbedding <rotary_embedding_dim = 2, num_heads = 3> (h"
+            ).replace("cos = Cos (a2)  sin = Sin (a2)", "cos = Cos (numbers)  sin = Sin (numbers)")
+        ).replace(": 21", ": 23"),
+        ops={"RotaryEmbedding": 1},
     ),
     _case("rotated values are an output", _graph(_FLUX, ", float[B,S,3,4] rotated"), ops={"RotaryEmbedding": 1}),
     _rejected(
