@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from sd_ort.checkpoints.checkpoint import CLASSES, Checkpoint, CheckpointModel, as_json, build_model, class_name
+from sd_ort.checkpoints.checkpoint import LIBRARIES, Checkpoint, CheckpointModel, as_json, build_model, class_name
 from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
 from sd_ort.checkpoints.diffusion_transformers import MISTRAL, QWEN3, QWEN3_VL, QWEN_VL, QWENS
 from sd_ort.checkpoints.signatures import READS_IMAGES, Config, levels, tapped_layers, text_config
@@ -688,7 +688,7 @@ def _index(preset: Preset) -> Config:
     index: Config = {"_class_name": preset.pipeline, "_diffusers_version": version("diffusers")}
     for model, config in preset.models.items():
         cls = class_name(config)
-        index[model] = [CLASSES[cls], cls]
+        index[model] = [LIBRARIES[cls], cls]
         if model.startswith("text_encoder"):
             tokenizer = TOKENIZERS.get(cls, "CLIPTokenizer")
             index[model.replace("text_encoder", "tokenizer")] = ["transformers", tokenizer]

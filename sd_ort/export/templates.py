@@ -110,7 +110,7 @@ def find_template(key: str) -> Path | None:
     file_name = bundled_index()["graphs"].get(key)
     if file_name is not None:
         return BUNDLED / file_name
-    path = _cached_path(key)
+    path = cached_path(key)
     return path if is_reachable_file(path) else None
 
 
@@ -128,8 +128,8 @@ def exporter_versions() -> dict[str, str]:
     return {"sd_ort.export": code, **{name: version(name) for name in packages}}
 
 
-def _cached_path(key: str) -> Path:
-    """Return the path in the cache, which depends on `exporter_versions`."""
+def cached_path(key: str) -> Path:
+    """Return the path of a template in the cache, which depends on `exporter_versions`."""
     versions = json.dumps(exporter_versions())
     return user_folder() / f"{key}-{hashlib.sha256(versions.encode()).hexdigest()[:12]}.onnx.xz"
 
@@ -154,7 +154,7 @@ def store_template(key: str, exported: Path, entry: Mapping[str, Any]) -> str | 
             return f"the weight {value.name} has no recipe"
         value.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
     try:
-        write_template(_cached_path(key), graph, table, files.read_json(exported / "config.json"))
+        write_template(cached_path(key), graph, table, files.read_json(exported / "config.json"))
     except OutputError as error:
         return str(error).removesuffix(".")
     return None
