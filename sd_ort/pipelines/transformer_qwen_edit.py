@@ -48,7 +48,10 @@ class QwenImageEditPipeline(QwenImagePipeline):
     SEEN_PIXELS = 1024 * 1024  # of the images that the text encoder sees
 
     def _open_tokenizers(self) -> None:
-        self.tokenizer = VisionTokenizer(self.folder / "tokenizer", TEMPLATE, reads_padding=False)
+        # diffusers tokenizes with the processor, whose folder has a tokenizer.json where that of the tokenizer may not.
+        folder = self.folder / "processor"
+        folder = folder if (folder / "tokenizer.json").is_file() else self.folder / "tokenizer"
+        self.tokenizer = VisionTokenizer(folder, TEMPLATE, reads_padding=False)
         vision = vision_config(component_config(self.folder, "vision_encoder", required=True))
         self.processor = VisionProcessor.open(self.folder, vision)
 
@@ -106,7 +109,7 @@ class QwenImageEditPipeline(QwenImagePipeline):
         """Generate images. call: the arguments of `__call__`."""
         call.images = self._images(call.image)
         call.seen = None
-        width, height = size_of_area(1024 * 1024, call.images[-1])
+        width, height = size_of_area(self.ENCODED_PIXELS, call.images[-1])
         call.height, call.width = call.height or height, call.width or width
         return super()._generate(call)
 
