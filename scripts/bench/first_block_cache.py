@@ -30,8 +30,6 @@ from scripts.bench.gpu_models import DEVICE
 from scripts.report import head
 from sd_ort.checkpoints import presets
 from sd_ort.core import files
-from sd_ort.pipelines.first_block_cache import CachedTransformer, FirstBlockCache
-from sd_ort.runtime.components import Components
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.stages import optimize
 
@@ -58,22 +56,11 @@ def timed(pipeline: Any, rounds: int, **arguments: Any) -> float:
 
 def ours(pipeline: Any, threshold: float | None, rounds: int, **arguments: Any) -> dict[str, Any]:
     """Return full steps and seconds of our pipeline at a threshold; without the cache for None."""
-    opened: list[CachedTransformer] = []
-    open_parts = FirstBlockCache.open
-
-    def recorded(cache: FirstBlockCache, models: Components) -> CachedTransformer:
-        opened.append(open_parts(cache, models))
-        return opened[-1]
-
     pipeline.disable_cache()
     if threshold is not None:
-        pipeline.enable_cache(threshold)
-    FirstBlockCache.open = recorded  # type: ignore[assignment, method-assign]
-    try:
-        seconds = timed(pipeline, rounds, **arguments)
-    finally:
-        FirstBlockCache.open = open_parts  # type: ignore[method-assign]
-    steps = opened[-1].full_steps if opened else arguments["num_inference_steps"]
+        pipeline.enable_cache(threshold=threshold)
+    seconds = timed(pipeline, rounds, **arguments)
+    steps = arguments["num_inference_steps"] if threshold is None else pipeline._cached.full_steps
     return {"threshold": threshold, "full_steps": steps, "seconds": seconds}
 
 
