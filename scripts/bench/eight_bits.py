@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -28,9 +29,9 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes.eight_bits.formats import FORMATS
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, Layer, channel_axis, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
+from fusion_passes.quantized_weights import FORMATS
 from scripts.report import head, table
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
@@ -47,6 +48,7 @@ CALIBRATION_PROMPTS = 64
 BATCH = 10
 LAYER_RUNS = 3  # recorded runs for the errors of a layer
 LAYER_STEPS = 8  # denoising steps of the image for a layer
+LAYER_PROMPT = "a large red circle left of a small blue square on a white background"
 ENGINES = {"float8": ("portable", "float8"), "int8": ("portable", "int8"), "float8 operators": ("cpu", "float8")}
 NO_SHAPES = "its channels"  # rejections by the shape alone are no choice
 
@@ -78,57 +80,34 @@ def fidelity_row(label: str, prompts: Sequence[str], made: np.ndarray, reference
     return row
 
 
-def layer_table(work: Path, runs: Path, format_: str, limit: int | None) -> list[dict[str, Any]]:
-    """Return a row for each layer and group of layers: name, op, error, unet_error, psnr_db."""
-    source = work / "float32" / "unet" / pipeline_folder.MODEL
-    model = load(source)
-    common.NameFixPass()(model)
-    for value in (value for node in model.graph for value in node.outputs[1:-1]):
-        if not value.uses() and not value.is_graph_output():
-            value.name = ""  # a name asks for the statistics of SkipLayerNormalization
-    found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
-    groups: dict[str, list[Layer]] = {"all that are quantized": list(found.accepted)}
-    for rejection in found.rejections:
-        weight = rejection.node.inputs[1]
-        if weight is not None and weight.is_initializer() and not rejection.reason.startswith(NO_SHAPES):
-            groups.setdefault(f"not quantized: {rejection.reason}", []).append(
-                Layer(rejection.node, channel_axis(rejection.node))
-            )
-    singles = found.accepted if limit is None else found.accepted[:limit]
-    groups |= {f"{layer.node.outputs[0].name}": [layer] for layer in singles}
+def layer_table(work: Path, runs: Path, format_: str, limit: int | None, prompt: str) -> list[dict[str, Any]]:
+    """Return a row for each layer and group: name, op, error, unet_error, psnr_db of the image of `prompt`."""
+    model = layer_graph(work / "float32" / "unet" / pipeline_folder.MODEL)
+    groups, singles = layer_groups(model)
+    names = list(dict.fromkeys(str(layer.x.name) for layers in groups.values() for layer in layers))
+    groups |= dict(list(singles.items())[:limit])
     feeds = load_recorded_inputs(runs, "unet", list(model.graph.inputs), required=True)
-    ranges_file = work / f"ranges-{format_}.json"
-    if not ranges_file.is_file():
-        names = list(dict.fromkeys(str(layer.x.name) for layers in groups.values() for layer in layers))
-        ranges_file.write_text(json.dumps(measure_ranges(model, names, feeds, work, PERCENTILES[format_])))
-    ranges = json.loads(ranges_file.read_text())
+    ranges = cached_ranges(work / f"ranges-{format_}.json", model, names, feeds, format_)
     feeds = feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
-    folder = work / "layer"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(work / "float32", folder)
-    manifest = pipeline_folder.read_manifest(folder)  # sessions in float8 have an option of their own
-    manifest = {**manifest, "files": {}, "options": {**manifest["options"], "eight_bits": format_}}
-    (folder / pipeline_folder.MANIFEST).write_text(json.dumps(manifest))
+    folder = layer_folder(work, format_)
     pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")
     rows_file = work / f"layers-{format_}.json"
     rows: list[dict[str, Any]] = json.loads(rows_file.read_text()) if rows_file.is_file() else []
     done = {row["name"] for row in rows}
-    expected = _run(pipeline, folder, model, [layer for layers in groups.values() for layer in layers], feeds)
+    layers_of_all = [layer for layers in groups.values() for layer in layers]
+    expected = _run(pipeline, folder, model, layers_of_all, feeds, prompt)
     for name, layers in groups.items():
         if name in done:
             continue
-        copy = model.clone()
-        nodes = {node.outputs[0].name: node for node in copy.graph}
-        copies = [Layer(nodes[layer.node.outputs[0].name], layer.axis) for layer in layers]
-        insert_qdq(copy.graph, copies, FORMATS[format_], ranges)
-        got = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds)
+        copy, copies = quantized_copy(model, layers, format_, ranges)
+        got = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds, prompt)
         output = str(layers[0].node.outputs[0].name)
         rows.append(
             {
                 "name": name,
                 "op": layers[0].node.op_type if len(layers) == 1 else f"{len(layers)} layers",
-                "error": _error(got, expected, output) if len(layers) == 1 else None,
-                "unet_error": _error(got, expected, "out_sample"),
+                "error": relative_error(got[output], expected[output]) if len(layers) == 1 else None,
+                "unet_error": relative_error(got["out_sample"], expected["out_sample"]),
                 "psnr_db": metrics.psnr(got["image"], expected["image"]),
             }
         )
@@ -137,31 +116,99 @@ def layer_table(work: Path, runs: Path, format_: str, limit: int | None) -> list
     return rows
 
 
-def _run(pipeline: Any, folder: Path, model: ir.Model, layers: Sequence[Layer], feeds: Sequence[Any]) -> dict[str, Any]:
-    """Return the outputs of the U-Net and of `layers` over the runs, joined, and the image of a prompt."""
+def layer_graph(path: Path) -> ir.Model:
+    """Return the graph of a file for `layer_groups`, with unique names."""
+    model = load(path)
+    common.NameFixPass()(model)
+    for value in (value for node in model.graph for value in node.outputs[1:-1]):
+        if not value.uses() and not value.is_graph_output():
+            value.name = ""  # a name asks for the statistics of SkipLayerNormalization
+    return model
+
+
+def layer_groups(model: ir.Model) -> tuple[dict[str, list[Layer]], dict[str, list[Layer]]]:
+    """Return the groups of layers: those that are quantized, and the others by reason; and each quantized one alone."""
+    found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
+    groups: dict[str, list[Layer]] = {"all that are quantized": list(found.accepted)}
+    for rejection in found.rejections:
+        weight = rejection.node.inputs[1]
+        if weight is not None and weight.is_initializer() and not rejection.reason.startswith(NO_SHAPES):
+            groups.setdefault(f"not quantized: {rejection.reason}", []).append(
+                Layer(rejection.node, channel_axis(rejection.node))
+            )
+    return groups, {module_name(layer.node): [layer] for layer in found.accepted}
+
+
+def module_name(node: ir.Node) -> str:
+    """Return the name of the torch module that a node computes, else of its output."""
+    scopes = re.findall(r"'model\.([^']+)'", node.metadata_props.get("pkg.torch.onnx.name_scopes", ""))
+    return scopes[-1] if scopes else str(node.outputs[0].name)
+
+
+def cached_ranges(
+    file: Path, model: ir.Model, names: Sequence[str], feeds: Sequence[Any], format_: str
+) -> dict[str, float]:
+    """Return the ranges of `names` over `feeds`, from `file` if an earlier run wrote it."""
+    if not file.is_file():
+        file.write_text(json.dumps(measure_ranges(model, names, feeds, file.parent, PERCENTILES[format_])))
+    return dict(json.loads(file.read_text()))
+
+
+def layer_folder(work: Path, format_: str) -> Path:
+    """Return a copy of the float32 folder whose sessions have the options of a folder in 8 bits."""
+    folder = work / "layer"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(work / "float32", folder)
+    manifest = pipeline_folder.read_manifest(folder)
+    manifest = {**manifest, "files": {}, "options": {**manifest["options"], "eight_bits": format_}}
+    (folder / pipeline_folder.MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def quantized_copy(
+    model: ir.Model, layers: Sequence[Layer], format_: str, ranges: dict[str, float]
+) -> tuple[ir.Model, list[Layer]]:
+    """Return a copy of the graph with `layers` in 8 bits, and these layers of the copy."""
+    copy = model.clone()
+    nodes = {node.outputs[0].name: node for node in copy.graph}
+    copies = [Layer(nodes[layer.node.outputs[0].name], layer.axis) for layer in layers]
+    insert_qdq(copy.graph, copies, FORMATS[format_], ranges)
+    return copy, copies
+
+
+def run_graph(
+    path: Path, model: ir.Model, layers: Sequence[Layer], feeds: Sequence[Any]
+) -> tuple[session.Model, dict[str, Any]]:
+    """Write a graph to `path`; return its session and its outputs and those of `layers`, flat, over the runs."""
     copy = model.clone()
     nodes = {node.outputs[0].name: node for node in copy.graph}
     outputs = [nodes[layer.node.outputs[0].name].outputs[0] for layer in layers]
     copy.graph.outputs.extend(value for value in outputs if not value.is_graph_output())
-    path = folder / "unet" / pipeline_folder.MODEL
     for file in path.parent.glob("model.onnx*"):
         file.unlink()
     ir.save(copy, path, external_data=pipeline_folder.DATA)
     run = session.Model(session.create_session(path, "cpu"))
     results = [run(**feed) for feed in feeds]
-    joined: dict[str, Any] = {name: np.concatenate([result[name].ravel() for result in results]) for name in results[0]}
+    return run, {name: np.concatenate([result[name].ravel() for result in results]) for name in results[0]}
+
+
+def _run(
+    pipeline: Any, folder: Path, model: ir.Model, layers: Sequence[Layer], feeds: Sequence[Any], prompt: str
+) -> dict[str, Any]:
+    """Return the outputs of the U-Net and of `layers` over the runs, joined, and the image of `prompt`."""
+    run, joined = run_graph(folder / "unet" / pipeline_folder.MODEL, model, layers, feeds)
     pipeline.models["unet"] = run
     joined["image"] = np.asarray(
         pipeline(
-            "a large red circle left of a small blue square on a white background", num_inference_steps=LAYER_STEPS,
-            guidance_scale=demo.GUIDANCE, generator=0, progress=False,
+            prompt, num_inference_steps=LAYER_STEPS, guidance_scale=demo.GUIDANCE, generator=0, progress=False
         ).images[0]
-    )  # fmt: skip
+    )
     return joined
 
 
-def _error(got: dict[str, Any], expected: dict[str, Any], name: str) -> float:
-    return float(np.linalg.norm(got[name] - expected[name]) / np.linalg.norm(expected[name]))
+def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
+    """Return the relative L2 error."""
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def page(result: dict[str, Any]) -> str:
@@ -238,7 +285,7 @@ def main() -> None:
         print(result["rows"][-1], f"{time.perf_counter() - started:.0f} s", flush=True)
         write()
     for format_ in options.formats:
-        result["layers"][format_] = layer_table(options.work, runs, format_, options.layers)
+        result["layers"][format_] = layer_table(options.work, runs, format_, options.layers, LAYER_PROMPT)
         write()
 
 

@@ -63,6 +63,11 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 )
 @click.option("--int8", "eight_bits", flag_value="int8", help="The same in int8, for portable, migraphx and cpu.")
 @click.option(
+    "--vae-decoder",
+    is_flag=True,
+    help="With --float8 or --int8, for portable and migraphx: the VAE decoder's layers too.",
+)
+@click.option(
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False),
     help="With --float8 or --int8: prompts to calibrate on, one a line; 64 are plenty [default: those of the demo].",
@@ -114,7 +119,8 @@ def command(
 
     names = [field.name for field in fields(CheckpointOptions) if field.name in options]
     checkpoint = CheckpointOptions(**{name: options.pop(name) for name in names})
-    with _recorded_inputs(source, output, checkpoint, options["eight_bits"], prompts, inputs) as recorded:
+    eight_bits = options["eight_bits"], options["vae_decoder"]
+    with _recorded_inputs(source, output, checkpoint, *eight_bits, prompts, inputs) as recorded:
         manifest = optimize(
             source,
             output,
@@ -152,6 +158,7 @@ def _recorded_inputs(
     output: Path,
     checkpoint: CheckpointOptions,
     eight_bits: str | None,
+    vae_decoder: bool,
     prompts: Path | None,
     inputs: Path | None,
 ) -> Iterator[Path | None]:
@@ -179,7 +186,7 @@ def _recorded_inputs(
         click.echo(f"calibration: {len(texts)} prompts on the CPU in float32.")
         optimize(source, work / "float32", checkpoint=checkpoint, target="cpu", dtype="float32")
         recorded = work / "runs.npz"
-        record_runs(work / "float32", texts, recorded)
+        record_runs(work / "float32", texts, recorded, vae_decoder=vae_decoder)
         yield recorded
 
 
