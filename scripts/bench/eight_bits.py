@@ -2,6 +2,7 @@
 
     python scripts/bench/eight_bits.py                     # 200 prompts in float8 and int8, then the layers
     python scripts/bench/eight_bits.py --prompts 20 --layers 0
+    python scripts/bench/eight_bits.py --worst 118 171 164 23 0 1 2 3 --out results/eight_bits_worst.md
 
 Generates the same unseen prompts from the same seeds with the fused float32 pipeline and with the U-Net in 8 bits,
 calibrated on 64 prompts of the training's combinations, on the CPU. Images are read back (`sd_ort.demo.fidelity`) and
@@ -11,6 +12,10 @@ float32; `cpu` folders run QuantizedLinear, the operator of GPU targets: its ker
 The table of layers quantizes one layer (or group of layers) of the float32 graph. Its error is that of its output on
 recorded runs, the U-Net's error that of the noise prediction, both relative (L2), and the PSNR is that of an image with
 few steps. Results of a work folder are kept: an interrupted run goes on.
+
+With --worst, the numbers of unseen prompts whose int8 images are far from float32's (and of others), it says which
+layers do it: images of the first of them with a group of layers left in float32, and of all with clipped ranges, with
+the ranges that `optimize` takes, and with layers in float32.
 """
 
 from __future__ import annotations
@@ -50,6 +55,8 @@ LAYER_RUNS = 3  # recorded runs for the errors of a layer
 LAYER_STEPS = 8  # denoising steps of the image for a layer
 LAYER_PROMPT = "a large red circle left of a small blue square on a white background"
 ENGINES = {"float8": ("portable", "float8"), "int8": ("portable", "int8"), "float8 operators": ("cpu", "float8")}
+BLOCK, LAYER = re.compile(r"(down|up)_blocks\.\d|mid_block"), re.compile(r"(attn\d\.)?\w+(\.\d+)?$")
+LAST_OF_GEGLU = "ff.net.2"
 NO_SHAPES = "its channels"  # rejections by the shape alone are no choice
 
 
@@ -211,6 +218,61 @@ def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
+def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:
+    """Return the lines of two tables on the int8 images of unseen prompts, image i from seed i."""
+    model = layer_graph(work / "float32" / "unet" / pipeline_folder.MODEL)
+    groups, singles = layer_groups(model)
+    feeds = load_recorded_inputs(runs, "unet", list(model.graph.inputs), required=True)
+    names = list(dict.fromkeys(str(layer.x.name) for layer in groups["all that are quantized"]))
+    percentile = PERCENTILES["int8"]
+    clipped, ranges = (measure_ranges(model, names, feeds, work, percentile, clip_gates=each) for each in (True, False))
+    folder = layer_folder(work, "int8")
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu", threads=1)
+    prompts = unseen_prompts(max(numbers) + 1, 0)
+
+    def draw(seeds: Sequence[int]) -> list[np.ndarray]:
+        made = pipeline(
+            [prompts[seed] for seed in seeds], height=demo.HEIGHT, width=demo.WIDTH, num_inference_steps=demo.STEPS,
+            guidance_scale=demo.GUIDANCE, generator=list(seeds), progress=False,
+        )  # fmt: skip
+        return [np.asarray(image) for image in made.images]
+
+    expected = dict(zip(numbers, draw(numbers), strict=True))
+
+    def values(seeds: Sequence[int], ranges: dict[str, float], float32: Sequence[str] = ()) -> list[float]:
+        layers = [layer for name, each in singles.items() if name not in float32 for layer in each]
+        copy, _ = quantized_copy(model, layers, "int8", ranges)
+        pipeline.models["unet"] = run_graph(folder / "unet" / pipeline_folder.MODEL, copy, [], feeds[:1])[0]
+        made = draw(seeds)
+        return [metrics.psnr(image, expected[seed]) for seed, image in zip(seeds, made, strict=True)]
+
+    parts: dict[str, list[str]] = {}
+    for name in singles:
+        for part in (BLOCK.match(name), LAYER.search(name)):
+            parts.setdefault(part.group() if part else name, []).append(name)
+    last = LAST_OF_GEGLU
+    behind = [name for name in singles if last in name]
+    alone = [(f"{count} layers {part}" if (count := len(each)) > 1 else part, values(numbers[:1], clipped, each)[0])
+             for part, each in [*parts.items(), *((name, [name]) for name in behind)]]  # fmt: skip
+    rows = {
+        "all, every range clipped": values(numbers, clipped),
+        "**all, gates' ranges not clipped, as `optimize` does**": values(numbers, ranges),
+        f"every range clipped, the {len(behind)} layers {last} in float32": values(numbers, clipped, behind),
+    }
+    lines = [
+        "# The worst images of the demo's U-Net in int8", "",
+        f"PSNR beside float32, in dB, of unseen prompts by number (which is the seed), {demo.STEPS} steps. Ranges are "
+        f"calibrated on {CALIBRATION_PROMPTS} prompts; clipped: at percentile {percentile:g} of the magnitudes.", "",
+    ]  # fmt: skip
+    cells = ((label, *(f"{value:.1f}" for value in each), f"{median(each):.1f}") for label, each in rows.items())
+    lines += table(("layers in int8", *(f"#{number}" for number in numbers), "median"), cells)
+    lines += ["", f"## #{numbers[0]} with a group of layers in float32", "",
+              f"`{prompts[numbers[0]]}`, every range clipped.", ""]  # fmt: skip
+    return lines + table(
+        ("in float32", "PSNR, dB"), ((label, f"{value:.1f}") for label, value in sorted(alone, key=lambda row: -row[1]))
+    )
+
+
 def page(result: dict[str, Any]) -> str:
     """Return the Markdown page."""
     lines = [
@@ -257,16 +319,23 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES), help="U-Nets in 8 bits")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="formats of the layers")
     parser.add_argument("--layers", type=int, help="number of single layers (all); 0: groups alone")
+    parser.add_argument("--worst", type=int, nargs="+", metavar="N", help="numbers of unseen prompts, the worst first")
     parser.add_argument("--work", type=Path, default=Path("out/eight_bits"), help="folder of the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/eight_bits.md"), help="the result")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
+    about = head("scripts/bench/eight_bits.py")
     reference, runs = options.work / "float32", options.work / "runs.npz"
     if not runs.is_file():
         optimize("demo", reference, target="portable", on_progress=print)
         record_runs(reference, training_prompts(CALIBRATION_PROMPTS), runs)
+    if options.worst:
+        lines = worst_table(options.work, runs, options.worst)
+        lines += ["", f"`{about['command']}` at {about['commit']}, {about['machine']['cpu']}", ""]
+        files.write_text(options.out, "\n".join(lines))
+        return
     prompts = unseen_prompts(options.prompts, 0)
-    result: dict[str, Any] = head("scripts/bench/eight_bits.py") | {"rows": [], "layers": {}}
+    result: dict[str, Any] = about | {"rows": [], "layers": {}}
 
     def write() -> None:
         files.write_bytes(options.out, page(result).encode())

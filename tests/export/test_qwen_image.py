@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 from export_limits import assert_not_exportable
 from image_metrics import psnr
 from PIL import Image
@@ -151,17 +151,25 @@ def test_images_with_and_without_a_lora(
     check_lora(models.theirs(FAMILY, KIND), hoisted, call, PROMPTS, *files)
 
 
-def test_first_block_cache(models: Models, hoisted: QwenImagePipeline) -> None:
+MAG = {"threshold": 0.3, "num_inference_steps": 12, "mag_ratios": [1.1, 0.9, 1.05, 0.97]}
+
+
+@pytest.mark.parametrize(("config", "module"), [
+    (FirstBlockCacheConfig(threshold=CACHE_THRESHOLD), "transformer_blocks.1.img_mod"),
+    (MagCacheConfig(**MAG), "transformer_blocks.0.img_mod"),
+    (TaylorSeerCacheConfig(taylor_factors_dtype=torch.float32), "transformer_blocks.1.attn.to_q"),
+], ids=["first-block", "mag", "taylor"])  # fmt: skip
+def test_caches(models: Models, hoisted: QwenImagePipeline, config: Any, module: str) -> None:
     """As many full steps as diffusers' hook, of the prompt and of the negative prompt, and the same image."""
     call = {**CALL, "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
     first = hoisted(**call, generator=1).images[0]
-    hoisted.enable_cache(threshold=CACHE_THRESHOLD)
+    hoisted.enable_cache(config)
     cached = hoisted(**call, generator=1).images[0]
     full_steps = hoisted._cached.full_steps
     hoisted.disable_cache()
     theirs, runs = models.theirs(FAMILY, KIND), list[int]()
-    hook = theirs.transformer.transformer_blocks[-1].img_mod.register_forward_hook(lambda *_: runs.append(1))
-    theirs.transformer.enable_cache(FirstBlockCacheConfig(threshold=CACHE_THRESHOLD))
+    hook = theirs.transformer.get_submodule(module).register_forward_hook(lambda *_: runs.append(1))
+    theirs.transformer.enable_cache(config)
     expected = theirs(**call, generator=torch.Generator().manual_seed(1)).images[0]
     theirs.transformer.disable_cache()
     hook.remove()

@@ -297,15 +297,17 @@ def test_a_lora_needs_the_checkpoint(float8: Path, tmp_path: Path) -> None:
 
 
 def test_ranges_are_percentiles(tmp_path: Path) -> None:
-    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["n"]))
-    node = ir.node("Identity", [x])
-    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-    model = ir.Model(ir.Graph([x], list(node.outputs), nodes=[node], opset_imports={"": 21}, name="g"), ir_version=10)
+    """Products of two values, as a gate's, keep the largest magnitude; a product with a constant does not."""
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]> g (float[n] x) => (float[n] y) <float one = {1.0}>
+        { y = Identity (x) gated = Mul (x, y) scaled = Mul (x, one) }"""
+    )
     values = np.linspace(-1, 1, 200_000, dtype=np.float32)
     values[7] = 50.0
-    feeds = [{"x": values}, {"x": -values}]
-    assert measure_ranges(model, ["y"], feeds, tmp_path, 100.0) == {"y": 50.0}
-    assert measure_ranges(model, ["y"], feeds, tmp_path, 99.0)["y"] == pytest.approx(0.99, abs=0.01)
+    feeds, names = [{"x": values}, {"x": -values}], ["y", "gated", "scaled"]
+    assert measure_ranges(model, names, feeds, tmp_path, 100.0) == {"y": 50.0, "gated": 2500.0, "scaled": 50.0}
+    clipped = measure_ranges(model, names, feeds, tmp_path, 99.0)
+    assert clipped == {"y": pytest.approx(0.99, abs=0.01), "gated": 2500.0, "scaled": clipped["y"]}
     values[9] = np.inf
     with pytest.raises(InputError, match="computes inf in y: leave its prompt out"):
         measure_ranges(model, ["y"], feeds, tmp_path, 100.0)
