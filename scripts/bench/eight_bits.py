@@ -55,8 +55,9 @@ LAYER_RUNS = 3  # recorded runs for the errors of a layer
 LAYER_STEPS = 8  # denoising steps of the image for a layer
 LAYER_PROMPT = "a large red circle left of a small blue square on a white background"
 ENGINES = {"float8": ("portable", "float8"), "int8": ("portable", "int8"), "float8 operators": ("cpu", "float8")}
-BLOCK, LAYER = re.compile(r"(down|up)_blocks\.\d|mid_block"), re.compile(r"(attn\d\.)?\w+(\.\d+)?$")
-LAST_OF_GEGLU = "ff.net.2"
+BLOCK, KIND, ANY = map(
+    re.compile, (r"(down|up)_blocks\.\d|mid_block", r"attn\d|ff\.net\.\d|proj|conv\d|samplers", ".+")
+)
 NO_SHAPES = "its channels"  # rejections by the shape alone are no choice
 
 
@@ -153,11 +154,12 @@ def module_name(node: ir.Node) -> str:
 
 
 def cached_ranges(
-    file: Path, model: ir.Model, names: Sequence[str], feeds: Sequence[Any], format_: str
+    file: Path, model: ir.Model, names: Sequence[str], feeds: Sequence[Any], format_: str, *, clip_gates: bool = False
 ) -> dict[str, float]:
     """Return the ranges of `names` over `feeds`, from `file` if an earlier run wrote it."""
     if not file.is_file():
-        file.write_text(json.dumps(measure_ranges(model, names, feeds, file.parent, PERCENTILES[format_])))
+        measured = measure_ranges(model, names, feeds, file.parent, PERCENTILES[format_], clip_gates=clip_gates)
+        file.write_text(json.dumps(measured))
     return dict(json.loads(file.read_text()))
 
 
@@ -225,7 +227,10 @@ def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:
     feeds = load_recorded_inputs(runs, "unet", list(model.graph.inputs), required=True)
     names = list(dict.fromkeys(str(layer.x.name) for layer in groups["all that are quantized"]))
     percentile = PERCENTILES["int8"]
-    clipped, ranges = (measure_ranges(model, names, feeds, work, percentile, clip_gates=each) for each in (True, False))
+    clipped, ranges = (
+        cached_ranges(work / f"ranges-int8{name}.json", model, names, feeds, "int8", clip_gates=clip)
+        for name, clip in (("-clipped", True), ("", False))
+    )
     folder = layer_folder(work, "int8")
     pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu", threads=1)
     prompts = unseen_prompts(max(numbers) + 1, 0)
@@ -246,18 +251,22 @@ def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:
         made = draw(seeds)
         return [metrics.psnr(image, expected[seed]) for seed, image in zip(seeds, made, strict=True)]
 
-    parts: dict[str, list[str]] = {}
-    for name in singles:
-        for part in (BLOCK.match(name), LAYER.search(name)):
+    alone: list[tuple[str, float]] = []
+    within = list(singles)
+    for pattern in (BLOCK, KIND, ANY):  # blocks, then kinds of layers in the one that does it, then layers
+        parts: dict[str, list[str]] = {}
+        for name in within:
+            part = pattern.search(name)
             parts.setdefault(part.group() if part else name, []).append(name)
-    last = LAST_OF_GEGLU
-    behind = [name for name in singles if last in name]
-    alone = [(f"{count} layers {part}" if (count := len(each)) > 1 else part, values(numbers[:1], clipped, each)[0])
-             for part, each in [*parts.items(), *((name, [name]) for name in behind)]]  # fmt: skip
+        effect = {part: values(numbers[:1], clipped, each)[0] for part, each in parts.items()}
+        best = max(effect, key=effect.__getitem__)
+        alone += [(f"{part} ({len(each)} layers)", effect[part]) for part, each in parts.items()]
+        within = parts[best]
+        print(best, effect, flush=True)
     rows = {
         "all, every range clipped": values(numbers, clipped),
         "**all, gates' ranges not clipped, as `optimize` does**": values(numbers, ranges),
-        f"every range clipped, the {len(behind)} layers {last} in float32": values(numbers, clipped, behind),
+        f"every range clipped, {within[0]} in float32": values(numbers, clipped, within),
     }
     lines = [
         "# The worst images of the demo's U-Net in int8", "",
@@ -268,9 +277,7 @@ def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:
     lines += table(("layers in int8", *(f"#{number}" for number in numbers), "median"), cells)
     lines += ["", f"## #{numbers[0]} with a group of layers in float32", "",
               f"`{prompts[numbers[0]]}`, every range clipped.", ""]  # fmt: skip
-    return lines + table(
-        ("in float32", "PSNR, dB"), ((label, f"{value:.1f}") for label, value in sorted(alone, key=lambda row: -row[1]))
-    )
+    return lines + table(("in float32", "PSNR, dB"), ((label, f"{value:.1f}") for label, value in alone))
 
 
 def page(result: dict[str, Any]) -> str:

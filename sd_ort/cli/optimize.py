@@ -115,12 +115,15 @@ def command(
     kernel.
     """
     from sd_ort.checkpoints.open import CheckpointOptions
+    from sd_ort.optimize.options import OptimizeOptions
     from sd_ort.stages import optimize
 
     names = [field.name for field in fields(CheckpointOptions) if field.name in options]
     checkpoint = CheckpointOptions(**{name: options.pop(name) for name in names})
-    eight_bits = options["eight_bits"], options["vae_decoder"]
-    with _recorded_inputs(source, output, checkpoint, *eight_bits, prompts, inputs) as recorded:
+    eight_bits = {name: options[name] for name in ("eight_bits", "vae_decoder")}
+    if options["eight_bits"]:  # refused before the calibration takes its time
+        OptimizeOptions(options["target"], dtype or "float32", inputs=inputs or output, **eight_bits).with_target()
+    with _recorded_inputs(source, output, checkpoint, **eight_bits, prompts=prompts, inputs=inputs) as recorded:
         manifest = optimize(
             source,
             output,

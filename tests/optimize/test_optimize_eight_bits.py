@@ -343,6 +343,8 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
     for arguments, message in (
         (["--prompts", str(empty)], "--prompts goes with --float8 or --int8"),
         (["--float8", "--prompts", str(empty)], "has no prompts"),
+        (["--vae-decoder"], "--vae-decoder goes with --float8 or --int8"),
+        (["--float8", "--vae-decoder", "--target", "gpu"], "target gpu has no convolutions in 8 bits"),
         (["--float8", "--prompts", str(empty), "--inputs", str(recorded)], "without --inputs"),
     ):
         result = CliRunner().invoke(command, [*base, *arguments])
