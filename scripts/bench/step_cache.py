@@ -37,9 +37,9 @@ from sd_ort.graphs.step_cache import keep_shallow_part
 from sd_ort.stages import optimize
 
 INTERVALS = (2, 3, 5)
-THRESHOLDS = (0.05, 0.1, 0.2, 0.4)  # of FirstBlockCache
+THRESHOLDS = (0.05, 0.1, 0.2)  # of FirstBlockCache
 MAG_THRESHOLDS = (0.06, 0.12, 0.24)
-TAYLOR_INTERVALS = (2, 3, 5)
+TAYLOR_INTERVALS = (3, 5)
 FULL = "full steps"
 LOST_BOUND = 3  # images of 200, at an interval of 3
 
