@@ -33,7 +33,7 @@ from sd_ort.runtime.providers import (
     plugin_devices,
     plugin_library,
     provider_named,
-    refuse,
+    raise_or_warn,
     warn_once,
 )
 from sd_ort.runtime.weight_prefetch import PrefetchedWeights, begin
@@ -142,9 +142,9 @@ def create_session(
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if is_out_of_memory(error):
             raise MemoryError(first_line(error)) from error
-        raise InputError(_refusal(model_path, provider, error)) from error
+        raise InputError(_open_error(model_path, provider, error)) from error
     if entry.ep not in session.get_providers():
-        refuse(
+        raise_or_warn(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
             "installed and that a GPU is visible (`sd-ort doctor`).",
             options.allow_fallback,
@@ -199,7 +199,7 @@ def _is_float8(model_path: Path) -> bool:
     return read_manifest(model_path.parent.parent).get("options", {}).get("eight_bits") == "float8"
 
 
-def _refusal(model: Path, provider: str, error: Exception) -> str:
+def _open_error(model: Path, provider: str, error: Exception) -> str:
     """Return ONNX Runtime's message for a model that it cannot run, and the target that the model was optimized for."""
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
@@ -462,7 +462,7 @@ class Model:
                 results = self.session.run(None, feed)
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
-            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+            raise SdOrtError(f"ONNX Runtime failed: {first_line(error)} (on {shapes})") from error
         return dict(zip(self.outputs, results, strict=True))
 
     def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
