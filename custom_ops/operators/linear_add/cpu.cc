@@ -2,8 +2,9 @@
 // multiplies them by its rows of X, a tile of kRows x kPanel sums in registers at a time, and continues with the next
 // rows of W.
 //
-// W is packed in every call. ONNX Runtime packs it when a session is opened, for which a second copy of the weights is
-// made. Calls with 500 rows and more take as long as ONNX Runtime's, with 128 about 10 % longer.
+// W is packed in every call, while the rows that are packed next are fetched. ONNX Runtime packs it when a session is
+// opened, which takes a second copy of the weights. An SD 1.5 UNet takes 0.96 times as long as with ONNX Runtime's
+// MatMul at 64 x 64 latents and 0.99 times at 32 x 32 (AVX-512, one thread).
 #include "common/cpu.h"
 
 #include "operators/linear_add/op.h"
@@ -34,9 +35,8 @@ Floats gelu(Floats x) {
   return x - x / (e + 1.f);
 }
 
-// Rows of X, a panel of W, and the sums that they are multiplied to:
-// sums[i * sums_stride + column] (+)= sum over depth of rows[i * row_stride + depth] * panel[depth * panel_stride +
-// column]
+// Rows of X, a panel of W, and the sums of their products: for row i, column j and depths k,
+// sums[i * sums_stride + j] (+)= sum of rows[i * row_stride + k] * panel[k * panel_stride + j].
 struct Tile {
   const float* rows;
   int64_t row_stride;
