@@ -154,10 +154,13 @@ class Denoising:
         sample = self.sample if self.references is None else np.concatenate([self.sample, self.references], 1)
         return np.concatenate([sample, sample]) if self.one_call else sample
 
+    def of_sample(self, predictions: list[np.ndarray]) -> list[np.ndarray]:
+        """Return predictions without the tokens of reference images."""
+        return predictions if self.references is None else [each[:, : self.sample.shape[1]] for each in predictions]
+
     def guided(self, predictions: list[np.ndarray]) -> np.ndarray:
         """Return the prediction of a step from the outputs of its calls."""
-        if self.references is not None:
-            predictions = [each[:, : self.sample.shape[1]] for each in predictions]
+        predictions = self.of_sample(predictions)
         if self.guidance_scale is None:
             return predictions[0]
         negative, positive = np.split(predictions[0], 2) if self.one_call else predictions[::-1]

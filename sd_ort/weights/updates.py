@@ -6,8 +6,9 @@ of a delta is the delta of the initializer.
     GPU    sessions are opened once over updatable weights. Each delta is computed on the device into their memory
            (`weights.update_graph`): no session is reopened, GPU graphs stay valid, and steps take as long as before
     CPU    sessions are reopened with the new weights, prepacked like those on disk: kernels that read unpacked weights
-           took 7 to 12 % longer per step (`Components.in_place`). Filters of the op library's WinogradConv are not
-           copied, and computed while the sessions are opened
+           took 7 to 12 % longer per step (`Components.in_place`). Weights that the op library multiplies, in
+           WinogradConv and in LinearAdd instead of MatMul, are neither copied nor prepacked, and computed while the
+           sessions are opened
 
 Deltas are added to the weights on disk, never to earlier sums: without deltas the weights are those on disk.
 
@@ -40,7 +41,7 @@ from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
-from sd_ort.runtime.session import DTYPES, open_graph
+from sd_ort.runtime.session import DTYPES, is_read_by_runs, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
 from sd_ort.weights import update_graph
 from sd_ort.weights.checkpoint_weights import CheckpointWeights
@@ -273,14 +274,14 @@ class WeightUpdater:
         self, component: str, part: str, deltas: Deltas, names: Iterable[str], buffers: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """Return the memory of initializers whose sums may be written while sessions are opened, as runs alone read
-        them; of SD 1.5's UNet these are 60 %."""
+        them; of SD 1.5's UNet these are 89 %."""
         weights = {name: self._initializers(part)[name] for name in names}
         return {
             name: buffers[name] if name in buffers else np.empty(weight.shape, weight.dtype)
             for name, weight in weights.items()
-            if weight.consumers
-            and weight.tensor.external_data  # values in the graph itself are copied when it is opened
-            and all(map(_is_winograd_conv, weight.consumers))
+            if weight.tensor.external_data  # values in the graph itself are copied when it is opened
+            and _is_only_multiplied(weight, has_operators=True)
+            and (is_read_by_runs(weight.shape, weight.dtype) or all(map(_is_winograd_conv, weight.consumers)))
             and self._factors(component, part, deltas, name) is not None
         }
 
@@ -350,7 +351,7 @@ class WeightUpdater:
         for update in runs:
             update.run(wait=update is runs[-1])  # all are on one stream
         for name in affected | restored:
-            updatable.renew(updatable.values[name])
+            updatable.on_update(updatable.values[name])
         updatable.changed = affected
         if not affected:
             updatable.originals.clear()

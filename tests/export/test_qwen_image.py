@@ -14,7 +14,7 @@ from export_limits import assert_not_exportable
 from image_metrics import psnr
 from PIL import Image
 from safetensors.torch import save_file
-from transformer_families import built, check_fusions, check_lora, hoisted_counts, nmse
+from transformer_families import built, check_fusions, check_lora, check_text_encoder, hoisted_counts, nmse
 
 from scripts.fixtures.parity_models import Models
 from sd_ort import QwenImagePipeline, transformer_pipeline
@@ -50,7 +50,7 @@ def test_the_transformer_equals_diffusers() -> None:
     with torch.no_grad():
         expected = model(**call, encoder_hidden_states_mask=mask, img_shapes=[[(1, 5, 7)]] * 4)[0]
     module, actual = wrap("transformer", built(FAMILY, "transformer"), False, False), torch.empty_like(expected)
-    groups = Embeddings(texts.numpy(), mask.numpy()).groups(5, 7)
+    groups = Embeddings(texts.numpy(), mask.numpy()).groups((5, 7))
     assert [rows for rows, _ in groups] == [[0, 2], [1], [3]]
     for rows, inputs in groups:
         tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
@@ -125,6 +125,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     expected = {"MultiHeadAttention": 2, "RotaryQkv": 2, "AdaptiveNorm": 8}
     expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Gelu", "Gemm"), 0)
     assert {op: counts[op] for op in expected} == expected
+
+
+def test_the_text_encoder_is_fused(hoisted: QwenImagePipeline) -> None:
+    check_text_encoder(hoisted.folder, layers=2)
 
 
 # --- Images ---------------------------------------------------------------------------------------------------------
@@ -242,7 +246,7 @@ def _header(file: Path) -> str:
     return data[8 : 8 + int.from_bytes(data[:8], "little")].decode()
 
 
-@pytest.mark.parametrize("setting", ["zero_cond_t", "use_layer3d_rope", "use_additional_t_cond"])
+@pytest.mark.parametrize("setting", ["use_layer3d_rope", "use_additional_t_cond"])
 def test_relatives_are_rejected_by_name(folder: Path, tmp_path: Path, setting: str) -> None:
     import shutil
 
