@@ -92,8 +92,8 @@ class MagCacheConfig:
 
         Raises InputError if its graph cannot be cut.
         """
-        light = open_cut(models, "without blocks", "leave_blocks_out")
-        whole = open_cut(models, "with its residual", "return_residual")
+        light = open_cut(models, "MagCache's ends", "leave_blocks_out")
+        whole = open_cut(models, "MagCache's blocks", "return_residual")
         models.opened.pop(COMPONENT, None)
         return MagCacheTransformer(light, whole, self)
 
