@@ -73,7 +73,7 @@ class MagCacheConfig:
             return [True] * count
         assert self.mag_ratios is not None
         # float32, as torch computes with its tensor of ratios
-        ratios = np.asarray(self.mag_ratios, np.float32)[_nearest(len(self.mag_ratios), count)]
+        ratios = np.asarray(self.mag_ratios, np.float32)[nearest(len(self.mag_ratios), count)]
         first, full = int(self.retention_ratio * count + 0.5), []
         ratio, error, skipped = np.float32(1), np.float32(0), 0
         for step in range(count):
@@ -92,13 +92,13 @@ class MagCacheConfig:
 
         Raises InputError if its graph cannot be cut.
         """
-        light = open_cut(models, "without blocks", "leave_blocks_out")
-        whole = open_cut(models, "with its residual", "return_residual")
+        light = open_cut(models, "MagCache's ends", "leave_blocks_out")
+        whole = open_cut(models, "MagCache's blocks", "return_residual")
         models.opened.pop(COMPONENT, None)
         return MagCacheTransformer(light, whole, self)
 
 
-def _nearest(length: int, count: int) -> np.ndarray:
+def nearest(length: int, count: int) -> np.ndarray:
     """Return the indices of `length` numbers that `count` numbers are, interpolated to the nearest."""
     if length == count:
         return np.arange(count)

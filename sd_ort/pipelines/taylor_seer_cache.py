@@ -87,10 +87,10 @@ class TaylorSeerCacheConfig:
         """
         if self.use_lite_mode:
             return TaylorSeerTransformer(models[COMPONENT], None, self)
-        whole = open_cut(models, "with its attentions", "return_attentions")
+        whole = open_cut(models, "TaylorSeer's attentions", "return_attentions")
         if isinstance(whole, GpuGraphModel) or whole.device != "cpu":
             raise InputError("TaylorSeer keeps attentions on the CPU alone: give use_lite_mode=True on a GPU.")
-        light = open_cut(models, "without attentions", "leave_attentions_out")
+        light = open_cut(models, "TaylorSeer's rest", "leave_attentions_out")
         models.opened.pop(COMPONENT, None)
         return TaylorSeerTransformer(whole, light, self)
 

@@ -18,7 +18,7 @@ from sd_ort import FluxPipeline, demo
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import cached_transformer
 from sd_ort.pipelines.cached_transformer import COMPONENT
-from sd_ort.pipelines.mag_cache import MagCacheConfig, _nearest
+from sd_ort.pipelines.mag_cache import MagCacheConfig, nearest
 from sd_ort.pipelines.taylor_seer_cache import TaylorSeerCacheConfig
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.components import Components
@@ -111,7 +111,7 @@ def test_steps_of_mag_cache() -> None:
     for length, count in ((28, 12), (12, 28), (5, 1), (7, 7)):
         grid = torch.arange(count, dtype=torch.float32) * ((length - 1) / max(count - 1, 1))
         wanted = torch.round(grid).long().numpy() if count > 1 else [length - 1]
-        np.testing.assert_array_equal(_nearest(length, count), wanted)
+        np.testing.assert_array_equal(nearest(length, count), wanted)
     ones = MagCacheConfig(num_inference_steps=10, mag_ratios=[1.0] * 10)
     assert ones.full_steps() == [True, True, False, False, False, True, False, False, False, True]
 
