@@ -6,7 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sd_ort.pipelines.first_block_cache import FirstBlockCacheConfig
     from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
+    from sd_ort.pipelines.mag_cache import MagCacheConfig
+    from sd_ort.pipelines.taylor_seer_cache import TaylorSeerCacheConfig
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
     from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline, Flux2Pipeline
     from sd_ort.pipelines.transformer_kontext import FluxKontextPipeline
@@ -17,11 +20,13 @@ if TYPE_CHECKING:
     from sd_ort.pipelines.transformer_z_image import ZImagePipeline
 
 __all__ = [
+    "FirstBlockCacheConfig",
     "Flux2KleinPipeline",
     "Flux2Pipeline",
     "FluxKontextPipeline",
     "FluxPipeline",
     "Krea2Pipeline",
+    "MagCacheConfig",
     "QwenImageEditPipeline",
     "QwenImageEditPlusPipeline",
     "QwenImagePipeline",
@@ -29,6 +34,7 @@ __all__ = [
     "StableDiffusionImg2ImgPipeline",
     "StableDiffusionInpaintPipeline",
     "StableDiffusionPipeline",
+    "TaylorSeerCacheConfig",
     "ZImagePipeline",
 ]
 __version__ = "1.0.0"
@@ -48,6 +54,9 @@ MODULES = {
     "QwenImageEditPipeline": "sd_ort.pipelines.transformer_qwen_edit",
     "QwenImageEditPlusPipeline": "sd_ort.pipelines.transformer_qwen_edit",
     "Krea2Pipeline": "sd_ort.pipelines.transformer_krea2",
+    "FirstBlockCacheConfig": "sd_ort.pipelines.first_block_cache",
+    "MagCacheConfig": "sd_ort.pipelines.mag_cache",
+    "TaylorSeerCacheConfig": "sd_ort.pipelines.taylor_seer_cache",
 }
 # diffusers' other classes. from_pretrained of any class returns the one of the folder's family for the same task.
 FAMILIES = [f"StableDiffusion{family}{task}Pipeline"

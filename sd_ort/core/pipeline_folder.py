@@ -151,20 +151,20 @@ def _with_new_keys(entry: Any) -> Any:
 Hashes = Mapping[str, FileRecord]
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any], known: Mapping[str, Hashes] | None = None) -> None:
-    """Write `manifest`, adding the format and the records of all files by their folder; `known`: some of them."""
+def write_manifest(folder: Path, manifest: Mapping[str, Any], hashes: Mapping[str, Hashes] | None = None) -> None:
+    """Write `manifest`, adding the format and the records of all files by their folder; `hashes`: some of them."""
     files: dict[str, dict[str, FileRecord]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST):
         home = path.parent.relative_to(folder).as_posix()
-        record = (known or {}).get(home, {}).get(path.name) or record_file(path)
+        record = (hashes or {}).get(home, {}).get(path.name) or record_file(path)
         files.setdefault(home, {})[path.name] = record
     write_json(folder / MANIFEST, {"format": FORMAT, **manifest, "files": files})
 
 
-def file_hashes(component: Path, known: Mapping[str, str] | None = None) -> Hashes:
-    """Size and SHA-256 of every file of a component, by name; `known`: SHA-256 of some already."""
+def file_hashes(component: Path, data_hashes: Mapping[str, str] | None = None) -> Hashes:
+    """Size and SHA-256 of every file of a component, by name; `data_hashes`: SHA-256 of some already."""
     files = sorted(p for p in component.iterdir() if p.is_file())
-    return {path.name: record_file(path, (known or {}).get(path.name)) for path in files}
+    return {path.name: record_file(path, (data_hashes or {}).get(path.name)) for path in files}
 
 
 def recorded_files(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:

@@ -127,19 +127,20 @@ class Components(MutableMapping[str, Model]):
             return self.placed[name].activation_bytes(name, held)
         return self.target.activation_bytes(self.files.weight_bytes(name), held)
 
-    def open_peers(self, numbers: Sequence[int]) -> None:
-        """Open the `peers` on devices `numbers`. Raises as `_open_on_device`."""
-        self.peers = [self._open_on_device(number) for number in numbers]
+    def open_peers(self, device_ids: Sequence[int]) -> None:
+        """Open the `peers` on devices `device_ids`. Raises as `_open_on_device`."""
+        self.peers = [self._open_on_device(device_id) for device_id in device_ids]
 
     def run_on_device(self, name: str, number: int) -> None:
         """Run a component on device `number` from now on. Another thread may run it there while others run here.
         Raises as `_open_on_device`."""
         self.placed[name] = self._open_on_device(number)
 
-    def partition_over(self, name: str, numbers: Sequence[int], cut: Cut) -> None:
-        """Run the partitions of a component's graph that `cut` returns on this device and then on devices `numbers`.
+    def partition_over(self, name: str, device_ids: Sequence[int], cut: Cut) -> None:
+        """Run the partitions of a component's graph that `cut` returns on this device and then on devices
+        `device_ids`.
         Raises as `_open_on_device`."""
-        self.partitioned[name] = [self, *(self._open_on_device(number) for number in numbers)], cut
+        self.partitioned[name] = [self, *(self._open_on_device(device_id) for device_id in device_ids)], cut
 
     def stream_weights(self, name: str, cut: Cut) -> None:
         """Keep a component's weights in pinned host memory from now on, if they do not fit beside what a step computes.

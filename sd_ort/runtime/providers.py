@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,10 +168,11 @@ def unloadable_libraries(library: Path) -> list[str]:
 
 def where_to_look(missing: Sequence[str]) -> str:
     """Return the advice for libraries that cannot be loaded, with the folders of ROCm if one of them is ROCm's."""
-    advice = "add their folder to LD_LIBRARY_PATH" if len(missing) > 1 else "add its folder to LD_LIBRARY_PATH"
+    path, root = ("PATH", "HIP_PATH") if sys.platform == "win32" else ("LD_LIBRARY_PATH", "ROCM_PATH")
+    advice = f"add {'their' if len(missing) > 1 else 'its'} folder to {path}"
     if not any(name.startswith(("libamdhip64", "libhipblaslt")) for name in missing):
         return advice
-    folders = ", ".join(map(str, rocm.library_folders())) or "none; set ROCM_PATH"
+    folders = ", ".join(map(str, rocm.library_folders())) or f"none; set {root}"
     return f"{advice} (folders of ROCm's libraries here: {folders})"
 
 
@@ -185,24 +187,25 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
         try:
             plugin_devices(plugin_library(name))
         except ProviderError as error:
-            refuse(str(error), allow_fallback)
+            raise_or_warn(str(error), allow_fallback)
         return
     available = runtime().get_available_providers()
     if provider.ep not in available:
-        refuse(
+        raise_or_warn(
             f"the {name} provider is not in the installed onnxruntime wheel (it has {', '.join(available)}): "
             f"pip uninstall -y {' '.join(installed_wheels())} && pip install 'sd-ort[{provider.extra}]'.",
             allow_fallback,
         )
     elif missing := missing_libraries(name):
-        refuse(
+        raise_or_warn(
             f"the {name} provider cannot load {', '.join(missing)}: install {provider.needs}, "
             f"or {where_to_look(missing)}.",
             allow_fallback,
         )
 
 
-def refuse(message: str, allow_fallback: bool) -> None:
+def raise_or_warn(message: str, allow_fallback: bool) -> None:
+    """Raise ProviderError with `message`, or warn that the CPU takes over if `allow_fallback`."""
     if not allow_fallback:
         raise ProviderError(message)
     warn_once(f"{message} Falling back to the CPU.")
