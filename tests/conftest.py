@@ -27,9 +27,9 @@ from sd_ort.runtime.library import library_path
 # Files that take a minute and more, the longest first: a long one at the end would leave the other worker idle. Before
 # them the one that builds the op library, which other files then use.
 LONG = (
-    "test_custom_ops_cpu.py", "test_wheel.py", "test_custom_ops_compile.py", "test_export.py", "test_custom_ops_gpu.py",
-    "test_families.py", "test_optimize.py", "test_pipeline.py", "test_custom_ops_attention.py", "test_sdxl_pipeline.py",
-    "test_hoist_merge.py",
+    "test_custom_ops_cpu.py", "test_wheel.py", "test_custom_ops_compile.py", "test_diffusion_transformers.py",
+    "test_export.py", "test_custom_ops_gpu.py", "test_families.py", "test_soak.py", "test_rocm_wheel.py",
+    "test_examples.py", "test_optimize.py", "test_pipeline.py", "test_custom_ops_attention.py", "test_hoist_merge.py",
 )  # fmt: skip
 
 

@@ -75,63 +75,64 @@ def _multiply_weights(graph: ir.Graph, conv: ir.Node, factor: ir.Value) -> None:
         conv.replace_input_with(index, new_derived_initializer(graph, name, [value, factor], sizes, "scale"))
 
 
-def _graph(body: str, declared: str = "", outputs: str = "") -> str:
+def case_graph(body: str, declared: str = "", outputs: str = "") -> str:
+    """Return the text of a model with x, and with weights w and b of a convolution of 3 to 4 channels."""
     return f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,3,H,W] x) => (float[N,4,H,W] y{outputs})
         <float[4,3,3,3] w, float[4] b{declared}> {{ {body} }}"""
 
 
-_SIZES = {"N": 2, "H": 5, "W": 6}
+SIZES = {"N": 2, "H": 5, "W": 6}
 _CONV = "Conv <pads = [1, 1, 1, 1]> (x, w, b)"
 _WIDE = "Conv <pads = [2, 2, 2, 2], dilations = [2, 2]> (x, w, b)"
 _FACTOR, _Z = ", float c = {0.25}", ", float[N,4,H,W] z"
 CASES = [
-    PassCase("a factor", _graph(f"h = {_CONV}  y = Mul (h, c)", _FACTOR), 1, {"Conv": 1, "Mul": 0}, sizes=_SIZES),
+    PassCase("a factor", case_graph(f"h = {_CONV}  y = Mul (h, c)", _FACTOR), 1, {"Conv": 1, "Mul": 0}, sizes=SIZES),
     PassCase(
         "first, without a bias",
-        _graph("h = Conv <pads = [1, 1, 1, 1]> (x, w)  s = Mul (c, h)  y = Relu (s)", _FACTOR),
+        case_graph("h = Conv <pads = [1, 1, 1, 1]> (x, w)  s = Mul (c, h)  y = Relu (s)", _FACTOR),
         1,
         {"Conv": 1, "Mul": 0},
-        sizes=_SIZES,
+        sizes=SIZES,
     ),
     PassCase(
         "weights that two convolutions read",
-        _graph(f"h = {_CONV}  s = Mul (h, c)  k = {_WIDE}  y = Add (s, k)", _FACTOR),
+        case_graph(f"h = {_CONV}  s = Mul (h, c)  k = {_WIDE}  y = Add (s, k)", _FACTOR),
         1,
         {"Conv": 2, "Mul": 0},
-        sizes=_SIZES,
+        sizes=SIZES,
     ),
     PassCase(
         "read twice",
-        _graph(f"h = {_CONV}  y = Mul (h, c)  z = Neg (h)", _FACTOR, _Z),
+        case_graph(f"h = {_CONV}  y = Mul (h, c)  z = Neg (h)", _FACTOR, _Z),
         0,
         {"Mul": 1},
-        sizes=_SIZES,
+        sizes=SIZES,
     ),
-    PassCase("an output", _graph(f"z = {_CONV}  y = Mul (z, c)", _FACTOR, _Z), 0, {"Mul": 1}, sizes=_SIZES),
+    PassCase("an output", case_graph(f"z = {_CONV}  y = Mul (z, c)", _FACTOR, _Z), 0, {"Mul": 1}, sizes=SIZES),
     PassCase(
         "a factor of channels",
-        _graph(f"h = {_CONV}  y = Mul (h, c)", ", float[4,1,1] c"),
+        case_graph(f"h = {_CONV}  y = Mul (h, c)", ", float[4,1,1] c"),
         0,
         {"Mul": 1},
         "not a constant scalar",
-        _SIZES,
+        SIZES,
     ),
     PassCase(
         "a factor with another axis",
-        _graph(f"h = {_CONV}  y = Mul (h, c)", ", float[1,1,1,1,1] c").replace("[N,4,H,W] y", "[1,N,4,H,W] y"),
+        case_graph(f"h = {_CONV}  y = Mul (h, c)", ", float[1,1,1,1,1] c").replace("[N,4,H,W] y", "[1,N,4,H,W] y"),
         0,
         {"Mul": 1},
         "adds axes",
-        _SIZES,
+        SIZES,
     ),
     PassCase(
         "computed weights",
-        _graph("h = Conv (x, v)  y = Mul (h, c)", _FACTOR).replace("W] x)", "W] x, float[4,3,1,1] v)"),
+        case_graph("h = Conv (x, v)  y = Mul (h, c)", _FACTOR).replace("W] x)", "W] x, float[4,3,1,1] v)"),
         0,
         {"Mul": 1},
         "are not constant",
-        _SIZES,
+        SIZES,
     ),
 ]
 

@@ -31,13 +31,7 @@ def fused_conv(model: ir.Model) -> PassOutcome:
     return outcome
 
 
-def _graph(body: str, declared: str = "", outputs: str = "") -> str:
-    return f"""<ir_version: 10, opset_import: ["" : 21]>
-        g (float[N,3,H,W] x) => (float[N,4,H,W] y{outputs})
-        <float[4,3,3,3] w, float[4] b{declared}> {{ {body} }}"""
-
-
-_SIZES = {"N": 2, "H": 5, "W": 6}
+_graph, _SIZES = conv_factor.case_graph, conv_factor.SIZES
 _CONV = "Conv <pads = [1, 1, 1, 1]> (x, w, b)"
 _FACTOR, _Z = ", float c = {0.25}", ", float[N,4,H,W] z"
 CASES = [

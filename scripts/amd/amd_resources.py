@@ -24,7 +24,7 @@ ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
 
 def main() -> None:
     (target,) = sys.argv[1:] or ("",)
-    library = build.build(cpu=False, hip=(target,) if target else ARCHS, say=print)
+    library = build.build(cpu=False, hip=(target,) if target else ARCHS, on_progress=print)
     with tempfile.TemporaryDirectory() as folder:
         kernels = code_objects.read_kernels(code_objects.extract(library, Path(folder)))
     path = ROOT / (f"results/amd/resources_{target}.md" if target else "results/ops_amd_resources.md")

@@ -52,7 +52,7 @@ from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.runtime.partitioned import Partition
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.stream import DeviceLock, open_stream
-from sd_ort.runtime.streamed import StreamedModel, WeightStream
+from sd_ort.runtime.streamed import PinnedWeights, StreamedModel, StreamPlan, WeightStream
 
 FLOAT32_INPUTS = ("timestep", "img_ids", "txt_ids")  # in torch too
 TEXT = {  # tokens; of families whose prompts keep their own lengths, a long prompt's
@@ -288,9 +288,13 @@ class Ours:
         return time.perf_counter() - started
 
 
-def streamed_row(engine: Ours, inputs: Mapping[str, torch.Tensor], count: int, calls: int) -> dict[str, Any]:
-    """Steps as called, resident and with weights streamed in `count` parts, in turn: medians in ms, and the error."""
-    feeds, path = engine.feeds(inputs), engine.paths["step"]
+def streamed_row(feeds: Mapping[str, np.ndarray], engine: Ours, gigabytes: float, calls: int) -> dict[str, Any]:
+    """Steps as called, resident and with weights streamed on a device of so many GB, in turn: medians in ms, errors."""
+    path, limit = engine.paths["step"], int(gigabytes * 1e9)
+    size = (path.parent / pipeline_folder.DATA).stat().st_size
+    plan = StreamPlan.of(size, limit)
+    if plan is None:
+        raise SystemExit(f"{size / 1e9:.1f} GB of weights fit in {gigabytes} GB.")
     stream = open_stream(engine.provider)
     if stream is None:
         raise SystemExit("Streams are of sd-ort's providers.")
@@ -301,9 +305,15 @@ def streamed_row(engine: Ours, inputs: Mapping[str, torch.Tensor], count: int, c
         override = session.ModelOverride(updatable=views, graph=part.graph)
         return session.create_session(path, engine.provider, options, override)
 
-    weights = WeightStream(partition_graph(path, count), path, {}, stream)
+    begun = time.perf_counter()
+    pinned = PinnedWeights(partition_graph(path, plan.count), plan, path, {}, stream)
+    seconds = {"pinned_s": time.perf_counter() - begun}
     device = provider_named(engine.provider).device
-    models = {"resident": engine.model, "streamed": StreamedModel(weights, opened, device, DeviceLock(stream))}
+    begun = time.perf_counter()
+    weights = WeightStream(pinned)
+    streamed = StreamedModel(weights, opened, device, DeviceLock(stream), limit)
+    seconds["opened_s"] = time.perf_counter() - begun
+    models = {"resident": engine.model, "streamed": streamed}
     outputs = {name: next(iter(model(**feeds).values())) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(calls):
@@ -311,17 +321,18 @@ def streamed_row(engine: Ours, inputs: Mapping[str, torch.Tensor], count: int, c
             begun = time.perf_counter()
             model(**feeds)
             times[name].append((time.perf_counter() - begun) * 1e3)
-    size = sum(memory.size for memory in weights.pinned)
+    copied = sum(memory.size for memory in pinned.memory.values())
     begun = time.perf_counter()
-    for index in range(count):
+    for index in plan.streamed:
         weights.copy(index)
-    weights.copies.synchronize()
-    seconds = time.perf_counter() - begun
+    pinned.copies.synchronize()
+    copies_s = time.perf_counter() - begun
     medians = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
     error = relative_l2_error(outputs["streamed"].astype(float), outputs["resident"].astype(float))
-    return medians | {
-        "parts": count, "weights_gb": size / 1e9, "device_gb": weights.device_bytes / 1e9, "copies_ms": seconds * 1e3,
-        "copy_gbs": size / seconds / 1e9, "error": error,
+    return medians | seconds | {
+        "limit_gb": gigabytes, "partitions": plan.count, "streamed_partitions": len(plan.streamed),
+        "weights_gb": size / 1e9, "streamed_gb": copied / 1e9, "weights_on_device_gb": weights.device_bytes / 1e9,
+        "copies_ms": copies_s * 1e3, "copy_gbs": copied / copies_s / 1e9, "error": error,
     }  # fmt: skip
 
 
@@ -370,12 +381,16 @@ def main() -> None:
     parser.add_argument("--peers", default="eager,compile")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
     parser.add_argument(
-        "--streamed", type=int, default=0, metavar="N", help="only print times of weights streamed in N parts"
+        "--streamed", type=float, nargs="+", metavar="GB", help="only measure weights streamed to so many GB"
     )
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_transformer"))
     parser.add_argument("--out", type=Path, default=Path("results/transformers"))
     options = parser.parse_args()
     begun = time.perf_counter()
+    facts: dict[str, Any] = {
+        "preset": options.preset, "pixels": options.pixels, "rows": options.rows, "commit": machine.commit(),
+        "machine": machine.machine(), "versions": machine.versions(),
+    }  # fmt: skip
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
@@ -389,7 +404,13 @@ def main() -> None:
         say("graphs written")
         engine = Ours(paths, say)
         if options.streamed:
-            say("STREAMED " + json.dumps(streamed_row(engine, inputs, options.streamed, options.calls)))
+            streamed: list[dict[str, Any]] = []
+            feeds, path = engine.feeds(inputs), options.out / "streamed" / f"{options.preset}_{options.pixels}.json"
+            for gigabytes in options.streamed:
+                streamed.append(streamed_row(feeds, engine, gigabytes, options.calls))
+                say("STREAMED " + json.dumps(streamed[-1]))
+                write_json(path, {**facts, "streamed": streamed})
+                gc.collect()
             return
         own = engine.contender(inputs)
         say(f"ours ready in {own.ready_s:.1f} s, session in {engine.session_s:.1f} s")
@@ -437,8 +458,7 @@ def main() -> None:
         say("ROW " + json.dumps({k: v for k, v in row.items() if k != "profile"}))
         say(f"errors against torch eager: {errors}")
         result = {
-            "preset": options.preset, "pixels": options.pixels, "rows": options.rows, "commit": machine.commit(),
-            "machine": machine.machine(), "versions": machine.versions(), "errors": errors, "tflop": flops,
+            **facts, "errors": errors, "tflop": flops,
             "limits": limits() if DEVICE == "cuda" else {}, "engines": rows,
         }  # fmt: skip
         write_json(options.out / f"{options.preset}_{options.pixels}.json", result)

@@ -4,10 +4,12 @@
     python scripts/bench/gpu_step_eight_bits.py --preset sdxl --batch 2 --size 128
     python scripts/bench/gpu_step_eight_bits.py --preset sd15 --batch 2 --size 64 --profile 25
     python scripts/bench/gpu_step_eight_bits.py --peers compile torchao       # ratios are to torch.compile then
+    python scripts/bench/gpu_step_eight_bits.py --folders /dev/shm/folders    # then sd-ort benchmark on these
 
 writes <out>/<preset>_b<batch>_<size>.json. Weights are random. The float8 graph is calibrated on one small random input
 on the CPU, so that its error says nothing about a trained model; times do not depend on the values. All engines are
 hoisted, tuned, captured and timed in turn in one process (see bench_gpu_step.py); ratios are to the first engine.
+--folders only writes OUT/float16 and OUT/float8, whole pipelines for `sd-ort benchmark --provider sdcuda`.
 Build first: sd-ort build-ops --cuda sm_90.
 """
 
@@ -18,6 +20,7 @@ import ctypes
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from scripts.bench.bench_gpu_step import (
     time_rounds,
     torch_engines,
 )
+from scripts.bench.default_pipeline import save_checkpoint
 from scripts.bench.gpu_models import export_raw, fill, limits, random_inputs, random_module
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
@@ -45,6 +49,7 @@ from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime import machine
 from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
+from sd_ort.stages import optimize
 
 CALIBRATION_SIZE = 16  # edge of the latent
 
@@ -55,6 +60,18 @@ def calibration_run(preset: str, path: Path) -> Path:
     arrays: dict[str, Any] = {f"unet/{name}": value.float().cpu().numpy() for name, value in inputs.items()}
     np.savez(path, **arrays)
     return path
+
+
+def write_folders(preset: str, out: Path) -> None:
+    """Write pipeline folders in float16 and float8 of random weights, and print the benchmark of them."""
+    with torch.no_grad():
+        save_checkpoint(preset, out / "checkpoint", "sdcuda")
+        runs = calibration_run(preset, out / "runs.npz")
+    write = partial(optimize, out / "checkpoint", target="gpu", dtype="float16", calibrate=False)
+    write(out / "float16")
+    write(out / "float8", eight_bits="float8", inputs=runs)
+    settings = "--provider sdcuda --tuning --sequential --torch none --steps 20 --guidance 8 --batch 2"
+    print(f"sd-ort benchmark {out / 'float8'} {out / 'float16'} {settings}")
 
 
 def engine(
@@ -94,8 +111,12 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
     parser.add_argument("--out", type=Path, default=Path("results/gpu_step_eight_bits"))
+    parser.add_argument("--folders", type=Path, metavar="OUT", help="only write pipeline folders")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
     options = parser.parse_args()
+    if options.folders:
+        write_folders(options.preset, options.folders)
+        return
     library = library_path(PROVIDER_LIBRARIES[VENDOR])
     if library is None:
         raise SystemExit("build our provider first: sd-ort build-ops --cuda sm_90")

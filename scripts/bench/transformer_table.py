@@ -37,10 +37,10 @@ cuDNN's attention. Ours is hoisted, tuned and captured: the modulation of a sche
 are computed before the loop, by torch in every step. `ready`: seconds to the first step; `other size`: seconds of the
 first step of another size.
 
-Goals of steps are missed. Products and attention, which are the vendor's libraries' on both sides (cuBLASLt, cuDNN),
-are 87 to 95 % of our kernels' time. The class tables are of two steps after a pause, at the full clock; a step behind
-others takes 4 to 12 % longer than its kernels, since they draw more than the card's power limit, ours with fewer
-pauses between them more than torch's.
+Qwen-Image meets its goal, the other steps miss theirs. Products and attention, which are the vendor's libraries' on
+both sides (cuBLASLt, cuDNN), are 87 to 95 % of our kernels' time. The class tables are of two steps after a pause, at
+the full clock; a step behind others takes 4 to 12 % longer than its kernels, since they draw more than the card's power
+limit, ours with fewer pauses between them more than torch's.
 """
 TAIL = """
 ## Again

@@ -15,8 +15,9 @@ from statistics import median
 
 import numpy as np
 
+from scripts.bench.vae_eight_bits import decoder_inputs
 from scripts.report import head, table
-from sd_ort import StableDiffusionPipeline, demo
+from sd_ort import demo
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import unseen_prompts
 from sd_ort.optimize.weight_storage import WeightStorage
@@ -36,13 +37,8 @@ def main() -> None:
     for label, storage in STORAGES.items():
         if not (options.work / label).is_dir():
             optimize("demo", options.work / label, target="cpu", weights=storage)
-    pipeline = StableDiffusionPipeline.from_pretrained(options.work / "float32", "cpu", threads=1)
     prompts = unseen_prompts(options.prompts, 0)
-    latents = np.concatenate([
-        np.asarray(pipeline(prompt, generator=seed, num_inference_steps=demo.STEPS, guidance_scale=demo.GUIDANCE,
-                            output_type="latent", progress=False).images)
-        for seed, prompt in enumerate(prompts)
-    ])  # fmt: skip
+    latents = decoder_inputs(options.work / "float32", prompts, demo.WIDTH, options.work / "latents.npy")
     rows: list[tuple[str, ...]] = []
     reference: np.ndarray | None = None
     for label in STORAGES:

@@ -90,7 +90,7 @@ def run(
 ) -> dict[str, Any]:
     """Run LoadGen on one engine after another; return the report, which is saved in `out`/mlperf.json.
 
-    LoadGen's logs are in `out`/mlperf/<number>/<scenario>. Offline and Server use batches up to the largest of
+    LoadGen's logs are in `out`/mlperf/<number>/<scenario>. Offline and Server use batches of one and of
     `settings.batches`. A failing engine is a row with its reason; an interrupt keeps the measurements.
 
     Raises:
@@ -213,27 +213,38 @@ def _backend(
         worker.load(settings)
         if worker.failure:
             raise SdOrtError(worker.failure)
-        yield WorkerBackend(worker, prompts, max(settings.batches))
+        yield WorkerBackend(worker, prompts, settings.batches)
 
 
 class WorkerBackend:
-    """Generates prompts by index on a worker, up to `batch` at once; `images`: the last image of each prompt."""
+    """Generates prompts by index on a worker, one or as many of `sizes` at once; `images`: the last of each prompt.
+
+    Other numbers are split, since tuning or compiling for a size takes longer than any query may wait.
+    """
 
     callers = 1
 
-    def __init__(self, worker: Worker, prompts: Sequence[str], batch: int) -> None:
-        self.worker, self.prompts, self.batch = worker, prompts, batch
+    def __init__(self, worker: Worker, prompts: Sequence[str], sizes: Sequence[int]) -> None:
+        self.worker, self.prompts = worker, prompts
+        self.sizes = sorted({1, *sizes})
+        self.batch = self.sizes[-1]
         self.images: dict[int, np.ndarray] = {}
         self.batches: list[int] = []  # sizes since the last call of mean_batch
 
     def warm_up(self) -> None:
-        """Generate one image, and the largest batch."""
-        for batch in dict.fromkeys((1, self.batch)):
-            self([i % len(self.prompts) for i in range(batch)])
+        """Generate a batch of each size."""
+        for size in self.sizes:
+            self([i % len(self.prompts) for i in range(size)])
         self.batches.clear()
 
     def __call__(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """Generate a batch of uint8 images (H, W, 3). Raises SdOrtError if the engine fails."""
+        """Generate uint8 images (H, W, 3) in batches. Raises SdOrtError if the engine fails."""
+        images: list[np.ndarray] = []
+        while rest := indices[len(images) :]:
+            images += self._batch(rest[: max(size for size in self.sizes if size <= len(rest))])
+        return images
+
+    def _batch(self, indices: Sequence[int]) -> list[np.ndarray]:
         result, _ = self.worker.call(interface.run_batch, len(indices), [self.prompts[i] for i in indices], 0)
         images = list(result["images"])
         self.images |= dict(zip(indices, images, strict=True))

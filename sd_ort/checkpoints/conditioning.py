@@ -59,7 +59,7 @@ def text_length(folder: Path, name: str, tokenizer: Any) -> int:
     return int(length)
 
 
-def embedding_output(outputs: Iterable[str], is_xl: bool) -> str:
+def embedding_output(outputs: Iterable[str], is_sdxl: bool) -> str:
     """Return the output of a text encoder that the UNet reads: the last or, for SDXL, the penultimate hidden state.
 
     Optimum's SDXL encoders return all hidden states, `hidden_states.0` and on. Raises InputError for an encoder without
@@ -68,7 +68,7 @@ def embedding_output(outputs: Iterable[str], is_xl: bool) -> str:
     names = list(outputs)
     states = sum(name.startswith("hidden_states.") for name in names)
     penultimate = f"hidden_states.{states - 2}" if states else "hidden_states"
-    output = penultimate if is_xl else "last_hidden_state"
+    output = penultimate if is_sdxl else "last_hidden_state"
     if output not in names:
         raise InputError(f"a text encoder gives {', '.join(names)} but not {output}: export the pipeline with sd-ort.")
     return output

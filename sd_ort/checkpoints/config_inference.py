@@ -59,10 +59,10 @@ def infer_configs(folder: Path) -> dict[str, Config]:
 def _infer(folder: Path, missing: tuple[str, ...], _mtime_ns: int) -> dict[str, Config]:
     graphs = {name: load(check_component(folder, name)).graph for name in {*missing, "unet"}}
     unet = _unet(graphs["unet"])
-    width, is_xl = unet["cross_attention_dim"], is_sdxl(unet)
-    family = FAMILIES.get((width, is_xl))
-    name = family.name if family else f"{'SDXL' if is_xl else SD1.name}, though its text is {width} wide"
-    family = family or (FAMILIES[2048, True] if is_xl else SD1)
+    width, sdxl = unet["cross_attention_dim"], is_sdxl(unet)
+    family = FAMILIES.get((width, sdxl))
+    name = family.name if family else f"{'SDXL' if sdxl else SD1.name}, though its text is {width} wide"
+    family = family or (FAMILIES[2048, True] if sdxl else SD1)
     latents = 96 if family == FAMILIES[1024, False] and _predicts_velocity(folder) else family.latents
     warn_once(
         f"{folder} has no config.json for {', '.join(missing)}: read from the graphs, and taken for {name}, trained on "

@@ -20,7 +20,7 @@ import numpy as np
 from sd_ort.checkpoints.linear_schedule import LinearSchedule, window_of
 
 Array = np.ndarray
-Draw = Callable[[], Array]  # returns the next noise sample
+SampleNoise = Callable[[], Array]  # returns the next noise sample
 MAX_STEPS = 1000  # a schedule's table takes the square of them in memory
 
 
@@ -48,7 +48,7 @@ class _Scheduler:
         """Return the timesteps (T,), and alpha and sigma (T + 1,) before each step and after the last."""
         raise NotImplementedError
 
-    def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
+    def step(self, i: int, prediction: Array, latents: Array, sample_noise: SampleNoise) -> Array:
         """Return the latents after step i."""
         raise NotImplementedError
 
@@ -85,14 +85,14 @@ class _Scheduler:
             vector[index] = 1
             return vector
 
-        def draw() -> Array:
+        def sample_noise() -> Array:
             nonlocal samples
             samples += 1
             return unit(2 * count + samples - 1)
 
         run = copy.copy(self)  # other threads may use this scheduler
         run.history, run.begin = [], start
-        after = np.stack([run.step(start + i, unit(count + i), unit(i), draw) for i in range(count)])
+        after = np.stack([run.step(start + i, unit(count + i), unit(i), sample_noise) for i in range(count)])
         scales = 1 / np.hypot(self.alpha, self.sigma)[start:stop]
         return LinearSchedule(
             self.timesteps[start:stop].astype(np.float32),
@@ -127,13 +127,13 @@ class _Scheduler:
 class _Ancestral(_Scheduler):
     """Step to the next noise level with fresh noise: DDIM (`eta`), and with eta 1 DDPM and Euler ancestral."""
 
-    def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
+    def step(self, i: int, prediction: Array, latents: Array, sample_noise: SampleNoise) -> Array:
         image, noise = self.image_and_noise(i, prediction, latents)
         alpha, sigma = self.next_point(i)
         ratio = 0.0 if self.alpha[i] == 0 else (sigma / alpha) / (self.sigma[i] / self.alpha[i])
         fresh = self.eta * sigma * math.sqrt(max(0.0, 1 - ratio**2))
         after = alpha * image + math.sqrt(max(0.0, sigma**2 - fresh**2)) * noise
-        return after + self.noise_floor(fresh) * draw() if self.draws(i) else after
+        return after + self.noise_floor(fresh) * sample_noise() if self.draws(i) else after
 
     def next_point(self, i: int) -> tuple[float, float]:
         return self.alpha[i + 1], self.sigma[i + 1]
@@ -190,11 +190,11 @@ class _Lcm(_Scheduler):
         timesteps = levels[np.floor(np.linspace(0, count, self.steps, endpoint=False)).astype(np.int64)]
         return timesteps, *self.variance_preserving(np.append(timesteps, timesteps[-1]))
 
-    def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
+    def step(self, i: int, prediction: Array, latents: Array, sample_noise: SampleNoise) -> Array:
         image, _ = self.image_and_noise(i, prediction, latents)
         scaled = self.timesteps[i] * self.config["timestep_scaling"]
         image = (scaled * image + 0.25 / math.hypot(scaled, 0.5) * latents) / math.hypot(scaled, 0.5)
-        return image if i == len(self.timesteps) - 1 else self.alpha[i + 1] * image + self.sigma[i + 1] * draw()
+        return image if i == len(self.timesteps) - 1 else self.alpha[i + 1] * image + self.sigma[i + 1] * sample_noise()
 
 
 class _Pndm(_Scheduler):
@@ -212,7 +212,7 @@ class _Pndm(_Scheduler):
             timesteps = np.insert(timesteps, 1, timesteps[1])
         return timesteps, *self.variance_preserving(np.append(timesteps, -1))
 
-    def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
+    def step(self, i: int, prediction: Array, latents: Array, sample_noise: SampleNoise) -> Array:
         stride, count = self.trained // self.steps, i - self.begin
         pair = np.array([self.timesteps[i], self.timesteps[i] - stride])
         if count == 1:  # the first step again, with the mean of both predictions
@@ -296,7 +296,7 @@ class _Lms(_Sigmas):
 
     ignored = ("rescale_betas_zero_snr", "final_sigmas_type")
 
-    def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
+    def step(self, i: int, prediction: Array, latents: Array, sample_noise: SampleNoise) -> Array:
         image, _ = self.image_and_noise(i, prediction, latents)
         self.history = [(latents - image) / self.sigma[i], *self.history][:4]
         levels = self.sigma[i - min(i + 1, 4) + 1 : i + 1][::-1]
@@ -322,7 +322,7 @@ class _Heun(_Sigmas):
         double = np.repeat(np.arange(self.steps), 2)[1:]
         return timesteps[double], np.append(alpha[double], 1), np.append(sigma[double], sigma[-1])
 
-    def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
+    def step(self, i: int, prediction: Array, latents: Array, sample_noise: SampleNoise) -> Array:
         image, _ = self.image_and_noise(i, prediction, latents)
         derivative = (latents - image) / self.sigma[i]
         if not self.history:
@@ -357,7 +357,7 @@ class _DpmSolver(_Multistep):
         "variance_type": (None,), "use_lu_lambdas": (False,),
     }  # fmt: skip
 
-    def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
+    def step(self, i: int, prediction: Array, latents: Array, sample_noise: SampleNoise) -> Array:
         image, _ = self.image_and_noise(i, prediction, latents)
         noisy = self.config["algorithm_type"] == "sde-dpmsolver++"
         solver_order, count = self.config["solver_order"], len(self.timesteps)
@@ -385,7 +385,7 @@ class _DpmSolver(_Multistep):
                 curve = (near - far) / (r0 + r1)
                 after = after + alpha * (decay / h + 1) * (near + r0 * curve)
                 after = after - alpha * ((decay + h) / h**2 - 0.5) * curve
-        return after + sigma * math.sqrt(-math.expm1(-2 * h)) * draw() if noisy else after
+        return after + sigma * math.sqrt(-math.expm1(-2 * h)) * sample_noise() if noisy else after
 
 
 class _UniPc(_Multistep):
@@ -409,7 +409,7 @@ class _UniPc(_Multistep):
     def last_sigma(self, levels: Array, sigmas: Array) -> float:
         return float(sigmas[-1] if self.config["use_karras_sigmas"] else levels[0])
 
-    def step(self, i: int, prediction: Array, latents: Array, draw: Draw) -> Array:
+    def step(self, i: int, prediction: Array, latents: Array, sample_noise: SampleNoise) -> Array:
         image, _ = self.image_and_noise(i, prediction, latents)
         if i > self.begin and i - 1 not in self.config["disable_corrector"]:
             latents = self.move(i - 1, self.order_before, self.before, self.history, image)

@@ -55,4 +55,4 @@ def command(
         if target in TARGETS and target not in MEASURED:
             click.echo(describe(target), err=True)
     provider = bool(hip or cuda) if provider is None else provider
-    build.build(cpu=cpu, hip=hip, cuda=cuda, headers=headers, provider=provider, say=click.echo)
+    build.build(cpu=cpu, hip=hip, cuda=cuda, headers=headers, provider=provider, on_progress=click.echo)

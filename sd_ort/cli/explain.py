@@ -61,10 +61,10 @@ def grouped(entry: dict[str, Any]) -> list[str]:
     return lines + list(lowered(entry)) + list(placed(entry))
 
 
-def some(names: Iterable[str], shown: int = SHOWN) -> str:
+def some(names: Iterable[str], limit: int = SHOWN) -> str:
     """The first of the names, each once."""
     distinct = list(dict.fromkeys(names))
-    return ", ".join(distinct[:shown]) + (", ..." if len(distinct) > shown else "")
+    return ", ".join(distinct[:limit]) + (", ..." if len(distinct) > limit else "")
 
 
 def lowered(entry: dict[str, Any]) -> Iterator[str]:
@@ -77,7 +77,7 @@ def lowered(entry: dict[str, Any]) -> Iterator[str]:
             yield f"    left: {count} {op}: {reason}"
 
 
-def placed(entry: dict[str, Any], shown: int = SHOWN) -> Iterator[str]:
+def placed(entry: dict[str, Any], limit: int = SHOWN) -> Iterator[str]:
     """Return the number of nodes per execution provider, and the operators that ours rejects, by reason."""
     if (placement := entry.get("placement")) is None:
         return
@@ -88,7 +88,7 @@ def placed(entry: dict[str, Any], shown: int = SHOWN) -> Iterator[str]:
     for node in placement["unassigned_nodes"]:
         groups.setdefault((node["op"], node["reason"]), []).append(node["scope"] or node["node"])
     for (op, reason), names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        names_ = some(filter(None, names), shown)
+        names_ = some(filter(None, names), limit)
         yield f"    left: {len(names)} {op}: {reason}" + (f" ({names_})" if names_ else "")
 
 
@@ -105,5 +105,5 @@ def every_site(entry: dict[str, Any]) -> list[str]:
             for name, done in entry["lowered"].items()
             for site in done["unfused"]
         ]
-        + list(placed(entry, shown=1 << 30))
+        + list(placed(entry, limit=1 << 30))
     )

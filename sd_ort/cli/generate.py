@@ -65,7 +65,9 @@ class Devices(click.ParamType):
 @click.option("--height", type=PIXELS, help="Pixels [default: the model's].")
 @click.option("--width", type=PIXELS, help="Pixels [default: the model's].")
 @click.option("--image", type=click.Path(path_type=Path, dir_okay=False), help="Start from this image.")
-@click.option("--mask", type=click.Path(path_type=Path, dir_okay=False), help="Draw only where this image is white.")
+@click.option(
+    "--mask", type=click.Path(path_type=Path, dir_okay=False), help="Inpaint: change only where this image is white."
+)
 @click.option(
     "--strength",
     type=Number(0, 1, min_open=True),
@@ -104,8 +106,8 @@ class Devices(click.ParamType):
     show_default=True,
     help=f"One of {', '.join(PROVIDERS)}, or plugin:LIBRARY [default: the best that runs here].",
 )
-@click.option("--gpus", type=REPLICAS, help="Draw on so many GPUs, a replica on each.")
-@click.option("--replicas", type=REPLICAS, help="Draw with so many replicas on the CPU, or on one GPU.")
+@click.option("--gpus", type=REPLICAS, help="Generate on this many GPUs, one replica on each.")
+@click.option("--replicas", type=REPLICAS, help="Generate with this many replicas on the CPU, or on one GPU.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option(
     "--gpu-graph/--no-gpu-graph",

@@ -32,7 +32,7 @@ from sd_ort.runtime.provider_table import PROVIDERS
     "variants",
     multiple=True,
     metavar="NAME=FOLDER",
-    help="Draw on the page with this pipeline too; repeatable. Torch weights are run by diffusers.",
+    help="Also generate on the page with this pipeline; repeatable. Torch weights are run by diffusers.",
 )
 @click.option("--threads", type=THREADS, help="CPU threads of a replica [default: its share of the cores].")
 def command(

@@ -76,11 +76,11 @@ def command(
         "components": components or None, "inputs": inputs, "provider": provider, "library": not portable, "seed": seed,
     }  # fmt: skip
     if optimized is None:
-        refuse(OF_WEIGHTS | {"tolerance"}, source)
+        reject_options(OF_WEIGHTS | {"tolerance"}, source)
         verify_alone(source, runs, as_json)
         return
     of_weights = is_checkpoint(source)
-    refuse(OF_RUNS if of_weights else OF_WEIGHTS, source)
+    reject_options(OF_RUNS if of_weights else OF_WEIGHTS, source)
     if of_weights:
         from sd_ort.checkpoints.open import CheckpointOptions
 
@@ -113,7 +113,7 @@ def command(
     check(result)
 
 
-def refuse(names: Collection[str], source: Path) -> None:
+def reject_options(names: Collection[str], source: Path) -> None:
     """Raise InputError for options of this command line that say nothing of such an IN."""
     source_of = click.get_current_context().get_parameter_source
     options = [f"--{n.replace('_', '-')}" for n in sorted(names) if source_of(n) is ParameterSource.COMMANDLINE]

@@ -62,7 +62,7 @@ class DenoiserGraphs(Generic[T]):
 
     def time_outputs(
         self,
-        known: Mapping[str, T],
+        tensors: Mapping[str, T],
         timestep: T,
         repeat: Callable[[dict[str, T]], Mapping[str, T]] = dict,
     ) -> Mapping[str, T]:
@@ -75,14 +75,14 @@ class DenoiserGraphs(Generic[T]):
         """
         if not self.is_hoisted:
             return {}
-        feed = self.feed("time", {**known, "timestep": timestep})
+        feed = self.feed("time", {**tensors, "timestep": timestep})
         rest = {name: value for name, value in feed.items() if name != "timestep"}
         return self._run(self.parts["time"], {**repeat(rest), "timestep": feed["timestep"]})
 
     def step_tensors(self, conditioning: Mapping[str, T], timestep: T) -> dict[str, T]:
         """Return the conditioning and the outputs of both other graphs for one step. `timestep`: that of each row."""
-        known = {**conditioning, **self.prompt_outputs(conditioning)}
-        return {**known, **self.time_outputs(known, timestep)}
+        tensors = {**conditioning, **self.prompt_outputs(conditioning)}
+        return {**tensors, **self.time_outputs(tensors, timestep)}
 
 
 class ArrayModel(Protocol):
@@ -101,12 +101,14 @@ class ArrayDenoiserGraphs(DenoiserGraphs[np.ndarray]):
         """Run nothing yet. `models`: the folder's components by name."""
         super().__init__(component, models, lambda name: models[name].inputs, lambda name, feed: models[name](**feed))
 
-    def steps_outputs(self, known: Mapping[str, np.ndarray], timesteps: np.ndarray, rows: int) -> dict[str, np.ndarray]:
+    def steps_outputs(
+        self, tensors: Mapping[str, np.ndarray], timesteps: np.ndarray, rows: int
+    ) -> dict[str, np.ndarray]:
         """Return the outputs (T, rows, ...) of the time graph for the steps `timesteps` (T,), computed in one call."""
         steps = len(timesteps)
 
         def repeat(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {name: np.concatenate([array] * steps) for name, array in arrays.items()}
 
-        outputs = self.time_outputs(known, np.repeat(timesteps, rows), repeat)
+        outputs = self.time_outputs(tensors, np.repeat(timesteps, rows), repeat)
         return {name: value.reshape(steps, rows, *value.shape[1:]) for name, value in outputs.items()}

@@ -16,7 +16,7 @@ def npz_names(path: Path) -> list[str]:
     return list(read_npz(path, lambda name: False, named=True))
 
 
-def read_npz(path: Path, wanted: Callable[[str], bool], *, named: bool = False) -> dict[str, np.ndarray]:
+def read_npz(path: Path, is_selected: Callable[[str], bool], *, named: bool = False) -> dict[str, np.ndarray]:
     """Return the arrays of an archive whose names are wanted; `named`: all others too, empty and unread.
 
     Raises InputError for a file of another kind, a damaged one, and arrays of Python objects, which would run code.
@@ -26,4 +26,8 @@ def read_npz(path: Path, wanted: Callable[[str], bool], *, named: bool = False) 
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise InputError(f"{path} holds one array without a name: save it with numpy.savez.")
         with file:
-            return {name: file[name] if wanted(name) else np.empty(0) for name in file.files if named or wanted(name)}
+            return {
+                name: file[name] if is_selected(name) else np.empty(0)
+                for name in file.files
+                if named or is_selected(name)
+            }

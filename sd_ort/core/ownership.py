@@ -37,9 +37,9 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def record_file(path: Path, known: str | None = None) -> dict[str, Any]:
-    """Return the record of a file; `known`: its SHA-256, if it was computed already."""
-    return {"bytes": path.stat().st_size, "sha256": known or sha256(path)}
+def record_file(path: Path, digest: str | None = None) -> dict[str, Any]:
+    """Return the record of a file; `digest`: its SHA-256, if it was computed already."""
+    return {"bytes": path.stat().st_size, "sha256": digest or sha256(path)}
 
 
 def tree_names(folder: Path) -> set[str]:

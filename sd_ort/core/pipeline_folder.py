@@ -40,14 +40,14 @@ MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
 HOISTED = {name: {"prompt": f"{name}_prompt", "time": f"{name}_time", "step": name} for name in ("unet", "transformer")}
 DEEP_FEATURES = "deep_features"  # with DeepCache: output of the graph of full steps, input of that of shallow ones
 COMPONENTS = (
-    "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "unet", "transformer", "controlnet",
-    "vae_encoder", "vae_decoder",
+    "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "vision_encoder", "unet", "transformer",
+    "controlnet", "vae_encoder", "vae_decoder",
 )  # fmt: skip
-CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3", "feature_extractor")
+CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3", "feature_extractor", "processor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
 CONFIG_FILES = (
     "scheduler_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "spiece.model",
+    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "processor_config.json", "spiece.model",
 )  # fmt: skip
 _OPTIONS = {**dict.fromkeys(("target", "dtype", "exporter"), str), "opset": int, "seed": int, "components": list[str]}
 _COMPONENT = {"kernel_fallbacks": list[str], "float32_sites": list[dict], "calibration": str}
@@ -151,20 +151,20 @@ def _with_new_keys(entry: Any) -> Any:
 Hashes = Mapping[str, FileRecord]
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any], known: Mapping[str, Hashes] | None = None) -> None:
-    """Write `manifest`, adding the format and the records of all files by their folder; `known`: some of them."""
+def write_manifest(folder: Path, manifest: Mapping[str, Any], hashes: Mapping[str, Hashes] | None = None) -> None:
+    """Write `manifest`, adding the format and the records of all files by their folder; `hashes`: some of them."""
     files: dict[str, dict[str, FileRecord]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST):
         home = path.parent.relative_to(folder).as_posix()
-        record = (known or {}).get(home, {}).get(path.name) or record_file(path)
+        record = (hashes or {}).get(home, {}).get(path.name) or record_file(path)
         files.setdefault(home, {})[path.name] = record
     write_json(folder / MANIFEST, {"format": FORMAT, **manifest, "files": files})
 
 
-def file_hashes(component: Path, known: Mapping[str, str] | None = None) -> Hashes:
-    """Size and SHA-256 of every file of a component, by name; `known`: SHA-256 of some already."""
+def file_hashes(component: Path, data_hashes: Mapping[str, str] | None = None) -> Hashes:
+    """Size and SHA-256 of every file of a component, by name; `data_hashes`: SHA-256 of some already."""
     files = sorted(p for p in component.iterdir() if p.is_file())
-    return {path.name: record_file(path, (known or {}).get(path.name)) for path in files}
+    return {path.name: record_file(path, (data_hashes or {}).get(path.name)) for path in files}
 
 
 def recorded_files(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:

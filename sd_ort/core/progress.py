@@ -24,7 +24,7 @@ announce = cache(print_line)  # once per process
 
 
 @contextmanager
-def step_bar(steps: Iterable[Any], shown: bool) -> Iterator[Any]:
+def step_bar(steps: Iterable[Any], is_visible: bool) -> Iterator[Any]:
     """A bar over `steps`, to be iterated; closed on leaving, by an interrupt too, so that what is told next has a line.
 
     tqdm's constructor draws, and an interrupt meanwhile leaves a bar that nobody closes: with a delay, here shorter
@@ -32,6 +32,6 @@ def step_bar(steps: Iterable[Any], shown: bool) -> Iterator[Any]:
     """
     from tqdm import tqdm  # tqdm.auto imports asyncio
 
-    with tqdm(steps, disable=not shown, unit="step", delay=1e-9) as bar:
+    with tqdm(steps, disable=not is_visible, unit="step", delay=1e-9) as bar:
         bar.refresh()
         yield bar

@@ -28,7 +28,7 @@ import onnx_ir as ir
 from fusion_passes import weight_recipes as recipes
 from sd_ort.checkpoints.checkpoint import Checkpoint, has_penultimate_states
 from sd_ort.checkpoints.diffusion_transformers import LANGUAGE_MODELS, MISTRAL, QWEN3_VL, QWEN_VL
-from sd_ort.checkpoints.signatures import MODEL_OF, text_config
+from sd_ort.checkpoints.signatures import MODEL_OF, READS_IMAGES, text_config, vision_config
 from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_reachable_file
 from sd_ort.core.errors import InputError, OutputError
@@ -68,7 +68,10 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
         inputs for the residuals of a ControlNet.
     """
     defaults = bundled_index()["defaults"].get(cls, {})
-    config = text_config(config) if cls in (QWEN_VL, QWEN3_VL, MISTRAL) else config
+    if component == "vision_encoder":
+        defaults, config = {}, vision_config(config)
+    else:
+        config = text_config(config) if cls in (QWEN_VL, QWEN3_VL, MISTRAL) else config
     complete = {**defaults, **{name: value for name, value in config.items() if name in defaults or not defaults}}
     if encoder := component.startswith("text_encoder"):
         complete = {name: value for name, value in complete.items() if name in TEXT_ENCODER_KEYS}
@@ -79,6 +82,8 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
             complete.pop("eos_token_id", None)
         if cls == "CLIPTextModel":
             complete.pop("projection_dim", None)
+        if config.get(READS_IMAGES):
+            complete[READS_IMAGES] = True
     structural = {name: value for name, value in complete.items() if name not in NON_STRUCTURAL_KEYS}
     structural |= {"ip_adapter": config["ip_adapter"]} if "ip_adapter" in config else {}
     content = ["text_encoder" if encoder else component, cls, structural, variant, opset, exporter]
@@ -105,7 +110,7 @@ def find_template(key: str) -> Path | None:
     file_name = bundled_index()["graphs"].get(key)
     if file_name is not None:
         return BUNDLED / file_name
-    path = _cached_path(key)
+    path = cached_path(key)
     return path if is_reachable_file(path) else None
 
 
@@ -123,8 +128,8 @@ def exporter_versions() -> dict[str, str]:
     return {"sd_ort.export": code, **{name: version(name) for name in packages}}
 
 
-def _cached_path(key: str) -> Path:
-    """Return the path in the cache, which depends on `exporter_versions`."""
+def cached_path(key: str) -> Path:
+    """Return the path of a template in the cache, which depends on `exporter_versions`."""
     versions = json.dumps(exporter_versions())
     return user_folder() / f"{key}-{hashlib.sha256(versions.encode()).hexdigest()[:12]}.onnx.xz"
 
@@ -149,7 +154,7 @@ def store_template(key: str, exported: Path, entry: Mapping[str, Any]) -> str | 
             return f"the weight {value.name} has no recipe"
         value.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
     try:
-        write_template(_cached_path(key), graph, table, files.read_json(exported / "config.json"))
+        write_template(cached_path(key), graph, table, files.read_json(exported / "config.json"))
     except OutputError as error:
         return str(error).removesuffix(".")
     return None

@@ -90,12 +90,8 @@ def verify(
         comparison, rebuilt = compare_with_file(path, parts)
         runs = load_recorded_inputs(inputs, name, list(graph.inputs), required=single_file)
         feeds = {f"recorded {index}": run for index, run in enumerate(runs)}
-        reason = None
-        if not feeds and not single_file and name not in pipeline_folder.COMPONENTS:
-            reason = "its inputs are not known: record some for --inputs"
-        elif random_op := next((node.op_type for node in graph if node.op_type in RANDOM_OPS), None):
-            reason = f"its {random_op} draws other numbers at every run"
-        if reason is not None:
+        has_inputs = bool(feeds) or single_file or name in pipeline_folder.COMPONENTS
+        if (reason := _reason_not_to_run(graph, has_inputs)) is not None:
             notes.append(f"{name}: outputs NOT compared, since {reason}.")
         elif comparison.not_rebuilt:
             notes.append(
@@ -130,11 +126,9 @@ def verify(
         half = half_type(model)
         if half is not None and tolerance is None and comparison.exact and any(map(_is_inexact, errors)):
             with _rounded_weights(path, half, optimized_path) as rounded:
-                other = run_model(rounded, arrays)
-            amplified = [array_errors(o[k], want[k])["relative_error"] for o, want in zip(other, expected, strict=True)
-                         for k in want]  # fmt: skip
-            limits = [max(limit, min(ROUNDED_WEIGHTS_FACTOR * each, AMPLIFIED_LIMIT)) if np.isfinite(each) else limit
-                      for each in amplified]  # fmt: skip
+                amplified = _relative_errors(run_model(rounded, arrays), expected)
+            limits = [max(limit, min(ROUNDED_WEIGHTS_FACTOR * error, AMPLIFIED_LIMIT)) if np.isfinite(error) else limit
+                      for error in amplified]  # fmt: skip
             errors = [compare_output(got, want, own) for (*_, want, got), own in zip(triples, limits, strict=True)]
             notes.append(
                 f"{name}: its source with weights in {half.name.lower()} differs by up to {max(amplified):.1e} in "
@@ -148,6 +142,25 @@ def verify(
         raise InputError("nothing was compared: " + " ".join(notes))
     passed = all(row["passed"] for row in (*rows, *weights))
     return {"rows": rows, "weights": weights, "notes": notes, "passed": passed}
+
+
+def _reason_not_to_run(graph: ir.Graph, has_inputs: bool) -> str | None:
+    """Return why outputs of two runs of a component cannot be compared, or None."""
+    if not has_inputs:
+        return "its inputs are not known: record some for --inputs"
+    random_op = next((node.op_type for node in graph if node.op_type in RANDOM_OPS), None)
+    return random_op and f"its {random_op} draws other numbers at every run"
+
+
+def _relative_errors(
+    actual: Sequence[Mapping[str, np.ndarray]], expected: Sequence[Mapping[str, np.ndarray]]
+) -> list[float]:
+    """Return the relative error of each output of each run."""
+    return [
+        array_errors(run[name], array)["relative_error"]
+        for run, arrays in zip(actual, expected, strict=True)
+        for name, array in arrays.items()
+    ]
 
 
 def rounding_tolerance(model: ir.Model) -> float:

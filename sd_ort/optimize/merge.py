@@ -115,7 +115,7 @@ class _Merger:
         self.opset = unet.graph.opset_imports[""]
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": self.opset}, name=pipeline_folder.MERGED)
         self.model = ir.Model(self.graph, ir_version=max(part.ir_version for part in parts.values()))
-        self.is_xl = "time_ids" in {v.name for part in parts.values() for v in part.graph.inputs}
+        self.is_sdxl = "time_ids" in {v.name for part in parts.values() for v in part.graph.inputs}
 
         conditioning = self._encode()
         latents = self._input("latents", ["batch", 4, "height", "width"])
@@ -142,11 +142,11 @@ class _Merger:
                 for kind in ("negative", "input")
             ]
             outputs = inline(self.model, self.parts[name], {"input_ids": self._node("Concat", ids, axis=0)}, f"{name}.")
-            hidden.append(outputs[embedding_output(outputs, self.is_xl)])
+            hidden.append(outputs[embedding_output(outputs, self.is_sdxl)])
             if "text_embeds" in outputs:
                 conditioning["text_embeds"] = outputs["text_embeds"]
         conditioning["encoder_hidden_states"] = self._node("Concat", hidden, axis=2) if len(hidden) > 1 else hidden[0]
-        if not self.is_xl:
+        if not self.is_sdxl:
             return conditioning
         # SDXL's unconditional rows are zeros without a negative prompt.
         strength = self._input("negative_strength", [1], np.zeros(1, np.float32))

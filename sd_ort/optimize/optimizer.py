@@ -8,12 +8,11 @@ global state; meanwhile another is run for calibration or written.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fusion_passes.operators import OPERATORS, function_bodies
 from fusion_passes.shapes.types import opset
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
+from sd_ort.core.garbage_collection import gc_disabled
 from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.progress import ProgressCallback
 from sd_ort.graphs import hoist
@@ -83,7 +83,7 @@ def optimize_components(
                 inputs=options.inputs,
                 hoisted=bool(options.hoist) and name in pipeline_folder.HOISTED,
                 weights=options.weights.of_component(name) if options.weights else None,
-                eight_bits_format=options.eight_bits if name in eight_bits.COMPONENTS else None,
+                eight_bits_format=options.eight_bits if name in options.eight_bit_components else None,
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,
             )
@@ -125,7 +125,7 @@ def optimize_component(
         float32_io: Keep the graph's inputs and outputs in float32 with dtype float16.
         weights: Storage of weights in fewer bits.
         data_hashes: Receives the SHA-256 of each external data file that is written, by component name.
-        eight_bits_format: A name of `fusion_passes.eight_bits.formats` for the layers; `inputs` then has recorded runs.
+        eight_bits_format: A name of `fusion_passes.quantized_weights` for the layers; `inputs` then has recorded runs.
 
     Raises:
         CancelledError: Soon after `cancel_event` is set.
@@ -190,7 +190,7 @@ def rewrite(
     model = source.model()
     before, version = Counter(node.op_type for node in model.graph), opset(model.graph)
     _raise_if_cancelled(cancel_event)
-    with REWRITING, _gc_disabled():
+    with REWRITING, gc_disabled():  # which walks the graph again and again: a quarter of the time
         canonical = canonicalize(model)
         not_fused = why_not_fused(model)
         fused = fuse(model, target.fusions)
@@ -243,18 +243,6 @@ def rewrite(
         **({"calibration": result.note, "float32_sites": sites} if result else {}),
         **({"eight_bits": quantized.manifest_entry()} if quantized else {}),
     }
-
-
-@contextlib.contextmanager
-def _gc_disabled() -> Iterator[None]:
-    """Disable Python's garbage collector, which walks the graph again and again: a quarter of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def low_coverage_message(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:

@@ -306,7 +306,9 @@ class DiffusersCompatMixin(PipelineState):
         request.check_text()
         request.guidance = 1.0 if do_classifier_free_guidance else None
         conditioning = self.texts.condition(request)
-        rows = [conditioning.embeddings, conditioning.added["text_embeds"]] if self.is_xl else [conditioning.embeddings]
+        rows = (
+            [conditioning.embeddings, conditioning.added["text_embeds"]] if self.is_sdxl else [conditioning.embeddings]
+        )
         halves = [torch.from_numpy(each) for each in rows]
         tensors: list[torch.Tensor | None] = []
         for half in halves:
@@ -345,7 +347,7 @@ class DiffusersCompatMixin(PipelineState):
         """
         kind: Any = cls
         pipeline.models.require(*kind.REQUIRED_COMPONENTS)
-        kind = kind._class_for(pipeline.index, pipeline.models, pipeline.is_xl)
+        kind = kind._class_for(pipeline.index, pipeline.models, pipeline.is_sdxl)
         pipe = kind(
             pipeline.folder,
             pipeline.models,

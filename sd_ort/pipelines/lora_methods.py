@@ -190,7 +190,7 @@ class LoraMixin:
         return {name for scales in self.lora_state.fused.values() for name in scales}
 
     def disable_lora(self) -> None:
-        """Draw without LoRAs until `enable_lora`; fused ones are unfused."""
+        """Generate without LoRAs until `enable_lora`; fused ones are unfused."""
         self._set_loras(replace(self.lora_state, fused={}, enabled=False))
 
     def enable_lora(self) -> None:

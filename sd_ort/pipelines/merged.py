@@ -77,7 +77,7 @@ class MergedPipeline(StableDiffusionPipeline):
             for kind, prompts in texts.items():
                 ids = token_ids(tokenizer, prompts, length)
                 feed[f"{kind}_ids{suffix}"] = ids.repeat(request.num_images_per_prompt, 0)
-        if self.is_xl:
+        if self.is_sdxl:
             size = list(request.size)
             feed["negative_strength"] = np.array([0.0 if self.texts.zero_negative(request) else 1.0], np.float32)
             feed["time_ids"] = np.array([[*size, 0, 0, *size]] * request.batch, np.float32)

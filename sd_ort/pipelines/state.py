@@ -25,7 +25,7 @@ class PipelineState:
     texts: PromptEncoder
     vae: Vae
     unet_config: dict[str, Any]
-    is_xl: bool
+    is_sdxl: bool
     safety_checker: bool
     device_loop: bool
     pag_applied_layers: Sequence[str] = ()

@@ -56,7 +56,7 @@ class PromptEncoder:
     def __init__(self, folder: Path, models: Components, index: Mapping[str, Any], unet: Mapping[str, Any]) -> None:
         """`index`: the folder's model_index.json; `unet`: its config. Raises InputError without a tokenizer."""
         self.folder, self.models, self.index, self.unet = folder, models, index, unet
-        self.is_xl = is_sdxl(unet)
+        self.is_sdxl = is_sdxl(unet)
         self.words: dict[str, LearnedTokens] = {}
         self.lengths: dict[str, int] = {}  # number of tokens by encoder
         self.forget()
@@ -127,14 +127,14 @@ class PromptEncoder:
             if list(model.inputs) != ["input_ids"]:
                 return None
             ids[name] = token_ids(tokenizer, [*negatives, *positive], self._length(tokenizer, name))
-            outputs[name] = embedding_output(model.outputs, self.is_xl)
+            outputs[name] = embedding_output(model.outputs, self.is_sdxl)
         count = len(request.prompts)
         row = np.arange(count) + (len(negative[0]) if negative else 0)
         first = [np.arange(count)] if request.guidance is not None else []
         rows = np.concatenate([*first, row]).repeat(request.num_images_per_prompt)
         sizes = self._sizes(request)
         pairs = [sizes[1]] * (request.batch * len(first)) + [sizes[0]] * request.batch
-        conditioning = {"time_ids": np.array(pairs, np.float32)} if self.is_xl else {}
+        conditioning = {"time_ids": np.array(pairs, np.float32)} if self.is_sdxl else {}
         if request.embedded_guidance is not None:
             embedded = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
             conditioning["timestep_cond"] = embedded.repeat(len(rows), 0)
@@ -159,7 +159,7 @@ class PromptEncoder:
                 parts = [part for text in texts for part in self._chunks(tokenizer, name, text, length, runs)]
                 tokens, weights = (np.stack(rows) for rows in zip(*((p.ids, p.weights) for p in parts), strict=True))
             outputs = self._encoder(name, clip_skip or 0)(input_ids=tokens)
-            embeddings = outputs[embedding_output(outputs, self.is_xl)].astype(np.float32)
+            embeddings = outputs[embedding_output(outputs, self.is_sdxl)].astype(np.float32)
             check_finite(embeddings, name)
             if weights is not None:
                 embeddings = prompt_weighting.apply_token_weights(embeddings, weights)
@@ -201,7 +201,7 @@ class PromptEncoder:
     def zero_negative(self, request: Request) -> bool:
         """Return whether the unconditional rows are zeros, as in SDXL's training, instead of an empty prompt's rows."""
         zeros = bool(self.index.get("force_zeros_for_empty_prompt", True))
-        return self.is_xl and request.negative_prompt is None and zeros
+        return self.is_sdxl and request.negative_prompt is None and zeros
 
     def pair(self, first: Sequence[str], second: Sequence[str] | None) -> list[Sequence[str]]:
         """Return the prompts of each encoder: `second` are those of the second one, which SDXL's refiner lacks."""
@@ -236,7 +236,7 @@ class PromptEncoder:
             raise InputError(
                 f"{name} of {list(embeddings.shape)} were given where [prompts, tokens, {width}] are read."
             )
-        if not self.is_xl:
+        if not self.is_sdxl:
             return Conditioning(as_array(embeddings))
         if pooled is None:
             raise InputError(f"{name} of SDXL need their {name.replace('prompt', 'pooled_prompt')} beside.")
@@ -244,7 +244,7 @@ class PromptEncoder:
 
     def _with_sizes(self, conditioning: Conditioning, ids: Sequence[float]) -> Conditioning:
         """Add SDXL's `time_ids` (B, 6), or (B, 5) for its refiner."""
-        if not self.is_xl:
+        if not self.is_sdxl:
             return conditioning
         rows = np.array([list(ids)] * len(conditioning.embeddings), np.float32)
         return Conditioning(conditioning.embeddings, {**conditioning.added, "time_ids": rows})
@@ -255,7 +255,7 @@ class PromptEncoder:
 
         As in diffusers, text to image uses the negative sizes only if both are set; image to image always does.
         """
-        scored = time_ids_split(self.unet)[1] == 5 if self.is_xl else False
+        scored = time_ids_split(self.unet)[1] == 5 if self.is_sdxl else False
 
         def ids(original: Size, crop: Size, target: Size, score: float) -> list[float]:
             return [*original, *crop, *((score,) if scored else target)]

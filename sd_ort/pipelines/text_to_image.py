@@ -110,7 +110,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         self.device_loop = wanted if device_loop is None else device_loop
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
-        self.is_xl = is_sdxl(self.unet_config)
+        self.is_sdxl = is_sdxl(self.unet_config)
         config = component_config(folder, "vae_decoder", required=True)
         self.vae = Vae(models, config, tiling=vae_tiling, slicing=vae_slicing)
         self.vae_scale_factor = self.vae.scale_factor
@@ -209,7 +209,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return pipeline
 
     @classmethod
-    def _class_for(cls, index: Mapping[str, Any], models: Components, is_xl: bool) -> type:
+    def _class_for(cls, index: Mapping[str, Any], models: Components, is_sdxl: bool) -> type:
         """Return the public class of this one's task for a folder's family; a class of others is returned as it is.
 
         model_index.json decides about latent consistency models for the classes AutoPipeline.
@@ -221,7 +221,9 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if consistency.startswith("LatentConsistencyModel") and cls.TASK != "Inpaint":
             name = f"LatentConsistencyModel{cls.TASK}Pipeline"
         else:
-            name = f"StableDiffusion{'XL' * is_xl}{'ControlNet' * ('controlnet' in models)}{cls.PAG}{cls.TASK}Pipeline"
+            name = (
+                f"StableDiffusion{'XL' * is_sdxl}{'ControlNet' * ('controlnet' in models)}{cls.PAG}{cls.TASK}Pipeline"
+            )
         family: type | None = getattr(sd_ort, name, None)
         if family is None:
             raise InputError(f"There is no {name}, in diffusers neither: use the class without PAG.")
@@ -391,7 +393,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
         output = self._draw(request)
-        return output if request.return_dict else (output.images,) if self.is_xl else tuple(output)
+        return output if request.return_dict else (output.images,) if self.is_sdxl else tuple(output)
 
     def _check_unet(self) -> None:
         """Raise InputError for a UNet of another kind of pipeline."""

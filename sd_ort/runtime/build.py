@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import OutputError
 from sd_ort.core.interrupts import defer_interrupts
 from sd_ort.core.ownership import record_file
+from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import (
     CUDA_LIBRARY,
@@ -49,7 +50,7 @@ def build(
     hip: Sequence[str] = (),
     cuda: Sequence[str] = (),
     headers: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    on_progress: ProgressCallback = ignore_progress,
     provider: bool = False,
 ) -> Path:
     """Builds the library, or finds it in the cache; returns the path of libsd_ort_ops.so.
@@ -64,9 +65,9 @@ def build(
         raise BuildError("nothing to build: ask for the CPU library, for HIP or for CUDA architectures")
     options = _Options(cpu=cpu, cmake=find_program("cmake", "install it: pip install cmake"), cxx=_cxx_compiler())
     if cpu:
-        options.headers = find_headers(headers, say)
+        options.headers = find_headers(headers, on_progress)
     if provider:
-        options.provider_headers = find_headers(headers, say, api=PROVIDER_API)
+        options.provider_headers = find_headers(headers, on_progress, api=PROVIDER_API)
     if hip:
         options.hip_archs = tuple(hip)
         _check_targets(hip)
@@ -80,12 +81,12 @@ def build(
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
     if not ((folder / "build.json").is_file() and is_complete(folder)):
         shutil.rmtree(folder, ignore_errors=True)  # a damaged build
-        say(f"building {library.name} ...")
+        on_progress(f"building {library.name} ...")
         _compile(options, folder)
         trim_builds(int(float(os.environ.get("SD_ORT_BUILDS_GB", BUILDS_GB)) * 1e9), keep=folder)
     with suppress(OSError):  # a cache that may be read alone
         os.utime(folder / "build.json", ns=(time.time_ns(),) * 2)  # `library_path` finds what was asked for last
-    say(str(library))
+    on_progress(str(library))
     return library
 
 

@@ -24,7 +24,7 @@ from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, ModelOverride, SessionOptions, create_session
 from sd_ort.runtime.session_device import SessionDevice
 from sd_ort.runtime.stream import Stream
-from sd_ort.runtime.streamed import StreamedModel, WeightStream, describe, partition_count
+from sd_ort.runtime.streamed import PinnedWeights, StreamedModel, StreamPlan, WeightStream
 from sd_ort.runtime.updatable_weights import UpdatableWeights, update_callback
 from sd_ort.runtime.weight_overrides import WeightOverrides
 
@@ -32,7 +32,6 @@ from sd_ort.runtime.weight_overrides import WeightOverrides
 # Measured on an H200, SD 1.5: the UNet gains 0.7 ms per step; the VAE nothing. A text encoder would gain 2 ms an image,
 # but CLIP takes ArgMax of integers, which the CUDA provider leaves to the CPU.
 STEP_COMPONENTS = frozenset({"unet", "transformer", "controlnet"})
-RESIDENT_SHARE = 0.75  # of the device's memory that a component's weights may take; a step computes in the rest
 
 Cut = Callable[[Path, int], Sequence[Partition]]  # cuts the graph at a path into a number of partitions
 
@@ -84,7 +83,8 @@ class Components(MutableMapping[str, Model]):
         self.splits_image = False  # between its rows, too, and not only between the halves of guidance
         self.placed: dict[str, Components] = {}
         self.partitioned: dict[str, tuple[list[Components], Cut]] = {}
-        self.streamed: dict[str, tuple[int, Cut]] = {}
+        self.streamed: dict[str, tuple[StreamPlan, Cut]] = {}
+        self.pinned: dict[str, PinnedWeights] = {}
 
     @property
     def folder(self) -> Path:
@@ -127,19 +127,20 @@ class Components(MutableMapping[str, Model]):
             return self.placed[name].activation_bytes(name, held)
         return self.target.activation_bytes(self.files.weight_bytes(name), held)
 
-    def open_peers(self, numbers: Sequence[int]) -> None:
-        """Open the `peers` on devices `numbers`. Raises as `_open_on_device`."""
-        self.peers = [self._open_on_device(number) for number in numbers]
+    def open_peers(self, device_ids: Sequence[int]) -> None:
+        """Open the `peers` on devices `device_ids`. Raises as `_open_on_device`."""
+        self.peers = [self._open_on_device(device_id) for device_id in device_ids]
 
     def run_on_device(self, name: str, number: int) -> None:
         """Run a component on device `number` from now on. Another thread may run it there while others run here.
         Raises as `_open_on_device`."""
         self.placed[name] = self._open_on_device(number)
 
-    def partition_over(self, name: str, numbers: Sequence[int], cut: Cut) -> None:
-        """Run the partitions of a component's graph that `cut` returns on this device and then on devices `numbers`.
+    def partition_over(self, name: str, device_ids: Sequence[int], cut: Cut) -> None:
+        """Run the partitions of a component's graph that `cut` returns on this device and then on devices
+        `device_ids`.
         Raises as `_open_on_device`."""
-        self.partitioned[name] = [self, *(self._open_on_device(number) for number in numbers)], cut
+        self.partitioned[name] = [self, *(self._open_on_device(device_id) for device_id in device_ids)], cut
 
     def stream_weights(self, name: str, cut: Cut) -> None:
         """Keep a component's weights in pinned host memory from now on, if they do not fit beside what a step computes.
@@ -150,13 +151,13 @@ class Components(MutableMapping[str, Model]):
         if stream is None or stream.has_graphs:
             return
         budget = min(self.target.free_bytes(), float(self.options.provider_options.get("memory_limit", "inf")))
-        if weights <= RESIDENT_SHARE * budget:
+        plan = StreamPlan.of(weights, budget)
+        if plan is None:
             return
         if self.graph:
             raise InputError(f"{name} is streamed from host memory, where no runs are captured: leave graph out.")
-        count = partition_count(weights, budget)
-        self.streamed[name] = count, cut
-        announce(f"{name} does not fit in {budget / 1e9:.2f} GB of device memory: {describe(weights, count)}.")
+        self.streamed[name] = plan, cut
+        announce(f"{name} does not fit in {budget / 1e9:.2f} GB of device memory: {plan.describe(weights)}.")
 
     def _open_on_device(self, number: int) -> Components:
         """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
@@ -267,8 +268,11 @@ class Components(MutableMapping[str, Model]):
     def _open_streamed(self, name: str) -> Model:
         self.overrides.finish()
         assert self.stream is not None
-        count, cut = self.streamed[name]
+        plan, cut = self.streamed[name]
         path = self.files.model(name)
+        replaced = self.overrides.weights.get(name, {})
+        if name not in self.pinned:
+            self.pinned[name] = PinnedWeights(cut(path, plan.count), plan, path, replaced, self.stream)
 
         def opened(part: Partition, views: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
             override = self.overrides.of(name, part)
@@ -276,9 +280,9 @@ class Components(MutableMapping[str, Model]):
             return self._session(name, replace(override, weights=others, updatable=views), settings=settings)
 
         limit = self.options.provider_options.get("memory_limit")
-        replaced = self.overrides.weights.get(name, {})
-        weights = WeightStream(cut(path, count), path, replaced, self.stream)
-        return StreamedModel(weights, opened, self.device, self.lock, None if limit is None else int(limit))
+        return StreamedModel(
+            WeightStream(self.pinned[name]), opened, self.device, self.lock, None if limit is None else int(limit)
+        )
 
     def _refuse_streamed(self, name: str, label: str) -> None:
         if name in self.streamed:
@@ -360,6 +364,7 @@ class Components(MutableMapping[str, Model]):
         closed = self.overrides.assign(weights, shared, unfinished)
         for name in closed:
             self._close(name)
+            self.pinned.pop(name, None)
         if self.peers:
             self.overrides.finish()
         for peer in self.peers:

@@ -7,13 +7,12 @@ arena grows meanwhile. The sd-ort provider captures its runs inside; see `bound_
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from sd_ort.core.errors import SdOrtError, first_line
+from sd_ort.core.garbage_collection import gc_disabled
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK
 from sd_ort.runtime.stream import Stream
 
@@ -86,7 +85,7 @@ class GpuGraph:
 def capture_graph(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
     """Return the graph of what `run` enqueues on `stream`."""
     graph, handle = ctypes.c_void_p(), ctypes.c_void_p(stream.handle)
-    with CAPTURE_LOCK.exclusive(), _no_garbage_collection():  # a finalizer may wait for the stream
+    with CAPTURE_LOCK.exclusive(), gc_disabled():  # a finalizer may wait for the stream
         stream.call("StreamBeginCapture", handle, RELAXED)
         try:
             run()
@@ -101,17 +100,6 @@ def capture_graph(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
         stream.call("GraphDestroy", graph)
     reason = f"the capture failed with error {code}" if failure is None else first_line(failure.__cause__ or failure)
     raise NotCapturable(reason)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def take_release(stream: Stream, graph: ctypes.c_void_p) -> HostNodeParams | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_ort.core.cache import cache_folder
+from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.runtime.debian import DownloadError, unpack_packages
 from sd_ort.runtime.library import BuildError
 
@@ -37,7 +38,7 @@ class _Source:
     sha256: Mapping[str, str]
 
 
-def find_headers(given: Path | None = None, say: Callable[[str], None] = lambda line: None, api: int = 21) -> Path:
+def find_headers(folder: Path | None = None, on_progress: ProgressCallback = ignore_progress, api: int = 21) -> Path:
     """The folder of onnxruntime_c_api.h: the given one, the system's, one downloaded before, or one downloaded now.
 
     `api`: the oldest C API that will do; the operator library asks for that of 1.22 at most. What is downloaded is
@@ -45,11 +46,11 @@ def find_headers(given: Path | None = None, say: Callable[[str], None] = lambda 
 
     Raises BuildError when a given folder lacks the header, or no source has it.
     """
-    given = given or (Path(os.environ["ORT_INCLUDE_DIR"]) if os.environ.get("ORT_INCLUDE_DIR") else None)
-    if given is not None:
-        found = _folder_of_header([given], api)
+    folder = folder or (Path(os.environ["ORT_INCLUDE_DIR"]) if os.environ.get("ORT_INCLUDE_DIR") else None)
+    if folder is not None:
+        found = _folder_of_header([folder], api)
         if found is None:
-            raise BuildError(f"{given} has no {HEADER} of API {api} or later; give the include folder of ONNX Runtime")
+            raise BuildError(f"{folder} has no {HEADER} of API {api} or later; give the include folder of ONNX Runtime")
         return found
     found = _folder_of_header([Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime")], api)
     if found is not None:
@@ -64,7 +65,7 @@ def find_headers(given: Path | None = None, say: Callable[[str], None] = lambda 
             return cached
     tried = []
     for source in sources:
-        say(f"fetching ONNX Runtime's headers ({source.name}) ...")
+        on_progress(f"fetching ONNX Runtime's headers ({source.name}) ...")
         try:
             files = source.fetch()
         except _FetchError as error:
@@ -178,4 +179,4 @@ def _from_npm() -> Files:
 
 
 if __name__ == "__main__":  # for CMake
-    print(find_headers(say=lambda line: print(line, file=sys.stderr)))
+    print(find_headers(on_progress=lambda line: print(line, file=sys.stderr)))

@@ -187,24 +187,25 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
         try:
             plugin_devices(plugin_library(name))
         except ProviderError as error:
-            refuse(str(error), allow_fallback)
+            raise_or_warn(str(error), allow_fallback)
         return
     available = runtime().get_available_providers()
     if provider.ep not in available:
-        refuse(
+        raise_or_warn(
             f"the {name} provider is not in the installed onnxruntime wheel (it has {', '.join(available)}): "
             f"pip uninstall -y {' '.join(installed_wheels())} && pip install 'sd-ort[{provider.extra}]'.",
             allow_fallback,
         )
     elif missing := missing_libraries(name):
-        refuse(
+        raise_or_warn(
             f"the {name} provider cannot load {', '.join(missing)}: install {provider.needs}, "
             f"or {where_to_look(missing)}.",
             allow_fallback,
         )
 
 
-def refuse(message: str, allow_fallback: bool) -> None:
+def raise_or_warn(message: str, allow_fallback: bool) -> None:
+    """Raise ProviderError with `message`, or warn that the CPU takes over if `allow_fallback`."""
     if not allow_fallback:
         raise ProviderError(message)
     warn_once(f"{message} Falling back to the CPU.")

@@ -1,7 +1,7 @@
 """A component whose weights stay in pinned host memory and are copied to the device part by part, beside the runs.
 
-Its graph is cut into partitions. Each reads its weights from one of two buffers on the device. While a partition runs,
-the weights of the next one are copied to the other buffer.
+Its graph is cut into partitions. As many as fit stay on the device. Each other one reads its weights from one of two
+buffers there. While a partition runs, the weights of the next streamed one are copied to the other buffer.
 """
 
 from __future__ import annotations
@@ -26,23 +26,47 @@ from sd_ort.runtime.stream import Stream
 from sd_ort.runtime.weight_prefetch import ALIGNMENT, ELEMENTS, MIN_TENSOR, data_weights
 
 MIN_COUNT = 4  # partitions: with two, both buffers together would hold all weights
+RESIDENT_SHARE = 0.75  # of the device's memory that a component's weights may take; a step computes in the rest
 PCIE_BYTES = 25e9  # a second, of pinned memory over 16 lanes of PCIe 4.0
 
 
-def partition_count(weights: int, budget: float) -> int:
-    """Return how many partitions a component is cut into, so that two of them take at most half of `budget` bytes.
+@dataclass(frozen=True)
+class StreamPlan:
+    """How a component is streamed: its partitions, and how many of them stay on the device.
 
-    It is even, so that the last partition of a step and the first one of the next have different buffers.
+    The number of streamed ones is even, so that the last one of a step and the first one of the next have different
+    buffers.
     """
-    return max(MIN_COUNT, 2 * math.ceil(2 * weights / max(budget, 1)))
 
+    count: int
+    resident: int
 
-def describe(weights: int, count: int) -> str:
-    """Return a sentence on the bytes that are copied in a step and the least time that this takes."""
-    return (
-        f"{weights / 1e9:.2f} GB of weights are streamed from host memory in each step, in {count} parts: at least "
-        f"{1e3 * weights / PCIE_BYTES:.0f} ms a step over PCIe 4.0 x16 ({PCIE_BYTES / 1e9:.0f} GB/s)"
-    )
+    @classmethod
+    def of(cls, weights: int, budget: float) -> StreamPlan | None:
+        """Return the plan for bytes of weights and `budget` bytes of device memory; None if the weights fit.
+
+        Two partitions take at most a quarter of the budget. What they leave of `RESIDENT_SHARE` is for resident ones.
+        """
+        if weights <= RESIDENT_SHARE * budget:
+            return None
+        count = max(MIN_COUNT, 2 * math.ceil(4 * weights / max(budget, 1)))
+        resident = max(0, math.floor(RESIDENT_SHARE * budget * count / weights) - 2)
+        return cls(count, resident - (count - resident) % 2 if resident else 0)
+
+    @property
+    def streamed(self) -> list[int]:
+        """The indices of the streamed partitions. The resident ones lie evenly between them, for copies beside runs."""
+        number = self.count - self.resident
+        return [index * self.count // number for index in range(number)]
+
+    def describe(self, weights: int) -> str:
+        """Return a sentence on the bytes that are copied in a step and the least time that this takes."""
+        streamed = weights * len(self.streamed) / self.count
+        return (
+            f"{streamed / 1e9:.2f} GB of its {weights / 1e9:.2f} GB of weights are streamed from host memory in each "
+            f"step, in {len(self.streamed)} parts: at least {1e3 * streamed / PCIE_BYTES:.0f} ms a step over PCIe 4.0 "
+            f"x16 ({PCIE_BYTES / 1e9:.0f} GB/s)"
+        )
 
 
 class StreamMemory:
@@ -91,67 +115,90 @@ class PartitionWeights:
             target[begin : begin + length] = source
 
 
-class WeightStream:
-    """The weights of all partitions in pinned memory, two buffers on the device, and the stream of the copies."""
+class PinnedWeights:
+    """The weights of the streamed partitions in pinned memory, and what copies them: it outlives closed sessions."""
 
     def __init__(
-        self, partitions: Sequence[Partition], model: Path, replaced: Mapping[str, np.ndarray], compute: Stream
-    ) -> None:
+        self, partitions: Sequence[Partition], plan: StreamPlan, model: Path, replaced: Mapping[str, np.ndarray],
+        compute: Stream,
+    ) -> None:  # fmt: skip
         """`replaced`: weights instead of the file's. Raises MemoryError if there is too little memory."""
-        self.compute, self.partitions = compute, partitions
+        self.partitions, self.plan, self.compute = partitions, plan, compute
         self.weights = [PartitionWeights.of(partition.graph) for partition in partitions]
-        largest = max(weights.size for weights in self.weights)
-        self.buffers = [StreamMemory(compute, largest) for _ in range(2)]
-        self.pinned: list[StreamMemory] = []
-        file = np.memmap(model.parent / DATA, np.uint8, "r")
-        for weights in self.weights:
-            memory = StreamMemory(compute, weights.size, pinned=True)
-            target = np.ctypeslib.as_array((ctypes.c_uint8 * max(weights.size, 1)).from_address(memory.address))
-            weights.fill(target, file, replaced)
-            self.pinned.append(memory)
+        self.file, self.replaced = model.parent / DATA, replaced
+        self.memory: dict[int, StreamMemory] = {}
+        for index in plan.streamed:
+            memory = StreamMemory(compute, self.weights[index].size, pinned=True)
+            target = np.ctypeslib.as_array((ctypes.c_uint8 * max(memory.size, 1)).from_address(memory.address))
+            self.read(index, target)
+            self.memory[index] = memory
         self.copies = Stream(compute.c._name, compute.prefix, compute.device)
-        self.copied = [compute.event() for _ in self.weights]
-        self.ran = [compute.event() for _ in self.weights]
-        for index in range(2):
+        self.copied = {index: compute.event() for index in plan.streamed}
+        self.ran = {index: compute.event() for index in plan.streamed}
+
+    def read(self, index: int, target: np.ndarray) -> None:
+        """Write the weights of a partition to bytes of memory."""
+        self.weights[index].fill(target, np.memmap(self.file, np.uint8, "r"), self.replaced)
+
+
+class WeightStream:
+    """The weights of all partitions on the device: resident ones, and two buffers in which streamed ones take turns."""
+
+    def __init__(self, pinned: PinnedWeights) -> None:
+        """Raises MemoryError if there is too little memory."""
+        self.pinned, self.compute, self.order = pinned, pinned.compute, pinned.plan.streamed
+        largest = max(pinned.weights[index].size for index in self.order)
+        buffers = [StreamMemory(self.compute, largest) for _ in range(2)]
+        self.memory = {index: buffers[position % 2] for position, index in enumerate(self.order)}
+        for index, weights in enumerate(pinned.weights):
+            if index not in self.memory:
+                self.memory[index] = memory = StreamMemory(self.compute, weights.size)
+                source = np.empty(max(weights.size, 1), np.uint8)
+                pinned.read(index, source)
+                self._queue(self.compute, memory, source.ctypes.data, weights.size)
+                self.compute.synchronize()
+        for index in self.order[:2]:
             self.copy(index)
 
     @property
     def device_bytes(self) -> int:
-        """The size of both buffers."""
-        return sum(buffer.size for buffer in self.buffers)
+        """The size of all memory on the device."""
+        return sum(memory.size for memory in set(self.memory.values()))
 
     def views(self, index: int, device: str) -> dict[str, Any]:
-        """Return an OrtValue of each weight of a partition in its buffer on the device."""
-        memory = self.buffers[index % 2]
+        """Return an OrtValue of each weight of a partition on the device."""
+        memory = self.memory[index]
         return {
             name: value_at(device, memory.address + begin, dtype, shape, owner=memory)
-            for name, (dtype, shape, begin, _) in self.weights[index].entries.items()
+            for name, (dtype, shape, begin, _) in self.pinned.weights[index].entries.items()
         }
 
+    def _queue(self, stream: Stream, to: StreamMemory, source: int, size: int) -> None:
+        addresses, handle = (ctypes.c_void_p(to.address), ctypes.c_void_p(source)), ctypes.c_void_p(stream.handle)
+        stream.call("MemcpyToDeviceAsync", *addresses, ctypes.c_size_t(size), handle)
+
     def copy(self, index: int) -> None:
-        """Queue the copy of a partition's weights to its buffer, after the run of the partition that had it before."""
-        self.copies.follow(self.ran[(index - 2) % len(self.ran)])
-        to, source = self.buffers[index % 2].address, self.pinned[index]
-        handle = ctypes.c_void_p(self.copies.handle)
-        size = ctypes.c_size_t(source.size)
-        self.copies.call(
-            "MemcpyToDeviceAsync", ctypes.c_void_p(to), ctypes.c_void_p(source.address), size, handle
-        )  # fmt: skip
-        self.copies.mark(self.copied[index])
+        """Queue the copy of a streamed partition's weights, after the run of the partition that had its buffer."""
+        pinned = self.pinned
+        pinned.copies.follow(pinned.ran[self.order[self.order.index(index) - 2]])
+        source = pinned.memory[index]
+        self._queue(pinned.copies, self.memory[index], source.address, source.size)
+        pinned.copies.mark(pinned.copied[index])
 
     def before(self, index: int) -> None:
         """Let the run of a partition wait for its weights."""
-        self.compute.follow(self.copied[index])
+        if index in self.pinned.copied:
+            self.compute.follow(self.pinned.copied[index])
 
     def after(self, index: int) -> None:
-        """Have the buffer of a partition that is queued filled for the next one that reads it."""
-        self.compute.mark(self.ran[index])
-        self.copy((index + 2) % len(self.weights))
+        """Have the buffer of a streamed partition that is queued filled for the next one that reads it."""
+        if index in self.pinned.ran:
+            self.compute.mark(self.pinned.ran[index])
+            self.copy(self.order[(self.order.index(index) + 2) % len(self.order)])
 
     def __del__(self) -> None:
-        if hasattr(self, "copies"):
-            self.copies.synchronize()
-            self.compute.synchronize()
+        self.pinned.copies.synchronize()
+        self.compute.synchronize()
 
 
 class StreamedModel(Model):
@@ -175,7 +222,7 @@ class StreamedModel(Model):
             settings["memory_limit"] = str(max(0, memory_limit - weights.device_bytes))
         self.partitions = [
             Model(open_session(part, weights.views(index, device), settings), lock)
-            for index, part in enumerate(weights.partitions)
+            for index, part in enumerate(weights.pinned.partitions)
         ]
         self.weights, self.device, self.lock = weights, device, lock
         computed: set[str] = set()

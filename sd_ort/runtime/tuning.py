@@ -213,12 +213,12 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def merge_onnxruntime(known: list[Record], more: list[Record]) -> list[Record]:
+def merge_onnxruntime(earlier: list[Record], more: list[Record]) -> list[Record]:
     """ONNX Runtime's results, by provider: {"ep", "validators", "results": {operator: {parameters: candidate}}}.
 
     Results of a provider whose own validators have changed take the place of the old ones.
     """
-    by_provider = {entry["ep"]: entry for entry in known}
+    by_provider = {entry["ep"]: entry for entry in earlier}
     for entry in more:
         old = by_provider.get(entry["ep"])
         if old is None or old["validators"] != entry["validators"]:

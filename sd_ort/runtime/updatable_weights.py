@@ -27,26 +27,30 @@ def update_callback(provider: str) -> Callable[[Any], None]:
     """
     written = getattr(ctypes.CDLL(str(plugin_library(provider))), WRITTEN, None) if is_plugin(provider) else None
 
-    def renew(value: Any) -> None:
+    def update_copies(value: Any) -> None:
         if written is not None and written(ctypes.c_void_p(value.data_ptr())):
             raise SdOrtError("the device failed when weights were changed: load the pipeline again.")
 
-    return renew
+    return update_copies
 
 
 class UpdatableWeights:
-    """`values`: initializer -> OrtValue on `device`; `shared`: the same memory as a session takes it; `changed`: those
-    that hold other numbers than the file; `originals`: copies of the file's numbers on the device, of some of them."""
+    """Initializers of open sessions that are updated in place.
+
+    `values`: initializer -> OrtValue on `device`. `shared`: views of the same memory, which sessions accept. `changed`:
+    names of initializers whose values differ from the file's. `originals`: copies of some of the file's values on the
+    device.
+    """
 
     def __init__(
         self,
         weights: Mapping[str, np.ndarray],
         device: str,
-        renew: Callable[[Any], None] = lambda _: None,
+        on_update: Callable[[Any], None] = lambda _: None,
         prefetched: PrefetchedWeights | None = None,
     ) -> None:
-        """`weights`: float16 or float32, which are copied, or are all on the device in `prefetched`. `renew`: the
-        provider's `update_callback`."""
+        """`weights`: float16 or float32, copied unless `prefetched` has them on the device. `on_update`: the provider's
+        `update_callback`."""
         self.prefetched = prefetched  # owns the memory of its values
         self.originals: dict[str, Any] = {}
         if prefetched is None:
@@ -56,17 +60,17 @@ class UpdatableWeights:
         else:
             self.values = self.shared = {name: prefetched.values[name] for name in weights}
         self.changed: set[str] = set()
-        self.renew = renew
+        self.on_update = on_update
 
     @contextmanager
     def written(self, name: str) -> Iterator[Any]:
-        """A weight's OrtValue, to be written meanwhile: from the next run on sessions have the new numbers. Nothing may
-        run until then."""
+        """Context manager of a weight's OrtValue for writing into it. No session may run meanwhile; the next run reads
+        the new values."""
         yield self.values[name]
-        self.renew(self.values[name])
+        self.on_update(self.values[name])
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """From the next run on a weight has these numbers, of its shape and type."""
+        """Copy `array`, of the weight's shape and dtype, into the weight. The next run reads it."""
         with self.written(name) as value:
             write_value(value, array)
 

@@ -151,19 +151,19 @@ def _guidance(fields: dict[str, Any], model: ModelInfo, limits: Limits) -> float
 
 def _loras(fields: dict[str, Any], model: ModelInfo) -> tuple[tuple[str, float], ...]:
     """Return the scales of all LoRAs of the model: those of the request, else the defaults."""
-    given = fields.get("loras")
-    if given is None:
+    requested = fields.get("loras")
+    if requested is None:
         return model.loras
     defaults = dict(model.loras)
-    if not isinstance(given, dict) or not given.keys() <= defaults.keys():
+    if not isinstance(requested, dict) or not requested.keys() <= defaults.keys():
         names = ", ".join(defaults) or "none; start the server with --lora FILE"
         raise InvalidRequest(f"loras must be an object with a scale for each LoRA of the server: {names}.", "loras")
-    for scale in given.values():
+    for scale in requested.values():
         if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= LORA_LIMIT:
             raise InvalidRequest(
                 f"The scale of a LoRA must be a number between -{LORA_LIMIT} and {LORA_LIMIT}.", "loras"
             )
-    return tuple((name, float(given.get(name, scale))) for name, scale in defaults.items())
+    return tuple((name, float(requested.get(name, scale))) for name, scale in defaults.items())
 
 
 def _variant(fields: dict[str, Any], model: ModelInfo) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,22 @@ def test_the_accuracy_run_logs_every_image_once(tmp_path: Path) -> None:
     assert {entry["qsl_idx"]: bytes.fromhex(entry["data"]) for entry in logged} == {
         number: bytes([number]) * 12 for number in range(5)
     }
+
+
+def test_no_batch_has_a_size_that_was_not_warmed_up() -> None:
+    sizes: list[int] = []
+
+    def run_batch(_: object, size: int, prompts: Sequence[str], __: int) -> tuple[dict[str, Any], None]:
+        sizes.append(size)
+        return {"images": numbered([int(prompt) for prompt in prompts])}, None
+
+    worker: Any = SimpleNamespace(call=run_batch)
+    backend = mlperf.WorkerBackend(worker, [str(i) for i in range(9)], [4, 2])
+    backend.warm_up()
+    assert sizes == [1, 2, 4]
+    assert [int(image[0, 0, 0]) for image in backend([8, 3, 5, 1, 0, 2, 7])] == [8, 3, 5, 1, 0, 2, 7]
+    assert sizes == [1, 2, 4, 4, 2, 1]
+    assert backend.mean_batch() == pytest.approx(7 / 3)
 
 
 def test_an_engine_that_fails_ends_the_run(tmp_path: Path) -> None:

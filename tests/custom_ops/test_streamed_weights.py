@@ -12,7 +12,7 @@ import torch
 from sd_ort import FluxPipeline
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.graphs.partition import partition_graph
-from sd_ort.runtime.streamed import PartitionWeights, StreamedModel, partition_count
+from sd_ort.runtime.streamed import RESIDENT_SHARE, PartitionWeights, StreamedModel, StreamPlan
 from sd_ort.stages import optimize
 
 CALL: dict[str, Any] = {
@@ -55,9 +55,13 @@ def test_draws_where_the_weights_do_not_fit(folder: Path, provider: str, capsys:
     np.testing.assert_array_equal(draw(streamed), expected)
     model = streamed.models["transformer"]
     assert isinstance(model, StreamedModel)
-    assert len(model.partitions) == 6
-    assert 0 < model.weights.device_bytes < 0.45 * weights_of(folder)
-    assert sum(weights.size for weights in model.weights.weights) > 0.9 * weights_of(folder)
+    assert len(model.partitions) == 10
+    assert 0.5 * weights_of(folder) < model.weights.device_bytes < RESIDENT_SHARE * limit
+    pinned = model.weights.pinned
+    assert 0.5 * weights_of(folder) < sum(memory.size for memory in pinned.memory.values()) < 0.7 * weights_of(folder)
+    draw(streamed)  # the text encoders closed it
+    assert streamed.models["transformer"] is not model
+    assert streamed.models["transformer"].weights.pinned is pinned  # not read again
 
     random, lora = torch.Generator().manual_seed(0), {}
     for block in (0, 2):
@@ -75,13 +79,22 @@ def test_draws_where_the_weights_do_not_fit(folder: Path, provider: str, capsys:
         load(folder, provider, limit, low_memory=True, graph=True)
 
 
-def test_partitions_are_even_and_small() -> None:
-    """Two of them take at most half of the memory; the number is even."""
-    for weights, budget in ((24e9, 12e9), (17e9, 12e9), (17e9, 24e9), (1e9, 1e9)):
-        count = partition_count(int(weights), budget)
-        assert count % 2 == 0
-        assert 2 * weights / count <= budget / 2
-    assert partition_count(int(24e9), 12e9) == 8
+@pytest.mark.parametrize(("weights", "budget"), [(24e9, 12e9), (17e9, 12e9), (17e9, 20e9), (24e9, 8e9), (41e9, 16e9)])
+def test_plan(weights: float, budget: float) -> None:
+    """Resident partitions and both buffers fit in their share; the streamed ones are even in number and far apart."""
+    plan = StreamPlan.of(int(weights), budget)
+    assert plan is not None
+    size, streamed = weights / plan.count, plan.streamed
+    assert len(streamed) % 2 == 0
+    assert len(set(streamed)) == plan.count - plan.resident
+    assert (plan.resident + 2) * size <= RESIDENT_SHARE * budget < (plan.resident + 4) * size
+    gaps = [b - a for a, b in zip(streamed, [*streamed[1:], plan.count], strict=True)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_plan_of_little_memory() -> None:
+    assert StreamPlan.of(int(9e9), 12e9) is None
+    assert StreamPlan.of(int(24e9), 1e9) == StreamPlan(192, 4)
 
 
 def test_every_weight_is_in_a_partition(folder: Path) -> None:

@@ -98,7 +98,8 @@ class CappedSdpa(Sdpa):
 RULES = (Sdpa, CappedSdpa)
 
 
-def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> str:
+def case_graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> str:
+    """Return the text of a model of one attention, with transposed keys kt and constants."""
     return f"""<ir_version: 10, opset_import: ["" : {opset}]>
         g (float[B,2,S,4] q, float[B,2,L,4] k, float[B,2,L,4] v {extra}) => (float[B,2,S,4] y {outputs})
         <float a = {{0.7}}, float b = {{0.6}}, float z = {{0.0}}, float low = {{-3.0e38}}, float r = {{2.0}}> {{
@@ -114,18 +115,18 @@ _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
 _case = partial(PassCase, sizes=_SIZES)
 _rejected = partial(_case, rewrites=0)
 CASES = [
-    _case("scale after the product", _graph(_PLAIN), ops=_ONE),
-    _case("no scale", _graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE),
+    _case("scale after the product", case_graph(_PLAIN), ops=_ONE),
+    _case("no scale", case_graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE),
     _case(
         "scales on query and key",
-        _graph(
+        case_graph(
             "qs = Mul (q, a)  ks = Mul (kt, b)  c = MatMul (qs, ks)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)"
         ),
         ops=_ONE | {"Mul": 0},
     ),
     _case(
         "divided scores and a mask",
-        _graph(
+        case_graph(
             "c = MatMul (q, kt)  d = Div (c, r)  e = Add (d, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
             ", float[B,1,S,L] m",
         ),
@@ -133,7 +134,7 @@ CASES = [
     ),
     _case(
         "finite mask behind a NaN guard",
-        _graph(
+        case_graph(
             "m = Where (keep, z, low)  c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) "
             + _GUARD,
             ", bool[B,1,S,L] keep",
@@ -142,7 +143,7 @@ CASES = [
     ),
     _rejected(
         "mask that may be infinite behind a NaN guard",
-        _graph(
+        case_graph(
             "c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) " + _GUARD,
             ", float[B,1,S,L] m",
         ),
@@ -150,7 +151,7 @@ CASES = [
     ),
     _case(
         "mask a key, broadcast",
-        _graph(
+        case_graph(
             "c = MatMul (q, kt)  d = Mul (c, a)  e = Add (m, d)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
             ", float[B,1,1,L] m",
         ),
@@ -167,7 +168,9 @@ CASES = [
     ),
     _rejected(
         "mask of another size",
-        _graph("c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)", ", float[M,3] m"),
+        case_graph(
+            "c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)", ", float[M,3] m"
+        ),
         rejection="the mask's axes",
         sizes=_SIZES | {"M": 5},
     ),
@@ -204,19 +207,19 @@ CASES = [
     ),
     _rejected(
         "NaN rows replaced by ones",
-        _graph(_PLAIN.split("  y =")[0] + "  n = IsNaN (w)  u = Where (n, r, w)  y = MatMul (u, v)"),
+        case_graph(_PLAIN.split("  y =")[0] + "  n = IsNaN (w)  u = Where (n, r, w)  y = MatMul (u, v)"),
         rejection="not replaced by 0",
     ),
     _rejected(
         "softmax over the keys of a transposed product",
-        _graph(
+        case_graph(
             "c = MatMul (q, kt)  t = Transpose <perm = [0, 1, 3, 2]> (c)  w = Softmax <axis = -1> (t) "
             " b2 = Transpose <perm = [0, 1, 3, 2]> (w)  y = MatMul (b2, v)"
         ),
     ),
     _case(
         "capped scores and a mask, as in Gemma 2",
-        _graph(
+        case_graph(
             "c = MatMul (q, kt)  d = Mul (c, a)  f = Div (d, r)  t = Tanh (f)  u = Mul (t, r)  e = Add (u, m)"
             "  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
             ", float[B,1,S,L] m",
@@ -225,7 +228,7 @@ CASES = [
     ),
     _case(
         "scores capped by another number than they are divided by",
-        _graph(
+        case_graph(
             "c = MatMul (q, kt)  f = Div (c, b)  t = Tanh (f)  u = Mul (t, r)  w = Softmax <axis = -1> (u)"
             "  y = MatMul (w, v)"
         ),
@@ -233,7 +236,7 @@ CASES = [
     ),
     _rejected(
         "a cap that is an input",
-        _graph(
+        case_graph(
             "c = MatMul (q, kt)  f = Div (c, n)  t = Tanh (f)  u = Mul (t, n)  w = Softmax <axis = -1> (u)"
             "  y = MatMul (w, v)",
             ", float n",
@@ -242,18 +245,18 @@ CASES = [
     ),
     _rejected(
         "scores capped behind the mask",
-        _graph(
+        case_graph(
             "c = MatMul (q, kt)  e = Add (c, m)  t = Tanh (e)  u = Mul (t, r)  w = Softmax <axis = -1> (u)"
             "  y = MatMul (w, v)",
             ", float[B,1,S,L] m",
         ),
     ),
-    _rejected("softmax over queries", _graph(_PLAIN.replace("-1", "2")), rejection="last axis"),
-    _rejected("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w")),
-    _rejected("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c")),
+    _rejected("softmax over queries", case_graph(_PLAIN.replace("-1", "2")), rejection="last axis"),
+    _rejected("weights are an output", case_graph(_PLAIN, outputs=", float[B,2,S,L] w")),
+    _rejected("scores are read twice", case_graph(_PLAIN, outputs=", float[B,2,S,L] c")),
     _rejected(
         "scale per head",
-        _graph(_PLAIN, ", float[2,1,1] h").replace("Mul (c, a)", "Mul (c, h)"),
+        case_graph(_PLAIN, ", float[2,1,1] h").replace("Mul (c, a)", "Mul (c, h)"),
         rejection="constant scalar",
     ),
 ]

@@ -13,6 +13,7 @@ from onnxscript.rewriter.pattern import Var
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import ZERO_ROWS, mask_mismatch
+from fusion_passes.canonicalize.attention.matmul_softmax import case_graph
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
@@ -150,15 +151,6 @@ class MergeHeadsFirst(Rule):
 RULES = (FromAttention, MergeHeadsFirst)
 
 
-def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> str:
-    return f"""<ir_version: 10, opset_import: ["" : {opset}]>
-        g (float[B,2,S,4] q, float[B,2,L,4] k, float[B,2,L,4] v {extra}) => (float[B,2,S,4] y {outputs})
-        <float a = {{0.7}}, float b = {{0.6}}, float z = {{0.0}}, float low = {{-3.0e38}}, float r = {{2.0}}> {{
-            kt = Transpose <perm = [0, 1, 3, 2]> (k)
-            {body}
-        }}"""
-
-
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
 _case = partial(PassCase, sizes=_SIZES)
@@ -166,7 +158,7 @@ _rejected = partial(_case, rewrites=0)
 CASES = [
     _case(
         "operator with a float mask",
-        _graph("y = Attention (q, k, v, m)", ", float[S,L] m", opset=23),
+        case_graph("y = Attention (q, k, v, m)", ", float[S,L] m", opset=23),
         ops=_ONE,
         sizes={"B": 2, "S": 5, "L": 7},
     ),
@@ -194,7 +186,7 @@ CASES = [
     ),
     _case(
         "operator that caps its scores",
-        _graph("y = Attention <softcap = 2.0> (q, k, v, m)", ", float[S,L] m", opset=23),
+        case_graph("y = Attention <softcap = 2.0> (q, k, v, m)", ", float[S,L] m", opset=23),
         ops=_ONE,
         sizes={"B": 2, "S": 5, "L": 7},
     ),
@@ -206,28 +198,28 @@ CASES = [
             y, nk, nv = Attention (q, k, v, , pk, pv) }""",
         sizes={"B": 2, "S": 3, "P": 2},
     ),
-    _case("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE),
+    _case("operator of opset 23", case_graph("y = Attention (q, k, v)", opset=23), ops=_ONE),
     _case(
         "causal operator",
-        _graph("y = Attention <is_causal = 1, scale = 0.3> (q, k, v)", opset=23),
+        case_graph("y = Attention <is_causal = 1, scale = 0.3> (q, k, v)", opset=23),
         ops=_ONE,
         sizes={"B": 2, "S": 4, "L": 4},
     ),
     _case(
         "operator with a boolean mask",
-        _graph("y = Attention (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
+        case_graph("y = Attention (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
         ops=_ONE | {"Where": 1, "ReduceMax": 1, "Mul": 1},
         sizes={"B": 2, "S": 5, "L": 7},
     ),
     _rejected(
         "causal operator with a boolean mask",
-        _graph("y = Attention <is_causal = 1> (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
+        case_graph("y = Attention <is_causal = 1> (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
         sizes={"B": 2, "S": 5, "L": 5},
         rejection="masked as a whole",
     ),
     _case(
         "operator with a constant boolean mask without empty rows",
-        _graph(
+        case_graph(
             "keep = Constant <value = bool[5,3] {1,0,0, 0,1,0, 1,1,0, 0,0,1, 1,1,1}> ()  y = Attention (q, k, v, keep)",
             opset=23,
         )
@@ -237,7 +229,7 @@ CASES = [
     ),
     _case(
         "operator with a boolean mask whose heads are merged",
-        _graph(
+        case_graph(
             "o = Attention (q, k, v, keep)  t = Transpose <perm = [0, 2, 1, 3]> (o)  "
             "s = Constant <value_ints = [0, 0, 8]> ()  h = Reshape (t, s)  y = Neg (h)",
             ", bool[B,1,S,L] keep",

@@ -14,6 +14,7 @@ import torch
 from sd_ort.checkpoints.conditioning import text_encoders, text_length
 from sd_ort.checkpoints.transformer_layouts import Part
 from sd_ort.core.errors import InputError
+from sd_ort.integrations.comfyui.net import MetaWeights
 from sd_ort.integrations.comfyui.patches import apply_patches_on_load
 from sd_ort.integrations.models import TorchComponentSessions
 
@@ -79,7 +80,7 @@ def _comfy_tokenizer(
     )
 
 
-class TextEncoder(comfy.sd1_clip.SDClipModel):
+class TextEncoder(MetaWeights, comfy.sd1_clip.SDClipModel):
     """ComfyUI's text encoder on a component. `names`: ComfyUI's name of a weight -> its name in the weight recipes."""
 
     def __init__(
@@ -127,13 +128,6 @@ class TextEncoder(comfy.sd1_clip.SDClipModel):
         pooled = outputs.get("text_embeds", outputs.get("pooler_output"))
         device = self.execution_device or hidden.device
         return hidden.to(device), None if pooled is None else pooled.float().to(device)
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return names and shapes (on torch's meta device) of the original model's weights."""
-        destination = {} if destination is None else destination
-        for name, tensor in self.meta_weights.items():
-            destination[prefix + name] = tensor
-        return destination
 
 
 def _state_dict_and_names(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

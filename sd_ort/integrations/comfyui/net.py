@@ -37,7 +37,20 @@ def prompt_key(options: Mapping[str, Any], *more: Hashable) -> Hashable:
     return (tuple(uuids), tuple(options.get("cond_or_uncond", ())), *more) if uuids else None
 
 
-class GraphNet(torch.nn.Module):
+class MetaWeights:
+    """Mixin of modules whose weights are in a graph: ComfyUI reads their names and shapes from `meta_weights`."""
+
+    meta_weights: Mapping[str, torch.Tensor]
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return names and shapes (on torch's meta device) of the original model's weights."""
+        destination = {} if destination is None else destination
+        for name, tensor in self.meta_weights.items():
+            destination[prefix + name] = tensor
+        return destination
+
+
+class GraphNet(MetaWeights, torch.nn.Module):
     """A `diffusion_model` that runs the graph of a folder's denoiser."""
 
     def __init__(
@@ -58,10 +71,3 @@ class GraphNet(torch.nn.Module):
         self.dtype = models.dtype(self.component)
         self.names = {f"diffusion_model.{name}": rows for name, rows in parts.items() if name in weights}
         self.meta_weights = {name: weights[name] for name in parts if name in weights}
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return names and shapes (on torch's meta device) of the original model's weights."""
-        destination = {} if destination is None else destination
-        for name, tensor in self.meta_weights.items():
-            destination[prefix + name] = tensor
-        return destination

@@ -1,0 +1,19 @@
+"""Python's garbage collector, switched off for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Context manager that disables the garbage collector; what it was before is restored."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
