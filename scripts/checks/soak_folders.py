@@ -44,7 +44,7 @@ LARGE = ip_adapters.Sizes(
 def write_templates(preset: str, out: Path) -> None:
     """Write the templates of the components that only pipelines with an IP-Adapter have."""
     sizes = sizes_of(preset)
-    adapted = make_templates.adapted(preset, sizes.encoder, sizes.tokens)
+    adapted = make_templates.adapted(preset, dict(sizes.encoder), sizes.tokens)
     for component in ADAPTED:
         graph, recipes, config = make_templates.weightless(adapted, component)
         templates.write_template(out / f"{component}{ENDING}", graph, recipes, config)
