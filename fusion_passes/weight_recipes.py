@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from fusion_passes import weight_storage
-from fusion_passes.eight_bits.formats import channel_scale, quantize_weight
+from fusion_passes import quantized_weights
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -119,9 +118,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "position_axis": position_axis,
     "scale": lambda _, a, scale: as_float32(a) * as_float32(scale).reshape(-1, *[1] * (a.ndim - 1)),
     "deviation": lambda epsilon, variance: np.sqrt(as_float32(variance) + np.float32(epsilon)),
-    **weight_storage.OPERATIONS,
-    "channel_scale": channel_scale,
-    "quantize": quantize_weight,
+    **quantized_weights.OPERATIONS,
     "times": lambda factor, a: as_float32(a) * np.float32(factor),
     "plus": lambda number, a: as_float32(a) + np.float32(number),
 }
@@ -136,13 +133,9 @@ UNDO: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
 FLOAT32_OPERATIONS = frozenset(
     {"add", "conv1x1_bias", "subpixel_phases", "deviation", "scale", "channel_scale", "times", "plus"}
 )
-EIGHT_BIT_OPERATIONS = frozenset({"channel_scale", "quantize"})
 # Operations whose result does not change by what they make of a source's delta, and why.
 NOT_LINEAR: Mapping[str, str] = {
-    **dict.fromkeys(
-        weight_storage.OPERATIONS, "a weight that --weights stores in fewer bits is not linear in the tensor"
-    ),
-    **dict.fromkeys(EIGHT_BIT_OPERATIONS, "a weight in 8 bits is not linear in the tensor"),
+    **dict.fromkeys(quantized_weights.OPERATIONS, "a weight in fewer bits is not linear in the tensor"),
     "plus": "a sum with a number is not linear in the tensor",
     "deviation": "a standard deviation is not linear in the variance",
     "conv1x1_bias": "a bias multiplied by 1x1 filters changes by the product with its filters",
@@ -190,9 +183,9 @@ def operations(recipe: WeightRecipe) -> set[str]:
     return set() if isinstance(recipe, str) else {recipe[0]}.union(*map(operations, recipe[2:]))
 
 
-def is_eight_bit(recipe: WeightRecipe) -> bool:
-    """Return whether a recipe computes a weight in 8 bits, or its scales."""
-    return not operations(recipe).isdisjoint(EIGHT_BIT_OPERATIONS)
+def is_quantized(recipe: WeightRecipe) -> bool:
+    """Return whether a recipe computes a weight in fewer bits, its scales or its zero points."""
+    return not operations(recipe).isdisjoint(quantized_weights.OPERATIONS)
 
 
 def evaluate(recipe: WeightRecipe, read: Callable[[str], np.ndarray]) -> np.ndarray:

@@ -149,7 +149,7 @@ class BlasLt {
   // Loads the library in the folder of the runtime, which may be unknown to the loader, else by name; null without one.
   static void* load_library() {
     const std::string runtime = runtime_path();
-    const std::string folder = runtime.substr(0, runtime.rfind('/') + 1);
+    const std::string folder = runtime.substr(0, runtime.find_last_of("/\\") + 1);
     for (const char* name : kLibraries) {
       if (folder.empty()) break;
       if (void* library = platform::load(folder + name)) return library;

@@ -25,6 +25,11 @@ using gpuEvent_t = SD_ORT_GPU_NAME(Event_t);
 using gpuError_t = SD_ORT_GPU_NAME(Error_t);
 constexpr gpuError_t gpuSuccess = SD_ORT_GPU_NAME(Success);
 
+// int64_t and uint64_t in the parameters and template arguments of kernels: the same types on all systems. They are
+// part of a kernel's symbol name, by which host code for Windows finds kernels that were compiled on Linux.
+using kernel_int64_t = long long;
+using kernel_uint64_t = unsigned long long;
+
 // Host: calls function(Type<T>()) with the C++ type of a dtype.
 template <class T>
 struct Type {

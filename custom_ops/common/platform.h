@@ -12,6 +12,7 @@
 // after windows.h
 #include <psapi.h>
 
+#include <algorithm>
 #include <iterator>
 #include <system_error>
 #else
@@ -96,7 +97,10 @@ inline std::string narrow(const std::wstring& text) {
 // load_error() then returns the reason, on this thread.
 inline void* load(const std::string& library) {
 #if defined(_WIN32)
-  return reinterpret_cast<void*>(LoadLibraryW(wide(library).c_str()));
+  std::wstring path = wide(library);
+  std::replace(path.begin(), path.end(), L'/', L'\\');
+  const bool is_path = path.find(L'\\') != std::wstring::npos;  // what a library needs may lie beside it
+  return reinterpret_cast<void*>(LoadLibraryExW(path.c_str(), nullptr, is_path ? LOAD_WITH_ALTERED_SEARCH_PATH : 0));
 #else
   return dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
 #endif
@@ -116,7 +120,7 @@ inline std::string load_error() {
 inline bool exists(const std::string& library, const std::string& error) {
 #if defined(_WIN32)
   (void)error;
-  const bool is_path = library.find('/') != std::string::npos;
+  const bool is_path = library.find_first_of("/\\") != std::string::npos;
   return is_path && GetFileAttributesW(wide(library).c_str()) != INVALID_FILE_ATTRIBUTES;
 #else
   return error.find(library + ": cannot open") == std::string::npos;
@@ -180,6 +184,17 @@ bool find(void* library, const std::string& name, Function*& function) {
 #endif
   function = reinterpret_cast<Function*>(symbol);
   return function != nullptr;
+}
+
+// Keeps the library that contains a function until the process ends. Elsewhere its linker says so: CMakeLists.txt.
+inline void keep_library(void (*function)()) {
+#if defined(_WIN32)
+  HMODULE library = nullptr;
+  GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN,
+                     reinterpret_cast<const wchar_t*>(function), &library);
+#else
+  (void)function;
+#endif
 }
 
 // Returns the folder, with a trailing separator, of the library that contains a function; "" if unknown.

@@ -1,1 +1,1 @@
-"""Quantization to 8 bits: formats, layers, and QuantizeLinear and DequantizeLinear around them."""
+"""Quantization to 8 bits: layers, and QuantizeLinear and DequantizeLinear around them."""

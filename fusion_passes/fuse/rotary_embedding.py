@@ -4,12 +4,14 @@
         rotated = (-x1, x0, -x3, x2, ..)                            interleaved: FLUX
         rotated = (-x[D/2:], x[:D/2])                               halves: language models
     (x0 * cos - x1 * sin, x0 * sin + x1 * cos), ..                  tables [S,D/2]: a complex product in real numbers
+    RotaryEmbedding(x [B,N,S,D], cos [B,S,D/2], sin)            of ai.onnx, as exporters write it for opset 23
         =>  RotaryEmbedding(x [B,S,N*D], 0, cos [S,D/2], sin [S,D/2]; num_heads=N, interleaved)
 
 x is [B,S,N,D], or [B,N,S,D] if the tables are [1,1,S,..]; Transposes to tokens and back are inserted for it. The tables
-of pairs are followed to the values that repeat. Rejected: tables in which the elements of a pair may differ, tables
-that differ by image or head, heads of unknown number or size. The model's opset becomes 23, which the operator's body
-needs.
+of pairs are followed to the values that repeat. Those of a batch are followed to positions that are the same for each
+image, as language models have them: the rows of the first image are read. Rejected: tables in which the elements of a
+pair may differ, tables that differ by image or head, heads of unknown number or size. The model's opset becomes 23,
+which the operator's body needs.
 """
 
 from __future__ import annotations
@@ -35,13 +37,19 @@ SWAP = [0, 2, 1, 3]
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotation of x [B,S,N,D] or [B,N,S,D]. `doubled`: its tables have both elements of a pair."""
+    """A rotation of x [B,S,N,D] or [B,N,S,D].
+
+    Attributes:
+        doubled: Whether its tables have both elements of a pair.
+        standard: Whether its tables are those of ai.onnx, [B,S,D/2] for x [B,N,S,D].
+    """
 
     x: ir.Value
     interleaved: bool
     cos: ir.Value
     sin: ir.Value
     doubled: bool = True
+    standard: bool = False
 
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
@@ -132,6 +140,18 @@ def _match_complex(out: ir.Value) -> Rotation | None:
     return None
 
 
+def _match_standard(out: ir.Value) -> Rotation | None:
+    """Match ai.onnx RotaryEmbedding of whole heads [B,N,S,D] with a row of tables for each token."""
+    node = _producer(out, "RotaryEmbedding")
+    x, cos, sin, ids = (*node.inputs, None)[:4] if node is not None and len(node.inputs) > 2 else (None,) * 4
+    if node is None or x is None or cos is None or sin is None or ids is not None or values.rank(x) != 4:
+        return None
+    if node.attributes.get_int("rotary_embedding_dim", 0) not in (0, values.size(x, 3)):
+        return None
+    interleaved = bool(node.attributes.get_int("interleaved", 0))
+    return Rotation(x, interleaved, cos, sin, doubled=False, standard=True)
+
+
 def _is_doubled(value: ir.Value | None, interleaved: bool) -> bool:
     """Return whether the elements of each pair of a table [.., D] are equal."""
     node = None if value is None else value.producer()
@@ -166,12 +186,37 @@ def _repeats(value: ir.Value | None) -> bool:
     return concat is not None and len(concat.inputs) == 2 and concat.inputs[0] is concat.inputs[1]
 
 
+def _is_batch_of_one(value: ir.Value | None) -> bool:
+    """Return whether a value [B, ..] has the same elements for each image."""
+    node, shape = None if value is None else value.producer(), values.dims(value)
+    if value is None or not shape or shape[0] == 1 or values.is_constant(value):
+        return bool(shape) and shape[0] == 1
+    if node is None or node.domain:
+        return False
+    if node.op_type in ("Cast", "Cos", "Sin"):
+        return _is_batch_of_one(node.inputs[0])
+    source = values.dims(node.inputs[0]) if node.inputs else None
+    if node.op_type == "Mul":
+        return all(values.rank(each) in range(len(shape)) or _is_batch_of_one(each) for each in node.inputs)
+    if node.op_type == "Concat":
+        axis = node.attributes["axis"].as_int()
+        return axis not in (0, -len(shape)) and all(map(_is_batch_of_one, node.inputs))
+    if node.op_type == "Expand":
+        return source is not None and (len(source) < len(shape) or _is_batch_of_one(node.inputs[0]))
+    is_view = node.op_type in ("Reshape", "Unsqueeze") and source is not None and source[:1] == shape[:1]
+    return is_view and _is_batch_of_one(node.inputs[0])
+
+
 def _is_tokens(rotation: Rotation) -> bool | None:
     """Return whether x is [B,S,N,D], or False if it is [B,N,S,D]; None if the tables differ by image or head."""
     x, table = values.dims(rotation.x) or [], values.dims(rotation.cos)
     if len(x) != 4 or table is None or len(table) > 4 or table != values.dims(rotation.sin):
         return None
+    if rotation.standard and len(table) == 3:
+        table.insert(1, 1)
     table[:0] = [1] * (4 - len(table))
+    if table[0] == x[0] and _is_batch_of_one(rotation.cos) and _is_batch_of_one(rotation.sin):
+        table[0] = 1
     if table[0] == 1 and table[1] == x[1] and table[2] == 1:
         return True
     return False if table[:3] == [1, 1, x[2]] else None
@@ -246,7 +291,8 @@ def rotary_embedding(model: ir.Model) -> PassOutcome:
     return outcome
 
 
-_MATCHES = {"Add": _match_sum, "Concat": _match_complex, "Reshape": _match_complex}
+_MATCHES = {"Add": _match_sum, "Concat": _match_complex, "Reshape": _match_complex,
+            "RotaryEmbedding": _match_standard}  # fmt: skip
 
 _ANGLES = """
     l = Constant <value_ints = [0, -1, 1]> ()  pair = Constant <value_ints = [1, 1, 2]> ()
@@ -259,6 +305,22 @@ _HALF_ANGLES = """
     twice = Concat <axis = 1> (angles, angles)  c = Cos (twice)  s = Sin (twice)
     rows = Constant <value_ints = [1, 1, -1, 4]> ()  cos = Reshape (c, rows)  sin = Reshape (s, rows)
 """
+_BATCH_ANGLES = """
+    zero = Constant <value_int = 0> ()  one = Constant <value_int = 1> ()  n = Shape <start = 1, end = 2> (x)
+    first = Constant <value_ints = [0]> ()  length = Squeeze (n, first)  tokens = Range (zero, length, one)
+    batch = Shape <start = 0, end = 1> (x)  all = Concat <axis = 0> (batch, n)  row = Unsqueeze (tokens, first)
+    ids = Expand (row, all)  end = Constant <value_ints = [-1]> ()  rows = Unsqueeze (ids, end)
+    numbers = Cast <to = 1> (rows)  a2 = Mul (numbers, frequencies)  twice = Concat <axis = -1> (a2, a2)
+    c = Cos (twice)  s = Sin (twice)  middle = Constant <value_ints = [1]> ()
+    cos = Unsqueeze (c, middle)  sin = Unsqueeze (s, middle)
+"""
+_STANDARD = (
+    _BATCH_ANGLES.partition("twice =")[0]
+    + """
+    cos = Cos (a2)  sin = Sin (a2)  h = Transpose <perm = [0, 2, 1, 3]> (x)
+    r = RotaryEmbedding (h, cos, sin)  y = Transpose <perm = [0, 2, 1, 3]> (r)
+"""
+)
 _NEIGHBORS = """
     split = Constant <value_ints = [0, 0, 3, 2, 2]> ()  last = Constant <value_ints = [-1]> ()
     pairs = Reshape (x, split)
@@ -295,7 +357,8 @@ def _graph(body: str, outputs: str = "", cos: str = "1,S,1,4", length: str = "S"
     return f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,{length},{heads},4] x, float[B,{length},3,4] other, float[{length},2] angles, float[{cos}] sin_in)
             => (float[B,{length},{heads},4] y {outputs})
-        <float[1,2,1,4] table = {{0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4}}> {{ {body} }}"""
+        <float[2] frequencies = {{1.0, 0.3}},
+         float[1,2,1,4] table = {{0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4}}> {{ {body} }}"""
 
 
 _NONE = {"Neg": 0, "Add": 0, "Sub": 0, "Split": 0, "Concat": 0}
@@ -331,6 +394,42 @@ CASES = [
     ),
     _case("a complex product", _graph(_COMPLEX), ops={"RotaryEmbedding": 1, **_NONE}),
     _case("halves as a complex product", _graph(_COMPLEX_HALVES), ops={"RotaryEmbedding": 1, **_NONE}),
+    _case(
+        "language models: a row of positions for each image",
+        _graph(_BATCH_ANGLES + _HALVES + _HEADS_SUM),
+        ops={"RotaryEmbedding": 1, "Neg": 0, "Split": 0, "Add": 0},
+    ),
+    _rejected(
+        "positions that differ by image",
+        _graph(
+            _BATCH_ANGLES.replace("Unsqueeze (ids, end)", "Unsqueeze (moved, end)").replace(
+                "end = Constant", "b3 = Mul (ids, batches)  moved = Add (ids, b3)  end = Constant"
+            )
+            + _HALVES
+            + _HEADS_SUM
+        ).replace("<float[2] freq", "<int64[2,1] batches = {1, 2}, float[2] freq"),
+        rejection="row of cosines",
+    ),
+    _case(
+        "ai.onnx RotaryEmbedding",
+        _graph(_STANDARD).replace(": 21", ": 23"),
+        ops={"RotaryEmbedding": 1, "Transpose": 2, "Reshape": 4},
+    ),
+    _rejected(
+        "ai.onnx RotaryEmbedding of tables for each image",
+        _graph(_STANDARD.replace("(h, cos, sin)", "(h, sin_in, sin_in)"), cos="B,S,2").replace(": 21", ": 23"),
+        ops={"RotaryEmbedding": 1},
+        rejection="row of cosines",
+    ),
+    _rejected(
+        "ai.onnx RotaryEmbedding of a part of each head",
+        _graph(
+            _STANDARD.replace(
+                "RotaryEmbedding (h", "RotaryEmbedding <rotary_embedding_dim = 2, num_heads = 3> (h"
+            ).replace("cos = Cos (a2)  sin = Sin (a2)", "cos = Cos (numbers)  sin = Sin (numbers)")
+        ).replace(": 21", ": 23"),
+        ops={"RotaryEmbedding": 1},
+    ),
     _case("rotated values are an output", _graph(_FLUX, ", float[B,S,3,4] rotated"), ops={"RotaryEmbedding": 1}),
     _rejected(
         "angles of halves for neighbors",

@@ -2,6 +2,7 @@
 
     python scripts/bench/eight_bits.py                     # 200 prompts in float8 and int8, then the layers
     python scripts/bench/eight_bits.py --prompts 20 --layers 0
+    python scripts/bench/eight_bits.py --worst 118 171 164 23 0 1 2 3 --out results/eight_bits_worst.md
 
 Generates the same unseen prompts from the same seeds with the fused float32 pipeline and with the U-Net in 8 bits,
 calibrated on 64 prompts of the training's combinations, on the CPU. Images are read back (`sd_ort.demo.fidelity`) and
@@ -11,12 +12,17 @@ float32; `cpu` folders run QuantizedLinear, the operator of GPU targets: its ker
 The table of layers quantizes one layer (or group of layers) of the float32 graph. Its error is that of its output on
 recorded runs, the U-Net's error that of the noise prediction, both relative (L2), and the PSNR is that of an image with
 few steps. Results of a work folder are kept: an interrupted run goes on.
+
+With --worst, the numbers of unseen prompts whose int8 images are far from float32's (and of others), it says which
+layers do it: images of the first of them with a group of layers left in float32, and of all with clipped ranges, with
+the ranges that `optimize` takes, and with layers in float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -28,9 +34,9 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes.eight_bits.formats import FORMATS
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, Layer, channel_axis, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
+from fusion_passes.quantized_weights import FORMATS
 from scripts.report import head, table
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
@@ -47,7 +53,11 @@ CALIBRATION_PROMPTS = 64
 BATCH = 10
 LAYER_RUNS = 3  # recorded runs for the errors of a layer
 LAYER_STEPS = 8  # denoising steps of the image for a layer
+LAYER_PROMPT = "a large red circle left of a small blue square on a white background"
 ENGINES = {"float8": ("portable", "float8"), "int8": ("portable", "int8"), "float8 operators": ("cpu", "float8")}
+BLOCK, KIND, ANY = map(
+    re.compile, (r"(down|up)_blocks\.\d|mid_block", r"attn\d|ff\.net\.\d|proj|conv\d|samplers", ".+")
+)
 NO_SHAPES = "its channels"  # rejections by the shape alone are no choice
 
 
@@ -78,57 +88,34 @@ def fidelity_row(label: str, prompts: Sequence[str], made: np.ndarray, reference
     return row
 
 
-def layer_table(work: Path, runs: Path, format_: str, limit: int | None) -> list[dict[str, Any]]:
-    """Return a row for each layer and group of layers: name, op, error, unet_error, psnr_db."""
-    source = work / "float32" / "unet" / pipeline_folder.MODEL
-    model = load(source)
-    common.NameFixPass()(model)
-    for value in (value for node in model.graph for value in node.outputs[1:-1]):
-        if not value.uses() and not value.is_graph_output():
-            value.name = ""  # a name asks for the statistics of SkipLayerNormalization
-    found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
-    groups: dict[str, list[Layer]] = {"all that are quantized": list(found.accepted)}
-    for rejection in found.rejections:
-        weight = rejection.node.inputs[1]
-        if weight is not None and weight.is_initializer() and not rejection.reason.startswith(NO_SHAPES):
-            groups.setdefault(f"not quantized: {rejection.reason}", []).append(
-                Layer(rejection.node, channel_axis(rejection.node))
-            )
-    singles = found.accepted if limit is None else found.accepted[:limit]
-    groups |= {f"{layer.node.outputs[0].name}": [layer] for layer in singles}
+def layer_table(work: Path, runs: Path, format_: str, limit: int | None, prompt: str) -> list[dict[str, Any]]:
+    """Return a row for each layer and group: name, op, error, unet_error, psnr_db of the image of `prompt`."""
+    model = layer_graph(work / "float32" / "unet" / pipeline_folder.MODEL)
+    groups, singles = layer_groups(model)
+    names = list(dict.fromkeys(str(layer.x.name) for layers in groups.values() for layer in layers))
+    groups |= dict(list(singles.items())[:limit])
     feeds = load_recorded_inputs(runs, "unet", list(model.graph.inputs), required=True)
-    ranges_file = work / f"ranges-{format_}.json"
-    if not ranges_file.is_file():
-        names = list(dict.fromkeys(str(layer.x.name) for layers in groups.values() for layer in layers))
-        ranges_file.write_text(json.dumps(measure_ranges(model, names, feeds, work, PERCENTILES[format_])))
-    ranges = json.loads(ranges_file.read_text())
+    ranges = cached_ranges(work / f"ranges-{format_}.json", model, names, feeds, format_)
     feeds = feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
-    folder = work / "layer"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(work / "float32", folder)
-    manifest = pipeline_folder.read_manifest(folder)  # sessions in float8 have an option of their own
-    manifest = {**manifest, "files": {}, "options": {**manifest["options"], "eight_bits": format_}}
-    (folder / pipeline_folder.MANIFEST).write_text(json.dumps(manifest))
+    folder = layer_folder(work, format_)
     pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")
     rows_file = work / f"layers-{format_}.json"
     rows: list[dict[str, Any]] = json.loads(rows_file.read_text()) if rows_file.is_file() else []
     done = {row["name"] for row in rows}
-    expected = _run(pipeline, folder, model, [layer for layers in groups.values() for layer in layers], feeds)
+    layers_of_all = [layer for layers in groups.values() for layer in layers]
+    expected = _run(pipeline, folder, model, layers_of_all, feeds, prompt)
     for name, layers in groups.items():
         if name in done:
             continue
-        copy = model.clone()
-        nodes = {node.outputs[0].name: node for node in copy.graph}
-        copies = [Layer(nodes[layer.node.outputs[0].name], layer.axis) for layer in layers]
-        insert_qdq(copy.graph, copies, FORMATS[format_], ranges)
-        got = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds)
+        copy, copies = quantized_copy(model, layers, format_, ranges)
+        got = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds, prompt)
         output = str(layers[0].node.outputs[0].name)
         rows.append(
             {
                 "name": name,
                 "op": layers[0].node.op_type if len(layers) == 1 else f"{len(layers)} layers",
-                "error": _error(got, expected, output) if len(layers) == 1 else None,
-                "unet_error": _error(got, expected, "out_sample"),
+                "error": relative_error(got[output], expected[output]) if len(layers) == 1 else None,
+                "unet_error": relative_error(got["out_sample"], expected["out_sample"]),
                 "psnr_db": metrics.psnr(got["image"], expected["image"]),
             }
         )
@@ -137,31 +124,160 @@ def layer_table(work: Path, runs: Path, format_: str, limit: int | None) -> list
     return rows
 
 
-def _run(pipeline: Any, folder: Path, model: ir.Model, layers: Sequence[Layer], feeds: Sequence[Any]) -> dict[str, Any]:
-    """Return the outputs of the U-Net and of `layers` over the runs, joined, and the image of a prompt."""
+def layer_graph(path: Path) -> ir.Model:
+    """Return the graph of a file for `layer_groups`, with unique names."""
+    model = load(path)
+    common.NameFixPass()(model)
+    for value in (value for node in model.graph for value in node.outputs[1:-1]):
+        if not value.uses() and not value.is_graph_output():
+            value.name = ""  # a name asks for the statistics of SkipLayerNormalization
+    return model
+
+
+def layer_groups(model: ir.Model) -> tuple[dict[str, list[Layer]], dict[str, list[Layer]]]:
+    """Return the groups of layers: those that are quantized, and the others by reason; and each quantized one alone."""
+    found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
+    groups: dict[str, list[Layer]] = {"all that are quantized": list(found.accepted)}
+    for rejection in found.rejections:
+        weight = rejection.node.inputs[1]
+        if weight is not None and weight.is_initializer() and not rejection.reason.startswith(NO_SHAPES):
+            groups.setdefault(f"not quantized: {rejection.reason}", []).append(
+                Layer(rejection.node, channel_axis(rejection.node))
+            )
+    return groups, {module_name(layer.node): [layer] for layer in found.accepted}
+
+
+def module_name(node: ir.Node) -> str:
+    """Return the name of the torch module that a node computes, else of its output."""
+    scopes = re.findall(r"'model\.([^']+)'", node.metadata_props.get("pkg.torch.onnx.name_scopes", ""))
+    return scopes[-1] if scopes else str(node.outputs[0].name)
+
+
+def cached_ranges(
+    file: Path, model: ir.Model, names: Sequence[str], feeds: Sequence[Any], format_: str, *, clip_gates: bool = False
+) -> dict[str, float]:
+    """Return the ranges of `names` over `feeds`, from `file` if an earlier run wrote it."""
+    if not file.is_file():
+        measured = measure_ranges(model, names, feeds, file.parent, PERCENTILES[format_], clip_gates=clip_gates)
+        file.write_text(json.dumps(measured))
+    return dict(json.loads(file.read_text()))
+
+
+def layer_folder(work: Path, format_: str) -> Path:
+    """Return a copy of the float32 folder whose sessions have the options of a folder in 8 bits."""
+    folder = work / "layer"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(work / "float32", folder)
+    manifest = pipeline_folder.read_manifest(folder)
+    manifest = {**manifest, "files": {}, "options": {**manifest["options"], "eight_bits": format_}}
+    (folder / pipeline_folder.MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def quantized_copy(
+    model: ir.Model, layers: Sequence[Layer], format_: str, ranges: dict[str, float]
+) -> tuple[ir.Model, list[Layer]]:
+    """Return a copy of the graph with `layers` in 8 bits, and these layers of the copy."""
+    copy = model.clone()
+    nodes = {node.outputs[0].name: node for node in copy.graph}
+    copies = [Layer(nodes[layer.node.outputs[0].name], layer.axis) for layer in layers]
+    insert_qdq(copy.graph, copies, FORMATS[format_], ranges)
+    return copy, copies
+
+
+def run_graph(
+    path: Path, model: ir.Model, layers: Sequence[Layer], feeds: Sequence[Any]
+) -> tuple[session.Model, dict[str, Any]]:
+    """Write a graph to `path`; return its session and its outputs and those of `layers`, flat, over the runs."""
     copy = model.clone()
     nodes = {node.outputs[0].name: node for node in copy.graph}
     outputs = [nodes[layer.node.outputs[0].name].outputs[0] for layer in layers]
     copy.graph.outputs.extend(value for value in outputs if not value.is_graph_output())
-    path = folder / "unet" / pipeline_folder.MODEL
     for file in path.parent.glob("model.onnx*"):
         file.unlink()
     ir.save(copy, path, external_data=pipeline_folder.DATA)
     run = session.Model(session.create_session(path, "cpu"))
     results = [run(**feed) for feed in feeds]
-    joined: dict[str, Any] = {name: np.concatenate([result[name].ravel() for result in results]) for name in results[0]}
+    return run, {name: np.concatenate([result[name].ravel() for result in results]) for name in results[0]}
+
+
+def _run(
+    pipeline: Any, folder: Path, model: ir.Model, layers: Sequence[Layer], feeds: Sequence[Any], prompt: str
+) -> dict[str, Any]:
+    """Return the outputs of the U-Net and of `layers` over the runs, joined, and the image of `prompt`."""
+    run, joined = run_graph(folder / "unet" / pipeline_folder.MODEL, model, layers, feeds)
     pipeline.models["unet"] = run
     joined["image"] = np.asarray(
         pipeline(
-            "a large red circle left of a small blue square on a white background", num_inference_steps=LAYER_STEPS,
-            guidance_scale=demo.GUIDANCE, generator=0, progress=False,
+            prompt, num_inference_steps=LAYER_STEPS, guidance_scale=demo.GUIDANCE, generator=0, progress=False
         ).images[0]
-    )  # fmt: skip
+    )
     return joined
 
 
-def _error(got: dict[str, Any], expected: dict[str, Any], name: str) -> float:
-    return float(np.linalg.norm(got[name] - expected[name]) / np.linalg.norm(expected[name]))
+def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
+    """Return the relative L2 error."""
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:
+    """Return the lines of two tables on the int8 images of unseen prompts, image i from seed i."""
+    model = layer_graph(work / "float32" / "unet" / pipeline_folder.MODEL)
+    groups, singles = layer_groups(model)
+    feeds = load_recorded_inputs(runs, "unet", list(model.graph.inputs), required=True)
+    names = list(dict.fromkeys(str(layer.x.name) for layer in groups["all that are quantized"]))
+    percentile = PERCENTILES["int8"]
+    clipped, ranges = (
+        cached_ranges(work / f"ranges-int8{name}.json", model, names, feeds, "int8", clip_gates=clip)
+        for name, clip in (("-clipped", True), ("", False))
+    )
+    folder = layer_folder(work, "int8")
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu", threads=1)
+    prompts = unseen_prompts(max(numbers) + 1, 0)
+
+    def draw(seeds: Sequence[int]) -> list[np.ndarray]:
+        made = pipeline(
+            [prompts[seed] for seed in seeds], height=demo.HEIGHT, width=demo.WIDTH, num_inference_steps=demo.STEPS,
+            guidance_scale=demo.GUIDANCE, generator=list(seeds), progress=False,
+        )  # fmt: skip
+        return [np.asarray(image) for image in made.images]
+
+    expected = dict(zip(numbers, draw(numbers), strict=True))
+
+    def values(seeds: Sequence[int], ranges: dict[str, float], float32: Sequence[str] = ()) -> list[float]:
+        layers = [layer for name, each in singles.items() if name not in float32 for layer in each]
+        copy, _ = quantized_copy(model, layers, "int8", ranges)
+        pipeline.models["unet"] = run_graph(folder / "unet" / pipeline_folder.MODEL, copy, [], feeds[:1])[0]
+        made = draw(seeds)
+        return [metrics.psnr(image, expected[seed]) for seed, image in zip(seeds, made, strict=True)]
+
+    alone: list[tuple[str, float]] = []
+    within = list(singles)
+    for pattern in (BLOCK, KIND, ANY):  # blocks, then kinds of layers in the one that does it, then layers
+        parts: dict[str, list[str]] = {}
+        for name in within:
+            part = pattern.search(name)
+            parts.setdefault(part.group() if part else name, []).append(name)
+        effect = {part: values(numbers[:1], clipped, each)[0] for part, each in parts.items()}
+        best = max(effect, key=effect.__getitem__)
+        alone += [(f"{part} ({len(each)} layers)", effect[part]) for part, each in parts.items()]
+        within = parts[best]
+        print(best, effect, flush=True)
+    rows = {
+        "all, every range clipped": values(numbers, clipped),
+        "**all, gates' ranges not clipped, as `optimize` does**": values(numbers, ranges),
+        f"every range clipped, {within[0]} in float32": values(numbers, clipped, within),
+    }
+    lines = [
+        "# The worst images of the demo's U-Net in int8", "",
+        f"PSNR beside float32, in dB, of unseen prompts by number (which is the seed), {demo.STEPS} steps. Ranges are "
+        f"calibrated on {CALIBRATION_PROMPTS} prompts; clipped: at percentile {percentile:g} of the magnitudes.", "",
+    ]  # fmt: skip
+    cells = ((label, *(f"{value:.1f}" for value in each), f"{median(each):.1f}") for label, each in rows.items())
+    lines += table(("layers in int8", *(f"#{number}" for number in numbers), "median"), cells)
+    lines += ["", f"## #{numbers[0]} with a group of layers in float32", "",
+              f"`{prompts[numbers[0]]}`, every range clipped.", ""]  # fmt: skip
+    return lines + table(("in float32", "PSNR, dB"), ((label, f"{value:.1f}") for label, value in alone))
 
 
 def page(result: dict[str, Any]) -> str:
@@ -210,16 +326,23 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES), help="U-Nets in 8 bits")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="formats of the layers")
     parser.add_argument("--layers", type=int, help="number of single layers (all); 0: groups alone")
+    parser.add_argument("--worst", type=int, nargs="+", metavar="N", help="numbers of unseen prompts, the worst first")
     parser.add_argument("--work", type=Path, default=Path("out/eight_bits"), help="folder of the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/eight_bits.md"), help="the result")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
+    about = head("scripts/bench/eight_bits.py")
     reference, runs = options.work / "float32", options.work / "runs.npz"
     if not runs.is_file():
         optimize("demo", reference, target="portable", on_progress=print)
         record_runs(reference, training_prompts(CALIBRATION_PROMPTS), runs)
+    if options.worst:
+        lines = worst_table(options.work, runs, options.worst)
+        lines += ["", f"`{about['command']}` at {about['commit']}, {about['machine']['cpu']}", ""]
+        files.write_text(options.out, "\n".join(lines))
+        return
     prompts = unseen_prompts(options.prompts, 0)
-    result: dict[str, Any] = head("scripts/bench/eight_bits.py") | {"rows": [], "layers": {}}
+    result: dict[str, Any] = about | {"rows": [], "layers": {}}
 
     def write() -> None:
         files.write_bytes(options.out, page(result).encode())
@@ -238,7 +361,7 @@ def main() -> None:
         print(result["rows"][-1], f"{time.perf_counter() - started:.0f} s", flush=True)
         write()
     for format_ in options.formats:
-        result["layers"][format_] = layer_table(options.work, runs, format_, options.layers)
+        result["layers"][format_] = layer_table(options.work, runs, format_, options.layers, LAYER_PROMPT)
         write()
 
 

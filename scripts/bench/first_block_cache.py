@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""FirstBlockCache on a FLUX transformer of full size with random weights: images as called, beside diffusers' hook.
+"""Caches between the steps of a FLUX transformer of full size with random weights: images as called, beside diffusers.
 
     python scripts/bench/first_block_cache.py flux-dev --out results/first_block_cache_h200.json
     python scripts/bench/first_block_cache.py flux-dev --blocks 4 8 --no-peer    # fewer blocks: a quick look
+    python scripts/bench/first_block_cache.py flux-dev --thresholds 0.1 --skips 1 3 --lite 2 5    # and other caches
 
 Our provider in bfloat16 from a prompt to a PIL image, for each threshold the full steps and the seconds; diffusers runs
 eager with cuDNN's attention and its own hook. What random weights change from step to step says nothing of a trained
-model's full steps: the two parts are timed by a fit of the seconds over the full steps.
+model's full steps: the two parts are timed by a fit of the seconds over the full steps. MagCache runs with ratios of 1,
+so that it skips as many steps in a row as it may.
 """
 
 from __future__ import annotations
@@ -28,10 +30,9 @@ from scripts.bench import bench_transformer_image as whole
 from scripts.bench.bench_gpu_step import VENDOR
 from scripts.bench.gpu_models import DEVICE
 from scripts.report import head
+from sd_ort import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 from sd_ort.checkpoints import presets
 from sd_ort.core import files
-from sd_ort.pipelines.first_block_cache import CachedTransformer, FirstBlockCache
-from sd_ort.runtime.components import Components
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.stages import optimize
 
@@ -56,43 +57,56 @@ def timed(pipeline: Any, rounds: int, **arguments: Any) -> float:
     return median(whole.seconds(call) for _ in range(rounds))
 
 
-def ours(pipeline: Any, threshold: float | None, rounds: int, **arguments: Any) -> dict[str, Any]:
-    """Return full steps and seconds of our pipeline at a threshold; without the cache for None."""
-    opened: list[CachedTransformer] = []
-    open_parts = FirstBlockCache.open
+def caches(options: argparse.Namespace) -> list[Any]:
+    """Return the settings of the caches to time, without one first."""
+    ratios = [1.0] * options.steps
+    first_block = [FirstBlockCacheConfig(threshold) for threshold in options.thresholds]
+    mag = [MagCacheConfig(1e9, skips, 0.0, options.steps, ratios) for skips in options.skips]
+    lite = [TaylorSeerCacheConfig(interval, use_lite_mode=True) for interval in options.lite]
+    return [None, *first_block, *mag, *lite]
 
-    def recorded(cache: FirstBlockCache, models: Components) -> CachedTransformer:
-        opened.append(open_parts(cache, models))
-        return opened[-1]
 
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return what a row says of its cache."""
+    names = {
+        FirstBlockCacheConfig: "threshold",
+        MagCacheConfig: "max_skip_steps",
+        TaylorSeerCacheConfig: "cache_interval",
+    }
+    if config is None:
+        return {"cache": None}
+    name = names[type(config)]
+    return {"cache": type(config).__name__, name: getattr(config, name)}
+
+
+def ours(pipeline: Any, config: Any, rounds: int, **arguments: Any) -> dict[str, Any]:
+    """Return full steps and seconds of our pipeline with a cache; without one for None."""
     pipeline.disable_cache()
-    if threshold is not None:
-        pipeline.enable_cache(threshold)
-    FirstBlockCache.open = recorded  # type: ignore[assignment, method-assign]
-    try:
-        seconds = timed(pipeline, rounds, **arguments)
-    finally:
-        FirstBlockCache.open = open_parts  # type: ignore[method-assign]
-    steps = opened[-1].full_steps if opened else arguments["num_inference_steps"]
-    return {"threshold": threshold, "full_steps": steps, "seconds": seconds}
+    if config is not None:
+        pipeline.enable_cache(config)
+    seconds = timed(pipeline, rounds, **arguments)
+    steps = arguments["num_inference_steps"] if config is None else pipeline._cached.full_steps
+    return {**settings_of(config), "full_steps": steps, "seconds": seconds}
 
 
-def theirs(pipeline: Any, threshold: float | None, rounds: int, **arguments: Any) -> dict[str, Any]:
+def theirs(pipeline: Any, config: Any, rounds: int, **arguments: Any) -> dict[str, Any]:
     """Return full steps and seconds of diffusers' pipeline, as `ours`."""
-    from diffusers.hooks import FirstBlockCacheConfig
+    from diffusers import hooks
 
     runs: list[int] = []
     transformer = pipeline.transformer
-    last = transformer.single_transformer_blocks[-1].proj_out.register_forward_hook(lambda *_: runs.append(1))
-    if threshold is not None:
-        transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    # the last block's MLP: TaylorSeer replaces the block's forward, FirstBlockCache and MagCache call no module in it
+    last = transformer.single_transformer_blocks[-1].proj_mlp.register_forward_hook(lambda *_: runs.append(1))
+    if config is not None:
+        settings = vars(config) | ({"taylor_factors_dtype": torch.bfloat16} if hasattr(config, "use_lite_mode") else {})
+        transformer.enable_cache(getattr(hooks, type(config).__name__)(**settings))
     try:
         seconds = timed(pipeline, rounds, **arguments)
     finally:
         last.remove()
-        if threshold is not None:
+        if config is not None:
             transformer.disable_cache()
-    return {"threshold": threshold, "full_steps": len(runs) / (rounds + 1), "seconds": seconds}
+    return {**settings_of(config), "full_steps": len(runs) / (rounds + 1), "seconds": seconds}
 
 
 def fit(rows: list[dict[str, Any]], steps: int) -> dict[str, float]:
@@ -100,7 +114,7 @@ def fit(rows: list[dict[str, Any]], steps: int) -> dict[str, float]:
 
     The first one has the rest of the call in it, such as text encoders and the VAE.
     """
-    cached = [row for row in rows if row["threshold"] is not None]
+    cached = [row for row in rows if row["cache"] == FirstBlockCacheConfig.__name__]
     full = [row["full_steps"] for row in cached]
     if len(set(full)) < 2:
         return {}
@@ -113,7 +127,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", choices=[name for name in presets.PRESETS if name.startswith("flux-")])
     parser.add_argument("--blocks", type=int, nargs=2, metavar=("DOUBLE", "SINGLE"), help="fewer blocks than its own")
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[1e-9, 0.05, 0.1, 0.2, 0.4, 0.999])
+    parser.add_argument("--thresholds", type=float, nargs="*", default=[1e-9, 0.05, 0.1, 0.2, 0.4, 0.999])
+    parser.add_argument("--skips", type=int, nargs="*", default=[], help="MagCache's max_skip_steps")
+    parser.add_argument("--lite", type=int, nargs="*", default=[], help="cache_interval of TaylorSeer's lite mode")
     parser.add_argument("--pixels", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=2)
@@ -159,8 +175,8 @@ def main() -> None:
             runs.append(("diffusers", theirs, peer))
         for label, run, model in runs:
             rows: list[dict[str, Any]] = []
-            for threshold in (None, *options.thresholds):
-                rows.append(run(model, threshold, options.rounds, **arguments))
+            for config in caches(options):
+                rows.append(run(model, config, options.rounds, **arguments))
                 say(f"{label} {json.dumps(rows[-1])}")
                 result[label] = {"rows": rows, **fit(rows, options.steps)}
                 files.write_json(options.out, result)

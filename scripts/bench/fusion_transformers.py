@@ -1,6 +1,6 @@
 """Write results/fusion_transformers.md: fused nodes of diffusion transformers, by sd-ort and by other optimizers.
 
-    python scripts/bench/fusion_transformers.py [--work FOLDER]
+    python scripts/bench/fusion_transformers.py [--work FOLDER] [--preset NAME ...]
 
 The transformers of tiny presets (random weights, the topology of the published models with fewer blocks) are exported
 by the default exporter for opsets 20 and 23. Each row is what one optimizer makes of an export: sd-ort for a target,
@@ -39,7 +39,8 @@ from sd_ort.stages import optimize
 
 PAGE = Path(__file__).parents[2] / "results" / "fusion_transformers.md"
 PRESETS = (
-    "flux-dev-tiny", "flux2-klein-4b-tiny", "sd35-medium-tiny", "z-image-turbo-tiny", "qwen-image-tiny", "krea2-tiny",
+    "flux-dev-tiny", "flux2-klein-4b-tiny", "flux2-dev-tiny", "sd35-medium-tiny", "z-image-turbo-tiny",
+    "qwen-image-tiny", "qwen-image-edit-2511-tiny", "krea2-tiny",
 )  # fmt: skip
 OPSETS = (20, 23)
 TARGETS = ("portable", "cpu", "cuda", "gpu")
@@ -127,15 +128,27 @@ def rows(preset: str, opset: int, work: Path) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="keeps the exports here")
-    work: Path | None = parser.parse_args().work
+    parser.add_argument("--preset", choices=PRESETS, action="append", help="only this; rows of others stay as they are")
+    arguments = parser.parse_args()
+    work: Path | None = arguments.work
     with tempfile.TemporaryDirectory() as scratch:
         work = work or Path(scratch)
         work.mkdir(exist_ok=True)
-        table = [row for preset in PRESETS for opset in OPSETS for row in rows(preset, opset, work)]
+        measured = arguments.preset or PRESETS
+        tables = {preset: [row for opset in OPSETS for row in rows(preset, opset, work)] for preset in measured}
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
+    commits = [f"Commit {machine.commit()}; {versions}."]
+    if arguments.preset:
+        former = PAGE.read_text().splitlines()
+        for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in former if line.startswith("|")):
+            if cells[0] in PRESETS and cells[0] not in measured:
+                tables.setdefault(cells[0], []).append(cells)
+        commits = [line for line in former if line.startswith("Commit ")]
+        commits.append(f"Commit {machine.commit()}; {versions}: {', '.join(measured)} alone.")
     head = ["model", "opset", "optimizer", *COLUMNS]
-    text = [f"# Fusions of diffusion transformers\n\n{(__doc__ or '').partition('[--work FOLDER]')[2].strip()}\n"]
-    text.append(f"Commit {machine.commit()}; {versions}.\n")
+    text = [f"# Fusions of diffusion transformers\n\n{(__doc__ or '').partition('NAME ...]')[2].strip()}\n"]
+    text += [f"{line}\n" for line in commits]
+    table = [row for preset in PRESETS for row in tables.get(preset, [])]
     PAGE.write_text("\n".join([*text, *markdown(head, table)]) + "\n")
 
 

@@ -1,9 +1,13 @@
-"""DeepCache on the demo model: what shallow steps save, and what they lose.
+"""Caches between steps on the demo models: what shallow steps save, and what they lose.
 
 Generates the same unseen prompts from the same seeds without and with `pipe.enable_cache(N)`, reads the images back
 (`sd_ort.demo.fidelity`) and compares each with the image of full steps. Times are the processor's of one thread: other
 processes may share the machine. `weights` is the share of the U-Net's weights that the shallow graph reads, which its
 session holds a second time at most, for SD 1.5 and SDXL from the package's templates.
+
+With --transformer, it does the same on `demo-dit` with the caches of transformers, at several thresholds and intervals;
+MagCache's ratios are measured on one prompt of the training:
+    scripts/bench/step_cache.py --transformer --prompts 60 --out results/transformer_caches.json
 
 With --speed FOLDER, it times images of any pipeline folder on any provider instead, by the clock:
     scripts/bench/step_cache.py --speed SD15 --provider sdcuda --batches 1 4 --out results/step_cache_gpu.json
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,15 +27,20 @@ import numpy as np
 from tqdm import tqdm
 
 from scripts.report import head, save, table
-from sd_ort import StableDiffusionPipeline, demo
+from sd_ort import FluxPipeline, MagCacheConfig, StableDiffusionPipeline, TaylorSeerCacheConfig, demo
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core import metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
+from sd_ort.demo.scenes import training_prompts
 from sd_ort.export import templates
 from sd_ort.graphs.step_cache import keep_shallow_part
 from sd_ort.stages import optimize
 
 INTERVALS = (2, 3, 5)
+THRESHOLDS = (0.05, 0.1, 0.2)  # of FirstBlockCache
+MAG_THRESHOLDS = (0.06, 0.12, 0.24)
+TAYLOR_INTERVALS = (3, 5)
+FULL = "full steps"
 LOST_BOUND = 3  # images of 200, at an interval of 3
 
 
@@ -63,11 +73,44 @@ def decibels(psnr: float | None) -> str:
     return "" if psnr is None else f"{psnr:.1f} dB"
 
 
+def transformer_rows(pipeline: Any) -> Iterator[str]:
+    """Enable one cache of transformers after another in a pipeline of the demo, and yield its label."""
+    steps = demo.TRANSFORMER_STEPS
+    pipeline.enable_cache(MagCacheConfig(num_inference_steps=steps, calibrate=True))
+    pipeline(training_prompts(1)[0], generator=0, progress=False)
+    ratios = pipeline.mag_ratios
+    pipeline.disable_cache()
+    yield FULL
+    for threshold in THRESHOLDS:
+        pipeline.enable_cache(threshold=threshold)
+        yield f"FirstBlockCache, threshold {threshold:g}"
+    for threshold in MAG_THRESHOLDS:
+        pipeline.enable_cache(MagCacheConfig(threshold, num_inference_steps=steps, mag_ratios=ratios))
+        yield f"MagCache, threshold {threshold:g}"
+    for is_lite in (False, True):
+        for interval in TAYLOR_INTERVALS:
+            pipeline.enable_cache(TaylorSeerCacheConfig(interval, use_lite_mode=is_lite))
+            yield f"TaylorSeer{', lite' if is_lite else ''}, interval {interval}"
+
+
+def unet_rows(pipeline: Any) -> Iterator[str]:
+    """Enable one interval of DeepCache after another in a pipeline, and yield its label."""
+    yield FULL
+    for interval in INTERVALS:
+        pipeline.enable_cache(interval)
+        yield f"N = {interval}"
+
+
 def page(report: dict[str, Any]) -> str:
     """Return the page of a report."""
+    is_unet = "weights" in report
+    name, steps = (
+        ("DeepCache", demo.STEPS) if is_unet else ("Caches between a transformer's steps", demo.TRANSFORMER_STEPS)
+    )
+    guidance = f", guidance {demo.GUIDANCE:g}" if is_unet else ""
     lines = [
-        "# DeepCache on the demo model", "",
-        f"{report['settings']['prompts']} unseen prompts, {demo.STEPS} steps, guidance {demo.GUIDANCE:g}, target cpu "
+        f"# {name} on the demo model", "",
+        f"{report['settings']['prompts']} unseen prompts, {steps} steps{guidance}, target cpu "
         "in float32, one thread of a shared machine: seconds are the processor's. `lost`: fewer right than with full "
         "steps. PSNR is that to the images of full steps.", "",
     ]  # fmt: skip
@@ -78,12 +121,13 @@ def page(report: dict[str, Any]) -> str:
         for row in report["rows"]
     )  # fmt: skip
     lines += table(("steps", "right", "lost", "median PSNR", "processor s an image", "images/s", "speedup"), rows)
-    steps = ((name, f"{1000 * seconds:.2f}") for name, seconds in report["steps"].items())
-    lines += ["", *table(("a step, batch 2 (guidance)", "processor ms"), steps)]
-    shares = ((preset, *(f"{100 * share:.1f} %" for share in each)) for preset, each in report["weights"].items())
-    lines += ["", *table(("U-Net", *(f"branch {branch}" for branch in range(4))), shares)]
-    lines += ["", "Share of the U-Net's weights in the graph of shallow steps, cut from the same file.", ""]
-    lines += [f"`{report['command']}` at {report['commit']}, {report['machine']['cpu']}", ""]
+    if is_unet:
+        times = ((name, f"{1000 * seconds:.2f}") for name, seconds in report["steps"].items())
+        lines += ["", *table(("a step, batch 2 (guidance)", "processor ms"), times)]
+        shares = ((preset, *(f"{100 * share:.1f} %" for share in each)) for preset, each in report["weights"].items())
+        lines += ["", *table(("U-Net", *(f"branch {branch}" for branch in range(4))), shares)]
+        lines += ["", "Share of the U-Net's weights in the graph of shallow steps, cut from the same file."]
+    lines += ["", f"`{report['command']}` at {report['commit']}, {report['machine']['cpu']}", ""]
     return "\n".join(lines)
 
 
@@ -112,9 +156,7 @@ def speed(folder: Path, provider: str, batches: list[int], rounds: int) -> list[
     """Return seconds an image by the clock, the median of `rounds` calls, for each batch and interval."""
     pipeline = StableDiffusionPipeline.from_pretrained(folder, provider)
     rows = []
-    for interval in (None, *INTERVALS):
-        if interval is not None:
-            pipeline.enable_cache(interval)
+    for label in unet_rows(pipeline):
         for batch in batches:
             times = []
             for number in range(rounds + 2):
@@ -122,7 +164,6 @@ def speed(folder: Path, provider: str, batches: list[int], rounds: int) -> list[
                 pipeline("a red circle", num_images_per_prompt=batch, generator=number, progress=False)
                 times.append((time.perf_counter() - started) / batch)
             seconds = median(times[2:])  # the first calls open sessions and capture graphs
-            label = "full steps" if interval is None else f"N = {interval}"
             rows.append({"label": label, "batch": batch, "seconds_an_image": seconds, "images_per_s": 1 / seconds})
             print(rows[-1], flush=True)
     return rows
@@ -132,6 +173,7 @@ def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200, help="unseen prompts (200)")
+    parser.add_argument("--transformer", action="store_true", help="demo-dit and the caches of transformers")
     parser.add_argument("--batch", type=int, default=10, help="prompts drawn at once (10)")
     parser.add_argument("--work", type=Path, default=Path("out/step_cache"), help="folder for the pipeline")
     parser.add_argument("--out", type=Path, default=Path("results/step_cache.json"), help="the result, and a .md page")
@@ -147,23 +189,27 @@ def main() -> int:
         report["settings"] = {"folder": str(arguments.speed), "provider": arguments.provider}
         save(arguments.out, report)
         return 0
-    report["weights"] = {preset: [shallow_weights(preset, b) for b in range(4)] for preset in ("sd15", "sdxl")}
-    folder = arguments.work / "demo"
+    is_unet = not arguments.transformer
+    if is_unet:
+        report["weights"] = {preset: [shallow_weights(preset, b) for b in range(4)] for preset in ("sd15", "sdxl")}
+    model = "demo" if is_unet else "demo-dit"
+    folder = arguments.work / model
     if not folder.is_dir():
-        optimize("demo", folder, target="cpu", on_progress=print)
-    pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu", threads=1)
+        optimize(model, folder, target="cpu", on_progress=print)
+    pipeline: Any = (StableDiffusionPipeline if is_unet else FluxPipeline).from_pretrained(folder, "cpu", threads=1)
     prompts = unseen_prompts(arguments.prompts, 0)
     reference: np.ndarray | None = None
-    for interval in (None, *INTERVALS):
-        if interval is not None:
-            pipeline.enable_cache(interval)
+    for label in unet_rows(pipeline) if is_unet else transformer_rows(pipeline):
         images, seconds = generate(pipeline, prompts, arguments.batch)
         psnr = None if reference is None else median(map(metrics.psnr, images, reference))
         reference = images if reference is None else reference
-        label = "full steps" if interval is None else f"N = {interval}"
         right = score(prompts, images).correct
         report["rows"].append({"label": label, "right": right, "psnr_db": psnr, "seconds": seconds})
         print(report["rows"][-1], flush=True)
+        if not is_unet:
+            save(arguments.out, report, page(report))
+    if not is_unet:
+        return 0
     report["steps"] = step_seconds(pipeline)
     save(arguments.out, report, page(report))
     lost = report["rows"][0]["right"] - report["rows"][1 + INTERVALS.index(3)]["right"]

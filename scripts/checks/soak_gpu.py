@@ -8,8 +8,9 @@ Every image is compared byte for byte with the first image of the same request. 
 and then from four threads at once. After them run image to image, inpainting, ControlNet and IP-Adapter (folders that
 were optimized with one), LoRA rounds (load, two scales, unload), pipelines that open while another one captures, and
 pipelines that open, generate and close. Device memory, process memory and open file descriptors are read after each
-stage. --scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, or memory or
-descriptors grow when a stage runs again.
+stage, and device memory after each call: `device_growth` names the calls after which more was in use than ever before.
+--scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, a run
+that should be captured is not, or memory or descriptors grow when a stage runs again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from sd_ort import (
     StableDiffusionPipeline,
 )
 from sd_ort.core.files import write_json
+from sd_ort.runtime.bound_run import failed_captures
 from sd_ort.runtime.machine import commit, machine, versions
 
 SIZES = ((512, 512), (768, 512), (512, 768), (640, 640), (1024, 1024), (256, 256), (448, 576), (704, 512))
@@ -69,6 +71,16 @@ class Soak:
     failures: list[str] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
+    device_growth: list[dict[str, Any]] = field(default_factory=list)
+    largest_MB: int = 0  # of device memory in use after a call
+
+    def watch(self, call: object) -> None:
+        """Record `call` if more device memory is in use than after all calls before it."""
+        used = device_megabytes() or 0
+        if used > self.largest_MB:
+            row = {"stage_number": len(self.stages), "call": str(call), "device_MB": used}
+            self.device_growth.append(row | {"growth_MB": used - self.largest_MB})
+            self.largest_MB = used
 
     def open(self, pipeline_class: Any = StableDiffusionPipeline, folder: Path | None = None) -> Any:
         return pipeline_class.from_pretrained(folder or self.folder, self.provider)
@@ -84,6 +96,7 @@ class Soak:
             traceback.print_exc()
             self.failures.append(f"{key or request}: {type(error).__name__}: {str(error).splitlines()[0]}")
             return
+        self.watch(key or request)
         data = b"".join(np.asarray(image).tobytes() for image in output.images)
         if self.first.setdefault(key or request, data) != data:
             pairs = (np.frombuffer(each, np.uint8).astype(int) for each in (self.first[key or request], data))
@@ -171,6 +184,7 @@ def lora_rounds(soak: Soak, pipeline: Any, files: list[Path], size: Request, rou
         start = time.perf_counter()
         change()
         seconds[name].append(time.perf_counter() - start)
+        soak.watch(f"LoRA {name}")
 
     for index in range(rounds):
         file = files[index % len(files)]
@@ -230,7 +244,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("error")
-    soak = Soak(options.folder, options.provider, options.steps)
+    soak, earlier = Soak(options.folder, options.provider, options.steps), len(failed_captures())
     all_requests = list(requests(options.scale))[: options.requests]
     pipeline = soak.open()
     for name in ("sizes", "sizes captured", "sizes again"):  # a size is captured when it comes for the second time
@@ -247,10 +261,12 @@ def main() -> int:
     soak.stage("pipelines again", lambda: open_and_close(soak, all_requests[0], options.pipelines))
     limits = {"device_MB": 64, "rss_MB": 512, "descriptors": 4}
     soak.failures += filter(None, (growth(soak.stages, name, allowed) for name, allowed in limits.items()))
+    soak.failures += [f"a run was not captured: {reason}" for reason in failed_captures()[earlier:]]
     report = {
         "folder": options.folder.name, "provider": options.provider, "requests": len(all_requests),
         "steps": options.steps, "other_tasks": soak.tasks,
-        "stages": soak.stages, "lora_seconds": changes, "failures": soak.failures, "load_average": os.getloadavg()[0],
+        "stages": soak.stages, "device_growth": soak.device_growth, "lora_seconds": changes,
+        "failures": soak.failures, "load_average": os.getloadavg()[0],
         "machine": machine(), "versions": versions(), "commit": commit(),
     }  # fmt: skip
     if options.out:

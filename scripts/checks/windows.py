@@ -29,8 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from custom_ops.rocm import library_folders
-from scripts.amd.rocm_headers import rocm_headers
 from scripts.checks import windows_sources
 from scripts.checks.windows_sources import ROOT, command_of
 from sd_ort.core.cache import cache_folder
@@ -69,6 +67,7 @@ class Wine:
         words = [windows_path(each) if isinstance(each, Path) else each for each in arguments]
         command = [self.program, str(program), *words]
         options: dict[str, Any] = {"env": self.environment | variables, "timeout": timeout, "check": False}
+        options["stdin"] = subprocess.DEVNULL
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", **options)
         if done.returncode:
             sys.exit(f"{program.name} {' '.join(words)}: ended with {done.returncode}\n{done.stdout}{done.stderr}")
@@ -186,7 +185,7 @@ def main() -> None:
     for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
         os.environ[name] = str(cache_folder() / "zig")
     wine = Wine(work / "prefix")
-    lines = check_hip(wine, compiler, options.hip_headers or hip_headers(), work)
+    lines = check_hip(wine, compiler, options.hip_headers or windows_sources.hip_headers(), work)
     libraries = options.build or work / "build"
     windows_sources.libraries(compiler, headers, libraries)
     program = work / "windows_run.exe"
@@ -203,12 +202,6 @@ def main() -> None:
     print("\n".join(report))
     if options.log:
         options.log.write_text("\n".join(report) + "\n")
-
-
-def hip_headers() -> Path:
-    """Return the include folder of ROCm: the installed one, else Debian's, fetched."""
-    installed = [folder.parent / "include" for folder in library_folders()]
-    return next((path for path in installed if (path / "hip/hip_runtime_api.h").is_file()), rocm_headers()[-1])
 
 
 if __name__ == "__main__":

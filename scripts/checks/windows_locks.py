@@ -1,4 +1,4 @@
-"""Locks, caches and replaced folders on Windows: what `python -m scripts.checks.windows_python` runs there.
+"""Locks, caches, replaced folders and Ctrl-C on Windows: what `python -m scripts.checks.windows_python` runs there.
 
 Prints a line for each thing that holds and exits with 1 at the first that does not.
 """
@@ -21,6 +21,25 @@ lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 locks.lock(lock, int(sys.argv[2]))
 print("locked", flush=True)
 time.sleep(60)
+"""
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from sd_ort.core import interrupts, staging
+interrupts.begin_command()
+raises = signal.raise_signal if sys.platform == "win32" else lambda number: os.kill(os.getpid(), number)
+threading.Timer(0.5, raises, [signal.SIGINT]).start()
+begin = time.monotonic()
+try:
+    with staging.scratch_folder(Path(sys.argv[1]), "out") as work:
+        (work / "half").write_text("written")
+        if sys.argv[2] == "threads":
+            interrupts.run_interruptible(lambda name, stopped: time.sleep(20), ["one"], 1)
+        time.sleep(20)
+except KeyboardInterrupt:
+    print(interrupts.was_interrupted() and time.monotonic() - begin < 10, flush=True)
+os._exit(0)  # without the thread, as a command that was interrupted
 """
 
 
@@ -86,7 +105,17 @@ def check_files(folder: Path) -> None:
     check(files.read_regular(path) == data, "files are read as they are written, line ends and Ctrl-Z too")
 
 
+def check_interrupts(folder: Path) -> None:
+    """SIGINT, to which C's runtime turns a Ctrl-C: it ends a wait, and no half-written output is left."""
+    before = sorted(folder.iterdir())
+    for where in ("call", "threads"):
+        command = [sys.executable, "-c", INTERRUPTED, str(folder), where]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        check(done.stdout.strip() == "True", f"a Ctrl-C ends a {where.removesuffix('s')} that waits")
+        check(sorted(folder.iterdir()) == before, "nothing half-written is left")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        for function in (check_locks, check_folders, check_files):
+        for function in (check_locks, check_folders, check_files, check_interrupts):
             function(Path(scratch))

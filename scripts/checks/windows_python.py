@@ -9,11 +9,19 @@ python.exe and python3.dll, and what Wine 8 lacks: complex functions of the C ru
 
 - windows_locks.py: locks of files between processes, folders that replace others, caches;
 - `sd-ort --help`, `doctor`, `optimize demo` and `generate`, whose image is compared with that of Linux.
+
+With --hip the wheel has operators and provider for AMD. `doctor` and `generate --provider hip` run on a simulated GPU:
+its runtime is that of Linux, which amdhip64_7.dll calls. It needs `apt-get install wine64-tools libwine-dev`, and
+`sd-ort build-ops --hip gfx1100` for the image of Linux.
+
+    scripts/amd/simulate gfx1100 --only-hip -- python -m scripts.checks.windows_python --hip gfx1100
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shutil
 import struct
 import subprocess
@@ -24,6 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import pip
 from PIL import Image
 
 from scripts.checks import windows_sources, windows_wheel
@@ -58,8 +67,15 @@ __declspec(dllexport) int ProcessPrng(unsigned char* data, unsigned long long si
   return SystemFunction036(data, (unsigned long)size);
 }
 """
-SIZE = ("--steps", "2", "--height", "64", "--width", "64", "--seed", "0", "--provider", "cpu", "--overwrite")
+SIZE = ("--steps", "2", "--height", "64", "--width", "64", "--seed", "0", "--overwrite")
 LARGEST = 1  # of 255: sums are taken in another order
+# What the libraries for AMD and custom_ops/rocm.py call, with the functions of HIP's headers that are macros.
+_TABLE = (ROOT / "custom_ops/common/vendors/hip_runtime.h").read_text()
+HIP_FUNCTIONS = {
+    *re.findall(r"SD_ORT_HIP_FUNCTION\((hip\w+)\)", _TABLE),
+    *"__hipRegisterFatBinary __hipRegisterFunction __hipPushCallConfiguration __hipPopCallConfiguration".split(),
+    *"hipGetDevicePropertiesR0600 hipLaunchKernel hipDeviceGetName hipDeviceGetPCIBusId".split(),
+} - {"hipGetDeviceProperties"}
 
 
 def exported(library: Path) -> list[str]:
@@ -147,10 +163,58 @@ def make_python(zig: str, home: Path) -> None:
             path.write_bytes(data.replace(RUNTIME, OURS.ljust(len(RUNTIME), b"\0")))
 
 
-def draw_on_linux(model: Path, image: Path) -> None:
-    """Generate the image that Windows' is compared with, from the same folder."""
-    command = [sys.executable, "-m", "sd_ort", "generate", "a red circle", "--model", str(model), *SIZE]
-    subprocess.run([*command, "--out", str(image)], check=True, cwd=ROOT)
+def install_wheel(wine: Wine, home: Path, wheel: Path) -> None:
+    """Install sd-ort by pip, which is Linux's: it has no compiled code."""
+    shutil.copytree(Path(pip.__file__).parent, home / "Lib/site-packages/pip")
+    options = ("--quiet", "--no-index", "--no-deps", "--no-warn-script-location", "--disable-pip-version-check")
+    wine.run(home / "python.exe", "-P", "-m", "pip", "install", *options, wheel, timeout=900)
+
+
+def compare_images(wine: Wine, home: Path, model: Path, provider: str) -> str:
+    """Generate an image on Windows and on Linux, from the same folder. Returns a line, and exits if they differ."""
+    images = [model.parent / f"{system}-{provider}.png" for system in ("windows", "linux")]
+    words = ["generate", "a red circle", "--provider", provider, *SIZE, "--model"]
+    wine.run(home / "python.exe", "-P", "-m", "sd_ort", *words, model, "--out", images[0], timeout=1800)
+    linux = [sys.executable, "-m", "sd_ort", *words, str(model), "--out", str(images[1])]
+    subprocess.run(linux, check=True, cwd=ROOT)
+    windows, expected = (np.asarray(Image.open(path).convert("RGB"), np.int16) for path in images)
+    largest = int(np.abs(windows - expected).max())
+    line = f"optimize demo, generate --provider {provider}: at most {largest} of 255 from the image on Linux"
+    if largest > LARGEST:
+        sys.exit(line)
+    return line
+
+
+def install_simulated_hip(wine: Wine, folder: Path) -> None:
+    """Put amdhip64_7.dll into Windows' folder of libraries: functions of libamdhip64.so of the simulated ROCm."""
+    if "SIMULATED_HIP_TARGET" not in os.environ:
+        sys.exit("no simulated GPU: run this through scripts/amd/simulate")
+    runtime = Path(os.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libamdhip64.so.7"
+    functions, spec, builtin = folder / "functions", folder / "amdhip64_7.spec", folder / "amdhip64_7.dll.so"
+    functions.write_text("".join(f"FORWARD({name})\n" for name in HIP_FUNCTIONS))
+    spec.write_text("".join(f"@ cdecl {name}() windows_{name}\n" for name in HIP_FUNCTIONS))
+    flags = ["-std=c++17", "-O1", "-fPIC", "-D__HIP_PLATFORM_AMD__", f'-DFUNCTIONS="{functions}"']
+    source, made = SOURCES / "windows_amdhip64.cc", folder / "bridge.o"
+    windows_sources.run(["g++", *flags, f"-I{windows_sources.hip_headers()}", "-c", str(source), "-o", str(made)])
+    windows_sources.run(["wineg++", "-shared", str(spec), str(made), str(runtime), "-o", str(builtin)])
+    place = wine.prefix / "drive_c/windows/system32/amdhip64_7.dll"  # which Wine takes for the one on WINEDLLPATH
+    fake = ["winebuild", "--dll", "--fake-module", "-m64", "-E", str(spec), "-F", place.name, "-o", str(place)]
+    windows_sources.run(fake)
+    wine.environment["WINEDLLPATH"] = str(folder)
+
+
+def check_hip(wine: Wine, home: Path, work: Path) -> list[str]:
+    """Run the commands on the simulated GPU and return a line each."""
+    doctor = wine.run(home / "python.exe", "-P", "-m", "sd_ort", "doctor", timeout=900).splitlines()
+    found = [line for line in doctor if line.startswith(("AMD ", "HIP ", "hip "))]
+    lines = [" ".join(line.replace(windows_path(home), "PYTHON").split()) for line in found]
+    target = os.environ["SIMULATED_HIP_TARGET"]
+    if not any(line.startswith("AMD GPU 0") and target in line for line in found):
+        sys.exit(f"doctor does not name {target}:\n" + "\n".join(doctor))
+    model = work / "demo-hip"
+    words = ("-P", "-m", "sd_ort", "optimize", "demo", model, "--target", "hip", "--float16", "--overwrite")
+    wine.run(home / "python.exe", *words, timeout=900)
+    return [*lines, compare_images(wine, home, model, "hip")]
 
 
 def check(wine: Wine, home: Path, work: Path) -> list[str]:
@@ -161,7 +225,8 @@ def check(wine: Wine, home: Path, work: Path) -> list[str]:
 
     claims = python(SOURCES / "windows_locks.py").splitlines()
     lines = [f"locks, folders, files: {sum(claim.startswith('holds: ') for claim in claims)} checks hold"]
-    lines.append(f"{python('-m', 'sd_ort', '--version')}: Python {python('--version').removeprefix('Python ')}")
+    version = wine.run(home / "Scripts/sd-ort.exe", "--version")
+    lines.append(f"pip install, {version}: {python('--version')}")
     if "generate" not in python("-P", "-m", "sd_ort", "--help"):
         sys.exit("sd-ort --help does not list its commands")
     doctor = python("-P", "-m", "sd_ort", "doctor").splitlines()
@@ -169,16 +234,9 @@ def check(wine: Wine, home: Path, work: Path) -> list[str]:
     lines += [" ".join(line.replace(windows_path(home), "PYTHON").split()) for line in found]
     if "libsd_ort_ops.dll" not in found[0]:
         sys.exit(f"the wheel's library is not found: {found[0]}")
-    model, images = work / "demo", [work / "windows.png", work / "linux.png"]
+    model = work / "demo"
     python("-P", "-m", "sd_ort", "optimize", "demo", model, "--target", "cpu", "--overwrite")
-    python("-P", "-m", "sd_ort", "generate", "a red circle", "--model", model, *SIZE, "--out", images[0])
-    draw_on_linux(model, images[1])
-    windows, linux = (np.asarray(Image.open(path).convert("RGB"), np.int16) for path in images)
-    largest = int(np.abs(windows - linux).max())
-    lines.append(f"optimize demo, generate: at most {largest} of 255 from the image on Linux")
-    if largest > LARGEST:
-        sys.exit(lines[-1])
-    return lines
+    return [*lines, compare_images(wine, home, model, "cpu")]
 
 
 def main() -> None:
@@ -186,25 +244,29 @@ def main() -> None:
     parser.add_argument("--zig", type=Path, help="the program of this name")
     parser.add_argument("--wheel", type=Path, help="sd-ort's wheel for Windows, made before")
     parser.add_argument("--log", type=Path, help="write the report there too")
+    windows_wheel.add_hip_option(parser)
     options = parser.parse_args()
     options.mingw = False
     compiler = command_of(options)
+    targets = list(filter(None, options.hip.split(",")))
     work = cache_folder() / "windows"
     with tempfile.TemporaryDirectory() as scratch:
-        wheel = options.wheel or windows_wheel.make(compiler, Path(scratch))
+        wheel = options.wheel or windows_wheel.make(compiler, Path(scratch), targets)
         home = Path(scratch, "python")
         make_python(compiler[0], home)
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(home / "Lib/site-packages")
         wine = Wine(work / "python-prefix")
         wine.environment |= {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "LOCALAPPDATA": windows_path(Path(scratch))}
         wine.run(Path("winecfg"), "-v", "win10")  # a new prefix is Windows 7 to programs
+        install_wheel(wine, home, wheel)
         lines = check(wine, home, Path(scratch))
+        if targets:
+            install_simulated_hip(wine, Path(scratch))
+            lines += check_hip(wine, home, Path(scratch))
     emulator = windows_sources.run([wine.program, "--version"]).splitlines()[-1]
     report = [
         f"commit {machine.commit()}, sources {sources_hash()}; {emulator}, {wheel.name}",
         *lines,
-        "never ran: Windows itself, kernels of a GPU",
+        "never ran: Windows itself, an AMD GPU",
     ]
     print("\n".join(report))
     if options.log:

@@ -1,7 +1,7 @@
 """Cross-compile custom_ops for Windows: what a system without Windows can say of the sources.
 
     pip install ziglang                                                     # clang with Windows' headers, 90 MB
-    python scripts/checks/windows_sources.py --log results/windows_sources.txt           # 5 minutes; 2 later
+    python -m scripts.checks.windows_sources --log results/windows_sources.txt           # 5 minutes; 2 later
 
 Makes, by CMake, the two libraries that need no vendor's compiler, libsd_ort_ops.dll (every instruction set) and
 libsd_ort_ep_simulated.dll, and looks at what they export and which libraries they need. Then compiles the plain
@@ -17,16 +17,21 @@ import argparse
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
+from custom_ops.rocm import library_folders
+from scripts.amd.rocm_headers import rocm_headers
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, machine
 from sd_ort.runtime.headers import find_headers
-from sd_ort.runtime.library import sources_hash
+from sd_ort.runtime.library import BuildError, sources_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +41,7 @@ EXPORTS = {  # some of those that others ask for
     "libsd_ort_ops.dll": {"RegisterCustomOps", "sd_ort_cpu_run", "sd_ort_gpu_status"},
     "libsd_ort_ep_simulated.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run", "sd_ort_StreamCreate"},
 }
+HIP_EXPORTS = {"libsd_ort_ep_hip.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run"}}
 SYSTEM = re.compile(r"(?i)(KERNEL32|msvcrt|ntdll|ADVAPI32|api-ms-win-.*|ucrtbase)\.dll")
 
 
@@ -59,17 +65,66 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def libraries(compiler: list[str], headers: Path, folder: Path) -> list[str]:
-    """Build both; a line each: size, how much is exported, the libraries of Windows that it needs."""
+def hip_host_compiler(compiler: list[str], headers: Path) -> list[str]:
+    """Return zig's clang, as `compiler` runs it for C++, but for HIP, which `zig c++` refuses.
+
+    `headers`: include folder of ROCm.
+    """
+    zig = compiler[0]
+    verbose = run([*compiler, "-x", "c++", "-E", "-v", os.devnull])
+    words = shlex.split(next(line for line in verbose.splitlines() if " -cc1 " in line))
+    flags = [word for pair in pairwise(words) if pair[0] in ("-isystem", "-D") for word in pair]
+    return [
+        zig,
+        "clang",
+        "--target=x86_64-w64-windows-gnu",
+        "-nogpuinc",
+        "-nogpulib",
+        "-nostdinc",
+        *flags,
+        "-isystem",
+        str(headers),
+    ]
+
+
+def hip_definitions(compiler: list[str], targets: Sequence[str]) -> list[str]:
+    """Return CMake's options for the libraries for AMD. Exits without a HIP compiler or ROCm's headers."""
+    try:
+        hip = build.find_hip_compiler()
+        build.check_compiler(hip, targets)
+    except BuildError as error:
+        sys.exit(str(error))
+    host = hip_host_compiler(compiler, hip_headers())
+    return [
+        f"-DHIP_ARCHS={';'.join(targets)}", f"-DHIP_COMPILER={hip.path}", f"-DHIP_FLAGS={' '.join(hip.flags)}",
+        f"-DHIP_HOST_COMPILER={';'.join(host)}",
+    ]  # fmt: skip
+
+
+def hip_headers() -> Path:
+    """Return the include folder of ROCm: the installed one, else Debian's, fetched."""
+    installed = [folder.parent / "include" for folder in library_folders()]
+    return next((path for path in installed if (path / "hip/hip_runtime_api.h").is_file()), rocm_headers()[-1])
+
+
+def libraries(compiler: list[str], headers: Path, folder: Path, hip: Sequence[str] = ()) -> list[str]:
+    """Build both; a line each: size, how much is exported, the libraries of Windows that it needs.
+
+    `hip`: AMD targets of a third, libsd_ort_ep_hip.dll.
+    """
     driver, flags = compiler[: 2 if "c++" in compiler else 1], compiler[2:]
+    hip_options = hip_definitions(compiler, hip) if hip else []
     run([
         "cmake", "-S", str(ROOT / "custom_ops"), "-B", str(folder), "-DCMAKE_SYSTEM_NAME=Windows",
         "-DCMAKE_SYSTEM_PROCESSOR=AMD64", f"-DCMAKE_CXX_COMPILER={';'.join(driver)}",
         f"-DCMAKE_CXX_FLAGS={' '.join(flags)}", f"-DORT_INCLUDE_DIR={headers}", f"-DPROVIDER_INCLUDE_DIR={headers}",
+        f"-DBUILD_HASH={sources_hash()}", *hip_options,
     ])  # fmt: skip
-    run(["cmake", "--build", str(folder), "--parallel", "2"])
+    exports_of = EXPORTS | (HIP_EXPORTS if hip else {})
+    targets = [name.removeprefix("lib").removesuffix(".dll") for name in exports_of]
+    run(["cmake", "--build", str(folder), "--parallel", "2", "--target", *targets])
     lines = []
-    for name, wanted in EXPORTS.items():
+    for name, wanted in exports_of.items():
         listing = run([shutil.which("llvm-objdump-19") or "objdump", "-p", str(folder / name)])
         exported, needed = exports(listing), set(re.findall(r"DLL Name: (\S+)", listing))
         if missing := wanted - exported:

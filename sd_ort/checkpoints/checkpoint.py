@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.checkpoints import diffusion_transformers, signatures, unet_inputs
-from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature
+from sd_ort.checkpoints.signatures import MODEL_OF, READS_IMAGES, Config, Signature
 from sd_ort.checkpoints.tensor_readers import Read, TensorReader, is_finite, open_tensors
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
@@ -176,6 +176,8 @@ def build_model(name: str, config: Config) -> Any:
 def select_components(checkpoint: Checkpoint, names: Sequence[str] | None) -> list[str]:
     """Return the components `names`, or all, in order. Raises InputError for one that the pipeline does not have."""
     available = [c for c in COMPONENTS if MODEL_OF.get(c, c) in checkpoint.models]
+    if not checkpoint.configs.get("text_encoder", {}).get(READS_IMAGES):
+        available = [c for c in available if c != "vision_encoder"]
     if unknown := [c for c in names or () if c not in available]:
         raise InputError(f"{checkpoint.name} has no component {unknown[0]!r}: choose from {', '.join(available)}.")
     return [c for c in available if not names or c in names]

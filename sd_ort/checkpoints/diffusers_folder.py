@@ -13,7 +13,7 @@ from sd_ort.checkpoints import unet_inputs
 from sd_ort.checkpoints.checkpoint import CLASSES, LIBRARIES, MODELS, Checkpoint, CheckpointModel, is_sdxl, model_class
 from sd_ort.checkpoints.configs import read_config
 from sd_ort.checkpoints.diffusion_transformers import encoder_mismatch, unsupported_setting
-from sd_ort.checkpoints.signatures import Config, tapped_layers
+from sd_ort.checkpoints.signatures import READS_IMAGES, Config, tapped_layers
 from sd_ort.checkpoints.tensor_readers import DirectTensorReader
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import check_regular
@@ -30,12 +30,15 @@ OTHER_PIPELINES = {
     "diffusers, or give the Stable Diffusion folder without its motion adapter",
     r".*(Video|Wan|LTX|Mochi|Allegro|Latte|SkyReels|CogView.*Video|EasyAnimate|ConsisID|I2VGen|TextToVideo|T2V|I2V)":
     "makes videos: sd-ort generates images, since its pipelines and graphs have no axis of time. Use diffusers",
-    r"QwenImageEdit": "reads the image by the vision tower of Qwen2.5-VL, whose windowed attention sd-ort does not "
-    "export: sd-ort runs Qwen-Image from text, from an image and with a mask. Use diffusers",
+    r"QwenImageEditInpaint": "changes a masked part of an image: sd-ort edits whole images with the same models. Write "
+    "QwenImageEditPipeline into its model_index.json, or use diffusers",
     r"QwenImage(Layered|ControlNet)": "reads images beside the prompt: sd-ort runs Qwen-Image from text, from an image "
     "and with a mask. Use diffusers",
     r"ZImage(Omni|ControlNet)": "reads images beside the prompt: sd-ort runs Z-Image from text alone. Use diffusers",
 }  # fmt: skip
+
+# Pipelines that give images to their text encoder.
+IMAGE_READERS = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline")
 
 KREA2_LAYERS = tuple(range(2, 36, 3))  # of diffusers' pipeline, if its index names none
 
@@ -62,6 +65,8 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
             raise InputError(f"{folder} holds ONNX models already: give it to `sd-ort optimize`.")
         config = read_config(folder / model / "config.json", f"{folder} lacks its {model}")
         models[model] = folder_model(folder / model, cls, config)
+        if model == "text_encoder" and index["_class_name"] in IMAGE_READERS:
+            models[model] = _reading_images(models[model])
     if "unet" not in models and "transformer" not in models:
         raise InputError(
             f"{folder} has neither a UNet nor a transformer: sd-ort exports Stable Diffusion 1.x to 3.5, XL, "
@@ -77,7 +82,7 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
         )
     if "text_encoder_select_layers" in index and (reason := _krea2_reason(index, models)):
         raise InputError(f"{folder} {reason}: use diffusers.")
-    for part in ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3"):
+    for part in ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3", "processor"):
         if (index.get(part) or [None])[0] and not (folder / part).is_dir():
             raise InputError(f"{folder} lacks its {part}, which drawing needs: get the whole folder.")
     unet = models["unet"].config if "unet" in models else {}
@@ -86,6 +91,18 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
         advice = advice if unet[key] == "ip_image_proj" else ""
         raise InputError(f"{folder} has a UNet with {key} = {unet[key]}, which sd-ort does not export{advice}.")
     return Checkpoint(name, index, models, folder, paths=(folder,))
+
+
+def _reading_images(encoder: CheckpointModel) -> CheckpointModel:
+    """Return a vision-language model whose export has inputs for images."""
+
+    def load() -> torch.nn.Module:
+        model: Any = encoder.load()
+        setattr(model.config, READS_IMAGES, True)
+        module: torch.nn.Module = model
+        return module
+
+    return replace(encoder, config={**encoder.config, READS_IMAGES: True}, load=load)
 
 
 def _krea2_reason(index: Config, models: Mapping[str, CheckpointModel]) -> str | None:

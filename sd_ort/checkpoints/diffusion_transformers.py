@@ -115,6 +115,9 @@ QWEN3 = ("Qwen3ForCausalLM", "Qwen3Model")  # with its head, which nothing reads
 QWENS = (*QWEN3, QWEN_VL, QWEN3_VL)
 MISTRAL = "Mistral3ForConditionalGeneration"
 LANGUAGE_MODELS = (*QWENS, MISTRAL)
+# Inputs of vision-language models: lowest value, and end of those that are valid for windows of 16 places or more and
+# images of 4 patches or more.
+VISION_INDICES = {"position_ids": (0, 64), "image_ids": (-1, 4), "patch_ids": (0, 16), "window_ids": (-1, 4)}
 TOKEN_MULTIPLE = 32  # Z-Image pads image and text to multiples of it
 
 FAMILIES: Mapping[str, TransformerFamily] = {
@@ -172,7 +175,7 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         steps=50,
         guidance=4.0,
         text_encoders={"text_encoder": (QWEN_VL,)},
-        unsupported=("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"),
+        unsupported=("use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"),
     ),
     "Krea2Transformer2DModel": TransformerFamily(
         inputs=_krea2_inputs,
@@ -207,9 +210,12 @@ def unsupported_setting(config: Config) -> str | None:
 def synthetic_values(config: Config, name: str, random: np.random.Generator, shape: list[int]) -> np.ndarray | None:
     """Return values of an input that are not normal noise, with the distribution of the pipeline; else None.
 
-    None also for the config of a model that is no diffusion transformer. Text ids are random as well, since those of
-    the pipelines are zeros, for which rotary embeddings have no effect.
+    None also for the config of another model, apart from indices of vision-language models. Text ids are random as
+    well, since those of the pipelines are zeros, for which rotary embeddings have no effect.
     """
+    if "vision_config" in config:
+        lowest_and_size = VISION_INDICES.get(name)
+        return None if lowest_and_size is None else random.integers(*lowest_and_size, shape).astype(np.float64)
     family = FAMILIES.get(str(config.get("_class_name")))
     if family is None:
         return None

@@ -11,12 +11,14 @@ from fusion_passes.weight_recipes import position_axis
 from sd_ort.checkpoints.causal_text import causal_mask_and_positions
 from sd_ort.checkpoints.krea2_modules import Krea2Transformer, PlainRotary
 from sd_ort.checkpoints.qwen_image_modules import (
+    QwenImageTextEncoder,
     QwenImageTransformer,
     QwenTextEncoder,
     QwenVaeDecoder,
     QwenVaeEncoder,
 )
-from sd_ort.checkpoints.signatures import has_packed_latents, signature, tapped_layers
+from sd_ort.checkpoints.qwen_vision_modules import QwenVisionEncoder
+from sd_ort.checkpoints.signatures import READS_IMAGES, has_packed_latents, signature, tapped_layers
 from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS
 from sd_ort.checkpoints.z_image_modules import ZImageTransformer
@@ -315,6 +317,8 @@ def wrap(component: str, model: torch.nn.Module, penultimate: bool, controlnet: 
     """Return the module of `component`, in eval mode. VAE modules lose their unused half."""
     config: Any = model.config
     if component.startswith("text_encoder"):
+        if getattr(config, READS_IMAGES, False):
+            return QwenImageTextEncoder(model).eval()
         if config.model_type in ENCODERS:
             return ENCODERS[config.model_type](model, penultimate).eval()
         return TextEncoder(model, penultimate).eval()
@@ -324,6 +328,8 @@ def wrap(component: str, model: torch.nn.Module, penultimate: bool, controlnet: 
         return DiffusionTransformer(model, [tensor.name for tensor in signature(component, config).inputs]).eval()
     if component == "image_encoder":
         return ImageEncoder(model).eval()
+    if component == "vision_encoder":
+        return QwenVisionEncoder(model).eval()
     if component in ("unet", "controlnet"):
         names = [tensor.name for tensor in signature(component, config, controlnet=controlnet).inputs[3:]]
         return (UNet if component == "unet" else ControlNet)(model, names).eval()

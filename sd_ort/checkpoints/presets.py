@@ -14,8 +14,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.checkpoints.checkpoint import LIBRARIES, Checkpoint, CheckpointModel, as_json, build_model, class_name
+from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
 from sd_ort.checkpoints.diffusion_transformers import MISTRAL, QWEN3, QWEN3_VL, QWEN_VL, QWENS
-from sd_ort.checkpoints.signatures import Config, levels, tapped_layers, text_config
+from sd_ort.checkpoints.signatures import READS_IMAGES, Config, levels, tapped_layers, text_config
 from sd_ort.checkpoints.unet_inputs import time_ids_split
 
 if TYPE_CHECKING:
@@ -437,6 +438,22 @@ _QWEN_IMAGE = Preset(
 )  # fmt: skip
 
 
+# Of the processor of Qwen/Qwen-Image-Edit.
+QWEN_PREPROCESSOR: Config = {
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor", "min_pixels": 56 * 56,
+    "max_pixels": 3584 * 3584, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD),
+}  # fmt: skip
+
+
+def _qwen_image_edit(pipeline: str, modulates_references: bool) -> Preset:
+    """Return a preset of Qwen-Image-Edit. modulates_references: reference images by timestep 0, as Edit-2511 does."""
+    models = dict(_QWEN_IMAGE.models)
+    models["text_encoder"] = _QWEN_VL_7B | {READS_IMAGES: True}
+    models["transformer"] = models["transformer"] | {"zero_cond_t": modulates_references}
+    return Preset(pipeline, models, _QWEN_IMAGE.scheduler, {"processor": ["transformers", "Qwen2VLProcessor"]})
+
+
 def _krea2(is_distilled: bool) -> Preset:
     """Return a preset of Krea 2. is_distilled: for 8 steps without guidance; otherwise the base model."""
     text = {
@@ -494,8 +511,9 @@ _TINY_QWEN_VL = {
         **{name: value for name, value in _TINY_QWEN3.items() if name != "head_dim"}, "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]},
     },
-    "vision_config": _TINY_VISION,
+    "vision_config": {**_TINY_VISION, "depth": 2, "fullatt_block_indexes": [1]},
 }  # fmt: skip
+_TINY_IMAGE_TOKEN = 261  # of the tokenizer that `write_chat_tokenizer` writes
 _TINY_QWEN3_VL = {
     "text_config": {
         **_TINY_QWEN3, "num_hidden_layers": 6,
@@ -577,7 +595,8 @@ def _tiny_model(name: str, config: Config, context: int) -> Config:
     if class_name(config) in QWEN3:
         return config | _TINY_QWEN3
     if parts := _TINY_LANGUAGE_MODELS.get(class_name(config)):
-        return config | {name: config[name] | tiny for name, tiny in parts.items()}
+        token = {"image_token_id": _TINY_IMAGE_TOKEN} if READS_IMAGES in config else {}
+        return config | {name: config[name] | tiny for name, tiny in parts.items()} | token
     if class_name(config) == "AutoencoderKLQwenImage":
         return config | {"base_dim": 16}
     if name == "transformer":
@@ -626,6 +645,8 @@ _FULL = {
     "flux2-dev": _FLUX2_DEV,
     "z-image-turbo": _Z_IMAGE_TURBO,
     "qwen-image": _QWEN_IMAGE,
+    "qwen-image-edit": _qwen_image_edit("QwenImageEditPipeline", modulates_references=False),
+    "qwen-image-edit-2511": _qwen_image_edit("QwenImageEditPlusPipeline", modulates_references=True),
     "krea2": _krea2(is_distilled=False),
     "krea2-turbo": _krea2(is_distilled=True),
 }
@@ -644,12 +665,15 @@ def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
         for model, config in preset.models.items()
     }
     encoders = {m.replace("text_encoder", "tokenizer"): c for m, c in preset.models.items() if "text_encoder" in m}
-    scheduler = as_json(preset.scheduler | {"_diffusers_version": version("diffusers")})
+    files = {"scheduler/scheduler_config.json": preset.scheduler | {"_diffusers_version": version("diffusers")}}
+    if "processor" in preset.options:
+        encoders["processor"] = preset.models["text_encoder"]
+        files["processor/preprocessor_config.json"] = QWEN_PREPROCESSOR
     return Checkpoint(
         name,
         _index(preset),
         models,
-        generated_files={"scheduler/scheduler_config.json": scheduler},
+        generated_files={name: as_json(content) for name, content in files.items()},
         byte_tokenizers=encoders,
         seed=seed,
     )

@@ -103,15 +103,50 @@ class QwenImageTransformer(torch.nn.Module):
         img_ids: torch.Tensor, txt_ids: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Return the output for each patch."""
+        # A row for each image, as the modulation of other families has, whose fusions expect it.
+        timestep = timestep.expand(hidden_states.shape[0])
+        if self.model.zero_cond_t:
+            return self._forward_of_references(hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids)
         output: torch.Tensor = self.model(
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
-            # A row for each image, as the modulation of other families has, whose fusions expect it.
-            timestep=timestep.expand(hidden_states.shape[0]),
+            timestep=timestep,
             img_shapes=(img_ids, txt_ids),
             return_dict=False,
         )[0]
         return output
+
+    def _forward_of_references(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, timestep: torch.Tensor,
+        img_ids: torch.Tensor, txt_ids: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the output for each patch, those of reference images modulated by timestep 0.
+
+        diffusers' forward counts the patches from Python numbers, and its blocks split a batch of both timesteps, whose
+        size becomes a constant. The first axis of the positions is the image's number, 0 for the one that is generated.
+        """
+        model: Any = self.model
+        image, text = model.img_in(hidden_states), model.txt_in(model.txt_norm(encoder_hidden_states))
+        times, of_references = (model.time_text_embed(each, image) for each in (timestep, timestep * 0))
+        tables, is_reference = model.pos_embed((img_ids, txt_ids)), (img_ids[:, 0] > 0)[None, :, None]
+        for block in model.transformer_blocks:
+            modulation = torch.where(is_reference, block.img_mod(of_references)[:, None], block.img_mod(times)[:, None])
+            of_image, of_text = modulation.chunk(6, dim=-1), block.txt_mod(times)[:, None].chunk(6, dim=-1)
+            attended = block.attn(
+                hidden_states=_modulated(block.img_norm1(image), of_image[:2]),
+                encoder_hidden_states=_modulated(block.txt_norm1(text), of_text[:2]),
+                image_rotary_emb=tables,
+            )
+            image, text = image + of_image[2] * attended[0], text + of_text[2] * attended[1]
+            image = image + of_image[5] * block.img_mlp(_modulated(block.img_norm2(image), of_image[3:5]))
+            text = text + of_text[5] * block.txt_mlp(_modulated(block.txt_norm2(text), of_text[3:5]))
+        output: torch.Tensor = model.proj_out(model.norm_out(image, times))
+        return output
+
+
+def _modulated(x: torch.Tensor, shift_and_scale: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    shift, scale = shift_and_scale
+    return x * (1 + scale) + shift
 
 
 # --- Text encoder ---------------------------------------------------------------------------------------------------
@@ -133,12 +168,37 @@ class QwenTextEncoder(torch.nn.Module):
         model: Any = self.model.model.language_model
         hidden = model.embed_tokens(input_ids)
         mask, positions = causal_mask_and_positions(attention_mask, hidden.dtype)
-        angles = positions[..., None].float() * model.rotary_emb.inv_freq
+        return self._states(hidden, mask, positions[..., None].float() * model.rotary_emb.inv_freq)
+
+    def _states(self, hidden: torch.Tensor, mask: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states of embedded tokens (B, S, C). angles: of the rotary embedding (B, S, D / 2)."""
+        model: Any = self.model.model.language_model
         angles = torch.cat([angles, angles], dim=-1)
         for layer in model.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=(angles.cos(), angles.sin()))
         normalized: torch.Tensor = model.norm(hidden)
         return normalized
+
+
+class QwenImageTextEncoder(QwenTextEncoder):
+    """input_ids, attention_mask [B, S] and images in the text -> the last hidden states [B, S, C] of Qwen2.5-VL.
+
+    `image_ids` [B, S] are the tokens of `image_embeds` [I, C] that stand in place of tokens of text, -1 for none;
+    transformers' masked_scatter takes them in their order, which no batch with several rows of one image has. Positions
+    have three axes [B, S, 3], each for a part of the frequencies.
+    """
+
+    def forward(  # type: ignore[override]
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
+        image_ids: torch.Tensor, image_embeds: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        model: Any = self.model.model.language_model
+        texts, images = model.embed_tokens(input_ids), image_embeds[image_ids.clamp(min=0)]
+        hidden = torch.where((image_ids >= 0)[..., None], images, texts)
+        mask, _ = causal_mask_and_positions(attention_mask, hidden.dtype)
+        rotary = model.rotary_emb
+        parts = zip(position_ids.float().split(1, dim=-1), rotary.inv_freq.split(rotary.mrope_section), strict=True)
+        return self._states(hidden, mask, torch.cat([axis * frequencies for axis, frequencies in parts], dim=-1))
 
 
 # --- VAE ------------------------------------------------------------------------------------------------------------

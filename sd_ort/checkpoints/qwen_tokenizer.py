@@ -17,7 +17,7 @@ class QwenTokenizer(ChatTokenizer):
     """Prompt -> token ids of a chat with this one message, padded on the right."""
 
     MODEL = "Qwen"
-    TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    TOKENS: tuple[str, ...] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
     def __init__(self, folder: Path, chat: str = CHAT, reads_padding: bool = True) -> None:
         """Raises InputError for a folder that holds no tokenizer.json of a Qwen tokenizer.

@@ -66,11 +66,11 @@ CHAT_TEMPLATE = (
 
 
 def write_chat_tokenizer(folder: Path) -> None:
-    """Write a Qwen2 tokenizer without merges: each byte is a token; then the special tokens of Qwen3's chats."""
+    """Write a Qwen2 tokenizer without merges: each byte is a token; then the special tokens of chats and images."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = [f"<|{name}|>" for name in "endoftext im_start im_end vision_start vision_end image_pad".split()]
     ids = {token: i for i, token in enumerate([*sorted(ByteLevel.alphabet()), *special])}
     tokenizer = Qwen2Tokenizer(
         vocab=ids, merges=[], unk_token=special[0], pad_token=special[0], eos_token=special[2],

@@ -18,6 +18,9 @@ from sd_ort.core.errors import InputError
 
 Config = dict[str, Any]
 
+# Key in the config of a vision-language model whose pipeline gives it images beside the prompt.
+READS_IMAGES = "reads_images"
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -167,11 +170,47 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
+_VISION_DEFAULTS: Config = {
+    "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
+    "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+    "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+
+
+def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the vision tower of Qwen2.5-VL, with transformers' defaults."""
+    return {name: config["vision_config"].get(name, default) for name, default in _VISION_DEFAULTS.items()}
+
+
 def _qwen_vl_encoder(config: Mapping[str, Any], taps: Sequence[int] = ()) -> Signature:
     names = ("input_ids", "attention_mask")
     layers = (len(taps),) if taps else ()
-    output = TensorSpec("hidden_states", ("batch", "sequence", *layers, text_config(config)["hidden_size"]))
-    return Signature(tuple(TensorSpec(name, ("batch", "sequence"), "int64") for name in names), (output,))
+    width = text_config(config)["hidden_size"]
+    output = TensorSpec("hidden_states", ("batch", "sequence", *layers, width))
+    inputs = [TensorSpec(name, ("batch", "sequence"), "int64") for name in names]
+    if config.get(READS_IMAGES):
+        inputs.append(TensorSpec("position_ids", ("batch", "sequence", 3), "int64"))
+        inputs.append(TensorSpec("image_ids", ("batch", "sequence"), "int64"))
+        inputs.append(TensorSpec("image_embeds", ("image_sequence", width)))
+    return Signature(tuple(inputs), (output,))
+
+
+def _vision_encoder(config: Mapping[str, Any]) -> Signature:
+    """Patches of an image in windows, their positions, the places of the patches, and the patches in the places.
+
+    See `qwen_vision_modules`. A place without a patch has -1 in `window_ids`.
+    """
+    vision = vision_config(config)
+    places = (vision["window_size"] // vision["patch_size"]) ** 2
+    pixels = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    inputs = (
+        TensorSpec("pixel_values", ("windows", places, pixels)),
+        TensorSpec("position_ids", ("windows", places, 2), "int64"),
+        TensorSpec("patch_ids", ("patches",), "int64"),
+        TensorSpec("window_ids", ("windows", places), "int64"),
+    )
+    tokens = f"windows*{places // vision['spatial_merge_size'] ** 2}"
+    return Signature(inputs, (TensorSpec("image_embeds", (tokens, vision["out_hidden_size"])),))
 
 
 def _image_encoder(config: Mapping[str, Any]) -> Signature:
@@ -300,11 +339,12 @@ def signature(
     if component == "unet":
         return _unet(config, controlnet)
     others = {
-        "image_encoder": _image_encoder, "controlnet": _controlnet, "transformer": _transformer,
+        "image_encoder": _image_encoder, "vision_encoder": _vision_encoder, "controlnet": _controlnet,
+        "transformer": _transformer,
         "vae_encoder": _vae_encoder, "vae_decoder": _vae_decoder,
     }  # fmt: skip
     return others[component](config)
 
 
 # Component -> model that it is a part of, if their names differ.
-MODEL_OF = {"vae_encoder": "vae", "vae_decoder": "vae"}
+MODEL_OF = {"vae_encoder": "vae", "vae_decoder": "vae", "vision_encoder": "text_encoder"}

@@ -30,9 +30,11 @@ Arrays = dict[str, np.ndarray]
 
 # In latent pixels, multiples of 8 as the UNets need: not square, all different, batch 1 and 2.
 SIZES: tuple[dict[str, int], ...] = (
-    {"batch": 1, "sequence": 77, "images": 1, "height": 24, "width": 16, "image_sequence": 96},
-    {"batch": 2, "sequence": 13, "images": 3, "height": 16, "width": 32, "image_sequence": 128},
-)
+    {"batch": 1, "sequence": 77, "images": 1, "height": 24, "width": 16, "image_sequence": 96, "windows": 2,
+     "patches": 72},
+    {"batch": 2, "sequence": 13, "images": 3, "height": 16, "width": 32, "image_sequence": 128, "windows": 6,
+     "patches": 96},
+)  # fmt: skip
 # Names of axes by Optimum and diffusers' old conversion script -> our names.
 ALIASES: Mapping[str, Axis] = {
     "batch_size": "batch", "sequence_length": "sequence", "packed_height_width": "image_sequence",
@@ -159,7 +161,8 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
             random, shape, _table_size(value) or int(signatures.text_config(config).get("vocab_size", CLIP_VOCABULARY))
         )
     if (values := synthetic_values(config, name, random, shape)) is not None:
-        return values.astype(np.float32)
+        is_index = value.dtype == ir.DataType.INT64
+        return values.astype(np.int64 if is_index else np.float32)
     if name in ("timestep", "timesteps"):
         return random.integers(1, 1000, shape).astype(np.int64 if value.dtype == ir.DataType.INT64 else np.float32)
     is_integer = value.dtype is not None and not value.dtype.is_floating_point()

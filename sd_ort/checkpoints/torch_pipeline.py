@@ -35,10 +35,11 @@ def open_model(model: str, random_weights: bool, seed: int) -> Checkpoint:
     return open_preset(model, seed) if random_weights else open_checkpoint(model)
 
 
-def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> Any:
+def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0, **others: Any) -> Any:
     """Return diffusers' pipeline of a model, in float32 on the CPU, without safety checker.
 
     `model`: "demo", a diffusers folder or a hub id; with `random_weights` a preset, whose weights have the seed `seed`.
+    `others`: parts in place of the folder's.
 
     Raises:
         InputError: if the model cannot be loaded.
@@ -56,7 +57,7 @@ def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> A
     try:
         with tempfile.TemporaryDirectory() as folder:
             source.write_configs(Path(folder))
-            pipeline = DiffusionPipeline.from_pretrained(folder, **components)
+            pipeline = DiffusionPipeline.from_pretrained(folder, **components, **others)
     except (OSError, ValueError) as error:
         raise InputError(f"diffusers cannot open {model}: {error}") from error
     pipeline.set_progress_bar_config(disable=True)

@@ -63,6 +63,11 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 )
 @click.option("--int8", "eight_bits", flag_value="int8", help="The same in int8, for portable, migraphx and cpu.")
 @click.option(
+    "--vae-decoder",
+    is_flag=True,
+    help="With --float8 or --int8, for portable and migraphx: the VAE decoder's layers too.",
+)
+@click.option(
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False),
     help="With --float8 or --int8: prompts to calibrate on, one a line; 64 are plenty [default: those of the demo].",
@@ -110,11 +115,15 @@ def command(
     kernel.
     """
     from sd_ort.checkpoints.open import CheckpointOptions
+    from sd_ort.optimize.options import OptimizeOptions
     from sd_ort.stages import optimize
 
     names = [field.name for field in fields(CheckpointOptions) if field.name in options]
     checkpoint = CheckpointOptions(**{name: options.pop(name) for name in names})
-    with _recorded_inputs(source, output, checkpoint, options["eight_bits"], prompts, inputs) as recorded:
+    eight_bits = {name: options[name] for name in ("eight_bits", "vae_decoder")}
+    if options["eight_bits"]:  # refused before the calibration takes its time
+        OptimizeOptions(options["target"], dtype or "float32", inputs=inputs or output, **eight_bits).with_target()
+    with _recorded_inputs(source, output, checkpoint, **eight_bits, prompts=prompts, inputs=inputs) as recorded:
         manifest = optimize(
             source,
             output,
@@ -152,6 +161,7 @@ def _recorded_inputs(
     output: Path,
     checkpoint: CheckpointOptions,
     eight_bits: str | None,
+    vae_decoder: bool,
     prompts: Path | None,
     inputs: Path | None,
 ) -> Iterator[Path | None]:
@@ -179,7 +189,7 @@ def _recorded_inputs(
         click.echo(f"calibration: {len(texts)} prompts on the CPU in float32.")
         optimize(source, work / "float32", checkpoint=checkpoint, target="cpu", dtype="float32")
         recorded = work / "runs.npz"
-        record_runs(work / "float32", texts, recorded)
+        record_runs(work / "float32", texts, recorded, vae_decoder=vae_decoder)
         yield recorded
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from sd_ort.core.errors import InputError
 # Name prefix of threads that an interrupt does not wait for: their output is removed, and the process ends.
 STOPPABLE = "sd-ort-stoppable"
 INTERRUPTED = "sd-ort: interrupted; no half-written output is left."
+# On Windows no signal ends a wait for another thread, so that Python's handler runs only after it.
+_WAIT_SECONDS = 0.2 if sys.platform == "win32" else None
 
 DIVIDED = (
     "\nsd-ort: a graph divides integers by 0, or the least integer by -1, which ends ONNX Runtime: do not trust the "
@@ -75,9 +77,12 @@ def run_interruptible(make: Callable[[str, threading.Event], None], names: Itera
     running = [pool.submit(make, name, stopped) for name in names]
     interrupted = True
     try:
-        for done in as_completed(running):
-            interrupted = done.exception() is None
-            done.result()
+        pending = set(running)
+        while pending:
+            done, pending = wait(pending, _WAIT_SECONDS, FIRST_COMPLETED)
+            for future in done:
+                interrupted = future.exception() is None
+                future.result()
         interrupted = False
     finally:
         stopped.set()

@@ -40,14 +40,14 @@ MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
 HOISTED = {name: {"prompt": f"{name}_prompt", "time": f"{name}_time", "step": name} for name in ("unet", "transformer")}
 DEEP_FEATURES = "deep_features"  # with DeepCache: output of the graph of full steps, input of that of shallow ones
 COMPONENTS = (
-    "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "unet", "transformer", "controlnet",
-    "vae_encoder", "vae_decoder",
+    "text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "vision_encoder", "unet", "transformer",
+    "controlnet", "vae_encoder", "vae_decoder",
 )  # fmt: skip
-CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3", "feature_extractor")
+CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "tokenizer_3", "feature_extractor", "processor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
 CONFIG_FILES = (
     "scheduler_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "spiece.model",
+    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "processor_config.json", "spiece.model",
 )  # fmt: skip
 _OPTIONS = {**dict.fromkeys(("target", "dtype", "exporter"), str), "opset": int, "seed": int, "components": list[str]}
 _COMPONENT = {"kernel_fallbacks": list[str], "float32_sites": list[dict], "calibration": str}

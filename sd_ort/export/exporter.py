@@ -55,8 +55,10 @@ if TYPE_CHECKING:
 # Sizes for tracing and for the comparison with torch. All differ, so that a size that the exporter made constant is an
 # error. Heights and widths are in latent pixels, multiples of 8 as UNets require. The comparison uses batch 1, since
 # exporters may treat 1 as a constant.
-TRACE_SIZES = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 24, "image_sequence": 40}
-CHECK_SIZES = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16, "image_sequence": 28}
+TRACE_SIZES = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 24, "image_sequence": 40,
+               "windows": 5, "patches": 52}  # fmt: skip
+CHECK_SIZES = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16, "image_sequence": 28,
+               "windows": 3, "patches": 36}  # fmt: skip
 
 TOLERANCE = 1e-8  # normalized mean squared error of ONNX Runtime against torch in float32; measured: about 1e-12
 

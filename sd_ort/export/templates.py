@@ -28,7 +28,7 @@ import onnx_ir as ir
 from fusion_passes import weight_recipes as recipes
 from sd_ort.checkpoints.checkpoint import Checkpoint, has_penultimate_states
 from sd_ort.checkpoints.diffusion_transformers import LANGUAGE_MODELS, MISTRAL, QWEN3_VL, QWEN_VL
-from sd_ort.checkpoints.signatures import MODEL_OF, text_config
+from sd_ort.checkpoints.signatures import MODEL_OF, READS_IMAGES, text_config, vision_config
 from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_reachable_file
 from sd_ort.core.errors import InputError, OutputError
@@ -68,7 +68,10 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
         inputs for the residuals of a ControlNet.
     """
     defaults = bundled_index()["defaults"].get(cls, {})
-    config = text_config(config) if cls in (QWEN_VL, QWEN3_VL, MISTRAL) else config
+    if component == "vision_encoder":
+        defaults, config = {}, vision_config(config)
+    else:
+        config = text_config(config) if cls in (QWEN_VL, QWEN3_VL, MISTRAL) else config
     complete = {**defaults, **{name: value for name, value in config.items() if name in defaults or not defaults}}
     if encoder := component.startswith("text_encoder"):
         complete = {name: value for name, value in complete.items() if name in TEXT_ENCODER_KEYS}
@@ -79,6 +82,8 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
             complete.pop("eos_token_id", None)
         if cls == "CLIPTextModel":
             complete.pop("projection_dim", None)
+        if config.get(READS_IMAGES):
+            complete[READS_IMAGES] = True
     structural = {name: value for name, value in complete.items() if name not in NON_STRUCTURAL_KEYS}
     structural |= {"ip_adapter": config["ip_adapter"]} if "ip_adapter" in config else {}
     content = ["text_encoder" if encoder else component, cls, structural, variant, opset, exporter]

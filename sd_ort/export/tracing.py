@@ -26,7 +26,8 @@ OPSETS = {"dynamo": (18, 20, 21, 23), "torchscript": (17, 20)}
 
 # Upper bounds for torch.export, which the graphs do not enforce. From a batch of 64, diffusers' upsampling makes its
 # input contiguous, which has no effect in ONNX.
-AXIS_LIMITS = {"batch": 63, "sequence": 4096, "images": 63, "height": 4096, "width": 4096, "image_sequence": 1 << 18}
+AXIS_LIMITS = {"batch": 63, "sequence": 4096, "images": 63, "height": 4096, "width": 4096, "image_sequence": 1 << 18,
+               "windows": 1 << 12, "patches": 1 << 18}  # fmt: skip
 
 # Node metadata that stays: the module that a node comes from. The rest is stack traces with paths of this machine.
 RETAINED_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")

@@ -1,4 +1,4 @@
-"""Diagnosis of AMD GPUs on Linux: cards, driver, permissions, HIP runtime, hipBLASLt, kernels, and what is missing."""
+"""Diagnosis of AMD GPUs on Linux and Windows: cards, driver, HIP runtime, hipBLASLt, kernels, and what is missing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sd_ort.runtime.provider_choice import installed_gpus
 
 AMD_VENDOR, DISPLAY_CLASS, ACCELERATOR_CLASS = "0x1002", "0x03", "0x12"  # PCI
 INSTALL_GUIDE = "https://rocm.docs.amd.com/projects/install-on-linux"
+WINDOWS_DRIVER = "install AMD's driver (https://www.amd.com/en/support/download/drivers.html) or HIP SDK"
 WSL_GUIDE = "https://github.com/ROCm/librocdxg"
 # Packages with the HIP runtime and with hipBLASLt, by ID or ID_LIKE of /etc/os-release. Fedora and Arch have their own;
 # those for the others are in AMD's repository.
@@ -32,8 +33,10 @@ _PACKAGES = {
 # Asked in a process of its own: a driver that fails ends that one. hipDeviceProp_t differs between versions, so nothing
 # is read of it.
 _ASK_HIP = """
-import ctypes, json
+import ctypes, json, sys
+from pathlib import Path
 from custom_ops import rocm
+from custom_ops.libraries import GpuLibrary
 
 answer, library = {"devices": []}, None
 for name in rocm.runtime_names():
@@ -64,6 +67,8 @@ if library is not None:
             if blas.hipblasLtGetVersion(handle, ctypes.byref(version)) == 0:
                 answer["hipblaslt"]["version"] = version.value
         break
+    if answer["devices"] and len(sys.argv) > 1:
+        answer["target"] = GpuLibrary(Path(sys.argv[1])).c.sd_ort_gpu_arch().decode()
 print(json.dumps(answer))
 """
 
@@ -76,13 +81,13 @@ def examine(root: Path = Path("/")) -> dict[str, Any] | None:
     """
     gpus = [gpu for gpu in installed_gpus(root) if gpu.vendor == "hip"]
     is_wsl = (root / "dev/dxg").exists()
-    hip = ask_hip()
+    library = library_path(PROVIDER_LIBRARIES["hip"])
+    hip = ask_hip(library)
     if not gpus and not hip["devices"] and not _has_pci_device(root):
         return None
-    library = library_path(PROVIDER_LIBRARIES["hip"])
     targets = [] if library is None else amd_targets.kernel_targets(library)
     findings = {
-        "targets": [gpu.architecture for gpu in gpus],
+        "targets": [gpu.architecture for gpu in gpus] or list(filter(None, [hip.get("target")])),
         "devices": hip["devices"],
         "driver": _driver(root),
         "wsl": is_wsl,
@@ -93,20 +98,21 @@ def examine(root: Path = Path("/")) -> dict[str, Any] | None:
         "kernels": targets,
     }
     missing = [
-        *_missing_access(root, is_wsl),
+        *([] if sys.platform == "win32" else _missing_access(root, is_wsl)),
         *_missing_software(root, hip, findings["targets"]),
         *_missing_kernels(findings),
     ]
     return findings | {"missing": missing}
 
 
-def ask_hip() -> dict[str, Any]:
+def ask_hip(library: Path | None = None) -> dict[str, Any]:
     """Return what the HIP runtime says: "path", "version", "devices", "error" and "hipblaslt".
 
-    Without a runtime there is only "devices", an empty list.
+    Without a runtime there is only "devices", an empty list. `library`: sd-ort's, which knows the "target" of device 0;
+    Windows and WSL have no other place that names it.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    command = [sys.executable, "-c", _ASK_HIP]
+    command = [sys.executable, "-c", _ASK_HIP, *([str(library)] if library else [])]
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
         return dict(json.loads(run.stdout))
@@ -125,8 +131,12 @@ def to_lines(findings: dict[str, Any]) -> list[str]:
         lines.append(f"AMD GPU {index}   {', '.join(filter(None, (device and device['name'], target, memory)))}")
     blas = findings["hipblaslt"]
     version = blas and blas["version"]
+    lines += (
+        []
+        if sys.platform == "win32"
+        else [f"AMD driver  {findings['driver'] or 'amdgpu is not loaded'}{', in WSL' if findings['wsl'] else ''}"]
+    )
     lines += [
-        f"AMD driver  {findings['driver'] or 'amdgpu is not loaded'}{', in WSL' if findings['wsl'] else ''}",
         f"HIP runtime {findings['runtime'] or 'none'}{_in_parentheses(findings['runtime_version'])}",
         f"hipBLASLt   {blas['path'] if blas else 'none'}{_in_parentheses(version)}",
         f"AMD kernels {', '.join(findings['kernels']) or 'none'}{_in_parentheses(findings['library'])}",
@@ -204,7 +214,8 @@ def _group(path: Path) -> str:
 def _missing_software(root: Path, hip: dict[str, Any], targets: Sequence[str]) -> Iterator[str]:
     """Yield the packages with HIP and hipBLASLt, if this machine lacks them, and a runtime that sees no device."""
     if hip.get("path") is None:
-        yield f"no HIP runtime (libamdhip64.so.7, .6 or .5): {_install(root, 1)}."
+        names = "amdhip64_7.dll or amdhip64_6.dll" if sys.platform == "win32" else "libamdhip64.so.7, .6 or .5"
+        yield f"no HIP runtime ({names}): {_install(root, 1)}."
         return
     if not hip["devices"]:
         yield f"HIP sees no GPU (error {hip.get('error')}): {hip['path']} and the driver may not fit each other."
@@ -217,6 +228,8 @@ def _missing_software(root: Path, hip: dict[str, Any], targets: Sequence[str]) -
 
 def _install(root: Path, package: int) -> str:
     """Return the command that installs HIP (1) or hipBLASLt (2) here."""
+    if sys.platform == "win32":
+        return WINDOWS_DRIVER if package == 1 else "HIP SDK has it, and pip's ROCm packages"
     release: dict[str, str] = {}
     for line in _read(root / "etc/os-release").splitlines():
         key, _, value = line.partition("=")
@@ -235,7 +248,9 @@ def _missing_kernels(findings: dict[str, Any]) -> Iterator[str]:
         if target not in amd_targets.TARGETS:
             yield f"no kernel is written for {target}; there are some for {', '.join(amd_targets.TARGETS)}."
         elif not findings["library"] or (findings["kernels"] and not amd_targets.covers(findings["kernels"], target)):
-            yield f"no kernels for {target} are installed: sd-ort build-ops --hip {target}."
+            build = f"sd-ort build-ops --hip {target}"
+            on_linux = f"make a wheel with them on Linux, scripts/build_wheels --hip={target} --windows"
+            yield f"no kernels for {target} are installed: {on_linux if sys.platform == 'win32' else build}."
 
 
 def _read(path: Path) -> str:

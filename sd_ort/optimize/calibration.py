@@ -36,7 +36,8 @@ MARGIN = 4.0
 # Magnitudes from here on are no activations but a mask's minus infinity, which conversion clamps.
 MASK_MAGNITUDE = float(np.finfo(np.float32).max) / 2
 # Sizes of the synthetic inputs: few latent pixels, since the VAEs take time; multiples of 8, as the UNets need.
-SYNTHETIC_SIZES = {"batch": 1, "sequence": 77, "height": 16, "width": 8, "image_sequence": 32}
+SYNTHETIC_SIZES = {"batch": 1, "sequence": 77, "height": 16, "width": 8, "image_sequence": 32, "windows": 2,
+                   "patches": 64}  # fmt: skip
 # Bytes of weights up to which a component runs by default: the VAEs and CLIP ViT-L, not the UNets.
 SIZE_LIMIT = 1 << 30
 MIN_SHARED_BYTES = 1 << 12  # of a weight that the session reads from memory instead of the file

@@ -11,17 +11,18 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes.eight_bits.formats import FORMATS
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
 from fusion_passes.lower import float8_output, quantized_linear
+from fusion_passes.quantized_weights import FORMATS
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
 from sd_ort.core.errors import InputError
 from sd_ort.optimize.activation_ranges import PERCENTILES, measure_ranges
 from sd_ort.optimize.calibration import CannotRun
 
-# Components in 8 bits; the others keep their precision.
+# Components in 8 bits, and one on request; the others keep their precision.
 COMPONENTS = frozenset({"unet", "transformer"})
+VAE_DECODER = "vae_decoder"
 # Operators that a target runs in 8 bits, and the formats. Targets of QDQ leave the kernels to the provider; the others
 # have QuantizedLinear for linears, which on GPUs has fast kernels for float8 alone, and no convolution in 8 bits.
 TARGET_LAYERS: Mapping[str, Collection[str]] = {

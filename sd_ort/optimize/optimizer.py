@@ -83,7 +83,7 @@ def optimize_components(
                 inputs=options.inputs,
                 hoisted=bool(options.hoist) and name in pipeline_folder.HOISTED,
                 weights=options.weights.of_component(name) if options.weights else None,
-                eight_bits_format=options.eight_bits if name in eight_bits.COMPONENTS else None,
+                eight_bits_format=options.eight_bits if name in options.eight_bit_components else None,
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,
             )
@@ -125,7 +125,7 @@ def optimize_component(
         float32_io: Keep the graph's inputs and outputs in float32 with dtype float16.
         weights: Storage of weights in fewer bits.
         data_hashes: Receives the SHA-256 of each external data file that is written, by component name.
-        eight_bits_format: A name of `fusion_passes.eight_bits.formats` for the layers; `inputs` then has recorded runs.
+        eight_bits_format: A name of `fusion_passes.quantized_weights` for the layers; `inputs` then has recorded runs.
 
     Raises:
         CancelledError: Soon after `cancel_event` is set.

@@ -10,7 +10,7 @@ from typing import Any
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import HOISTED
-from sd_ort.optimize.eight_bits import COMPONENTS, TARGET_FORMATS
+from sd_ort.optimize.eight_bits import COMPONENTS, QDQ_TARGETS, TARGET_FORMATS, VAE_DECODER
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime.provider_table import PROVIDERS
@@ -38,6 +38,8 @@ class OptimizeOptions:
         weights: Storage of weights in fewer bits; None stores these in `dtype`.
         eight_bits: "float8" or "int8" for the linears and convolutions of the UNet or transformer (see
             `optimize.eight_bits`), calibrated on its recorded runs in `inputs`; None keeps them in `dtype`.
+        vae_decoder: Whether the layers of the VAE decoder are computed in `eight_bits` too, for targets that have
+            convolutions in 8 bits.
     """
 
     target: str | None = None
@@ -49,6 +51,14 @@ class OptimizeOptions:
     float16_io: bool = False
     weights: WeightStorage | None = None
     eight_bits: str | None = None
+    vae_decoder: bool = False
+
+    @property
+    def eight_bit_components(self) -> frozenset[str]:
+        """Components whose layers are computed in 8 bits."""
+        if self.eight_bits is None:
+            return frozenset()
+        return COMPONENTS | {VAE_DECODER} if self.vae_decoder else COMPONENTS
 
     def with_target(self) -> tuple[OptimizeOptions, str]:
         """Return the options with a target, and a line on the default target for the user, else "".
@@ -74,6 +84,8 @@ class OptimizeOptions:
             if self.eight_bits is not None:
                 raise InputError(f"--weights and --{self.eight_bits} exclude each other: leave one out.")
             self.weights.check(target, self.dtype)
+        if self.vae_decoder and self.eight_bits is None:
+            raise InputError("--vae-decoder goes with --float8 or --int8: leave it out.")
         if self.eight_bits is not None:
             self._check_eight_bits(target)
         elif self.calibrate or self.inputs:
@@ -93,6 +105,11 @@ class OptimizeOptions:
         if self.eight_bits not in TARGET_FORMATS.get(target, ()):
             others = ", ".join(name for name, formats in TARGET_FORMATS.items() if self.eight_bits in formats)
             raise InputError(f"target {target} has no kernels for {option}: use a target of {others}.")
+        if self.vae_decoder and target not in QDQ_TARGETS:
+            raise InputError(
+                f"target {target} has no convolutions in 8 bits, of which a VAE decoder is made: leave out "
+                f"--vae-decoder, or use a target of {', '.join(sorted(QDQ_TARGETS))}."
+            )
         if self.dtype == "bfloat16":
             raise InputError(f"{option} goes with float32 or --float16, whose numbers its scales are, not --bfloat16.")
         if self.inputs is None:
@@ -104,8 +121,10 @@ class OptimizeOptions:
         Raises InputError if neither a UNet nor a transformer is to be hoisted, or a UNet in bfloat16.
         """
         assert self.target is not None
-        if self.eight_bits and COMPONENTS.isdisjoint(names):
+        if self.eight_bits and self.eight_bit_components.isdisjoint(names):
             raise InputError(f"--{self.eight_bits} is for the UNet or transformer: take it into --component.")
+        if self.vae_decoder and VAE_DECODER not in names:
+            raise InputError(f"--vae-decoder is for {VAE_DECODER}: take it into --component, or leave it out.")
         denoisers, hoisted = [name for name in HOISTED if name in names], self.hoist
         dtypes = ("float16", "bfloat16") if denoisers == ["transformer"] else ("float16",)
         if hoisted is None:
@@ -126,4 +145,6 @@ class OptimizeOptions:
             options["weights"] = self.weights.entry() if self.weights else None
         if self.eight_bits is None:
             del options["eight_bits"]
+        if not self.vae_decoder:
+            del options["vae_decoder"]
         return options

@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import weight_storage
+from fusion_passes import quantized_weights
 from fusion_passes.graph_edits import tensor_values
 from fusion_passes.graph_pass import Pass
 from fusion_passes.lower import winograd_conv
@@ -108,13 +108,13 @@ def store_weights(model: ir.Model, storage: WeightStorage) -> int:
     return len(found)
 
 
-def _operations(argument: weight_storage.Argument) -> tuple[str, ...]:
+def _operations(argument: quantized_weights.StoredArgument) -> tuple[str, ...]:
     """Return the recipe operations of the inputs of DequantizeLinear."""
     names = ("stored_elements", "stored_scales", "stored_zero_points")
     return names[:2] if argument[3] else names
 
 
-def _argument(value: ir.Value, storage: WeightStorage) -> weight_storage.Argument | None:
+def _argument(value: ir.Value, storage: WeightStorage) -> quantized_weights.StoredArgument | None:
     """Return how a weight is stored, the same for all its consumers; None for one that stays as it is."""
     if value.const_value is None or value.dtype not in HALVES or value.const_value.size < MIN_ELEMENTS:
         return None
@@ -144,18 +144,18 @@ def _axis(node: ir.Node, index: int) -> tuple[str, int] | None:
     return None
 
 
-def _derived(graph: ir.Graph, source: ir.Value, argument: weight_storage.Argument, operation: str) -> ir.Value:
+def _derived(graph: ir.Graph, source: ir.Value, argument: quantized_weights.StoredArgument, operation: str) -> ir.Value:
     """Add an input of DequantizeLinear that is computed from a weight when the model is saved."""
     tensor = source.const_value
     assert tensor is not None
     name, shape = f"{source.name}.{operation.removeprefix('stored_')}", tuple(int(n) for n in tensor.shape.numpy())
     if operation != "stored_elements":
-        shape = weight_storage.scale_shape(argument, shape)
+        shape = quantized_weights.stored(argument).scale_shape(shape)
     is_scale = operation == "stored_scales"
-    dtype = tensor.dtype if is_scale else ir.DataType.from_numpy(weight_storage.element_format(argument).dtype)
+    dtype = tensor.dtype if is_scale else ir.DataType.from_numpy(quantized_weights.stored(argument).format.dtype)
 
     def evaluate() -> ir.Tensor:
-        values = contiguous(weight_storage.OPERATIONS[operation](argument, tensor_values(tensor)))
+        values = contiguous(quantized_weights.OPERATIONS[operation](argument, tensor_values(tensor)))
         return ir.Tensor(values.astype(dtype.numpy()), dtype=dtype, name=name)
 
     lazy = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)

@@ -1,4 +1,4 @@
-"""Runs of a pipeline whose denoiser inputs are recorded, for the calibration of 8-bit activations."""
+"""Runs of a pipeline whose inputs of components are recorded, for the calibration of 8-bit activations."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sd_ort.runtime.session import Model
 
 MAX_STEPS = 20  # denoising steps of a prompt: more give no other activations
 STEPS_PER_PROMPT = 4  # recorded steps; those of consecutive prompts are consecutive, so that all steps occur
+DECODER_STRIDE = 4  # every so many prompts, the decoder's input is recorded: an image has many more pixels than latents
 
 
 class RecordingModel(Model):
@@ -39,36 +40,47 @@ class RecordingModel(Model):
         return super().__call__(**arrays)
 
 
-def record_runs(folder: Path, prompts: Sequence[str], output: Path, *, show_progress: bool = True) -> int:
+def record_runs(
+    folder: Path, prompts: Sequence[str], output: Path, *, vae_decoder: bool = False, show_progress: bool = True
+) -> int:
     """Generate latents of `prompts` on the CPU and write inputs of the denoiser to the .npz `output`.
 
     Prompt i has seed i. Arrays are named as `checkpoints.recorded_inputs` reads them. Returns the number of runs.
 
     Args:
         folder: A pipeline folder in float32 that is not hoisted.
+        vae_decoder: Whether every `DECODER_STRIDE`-th prompt is decoded, and the decoder's input written too.
 
     Raises:
         InputError: The latents of a prompt are not finite.
     """
     pipeline = AutoPipelineForText2Image.from_pretrained(folder, "cpu")
     component = "unet" if "unet" in pipeline.models else "transformer"
-    recording = RecordingModel(pipeline.models[component])
-    pipeline.models[component] = recording
+    recorded = [component, "vae_decoder"] if vae_decoder else [component]
+    models = {name: RecordingModel(pipeline.models[name]) for name in recorded}
+    for name, model in models.items():
+        pipeline.models[name] = model
     defaults = generation_defaults(folder)
     steps = min(defaults.steps, MAX_STEPS)
     stride = math.ceil(steps / STEPS_PER_PROMPT)
     for seed, prompt in enumerate(tqdm(prompts, unit="prompt", desc="calibration", disable=not show_progress)):
-        recording.start(stride, seed)
-        latents = pipeline(
+        models[component].start(stride, seed)
+        is_decoded = vae_decoder and seed % DECODER_STRIDE == 0
+        images = pipeline(
             prompt,
             num_inference_steps=steps,
             guidance_scale=defaults.guidance,
             generator=seed,
-            output_type="latent",
+            output_type="np" if is_decoded else "latent",
             progress=False,
         ).images
-        if not np.isfinite(np.asarray(latents)).all():
+        if not np.isfinite(np.asarray(images)).all():
             raise InputError(f"prompt {prompt!r} gives latents that are not finite: leave it out of the calibration.")
-    runs = {f"{component}/{name}/{i}": array for i, run in enumerate(recording.runs) for name, array in run.items()}
+    runs = {
+        f"{component}/{name}/{i}": array
+        for component, model in models.items()
+        for i, run in enumerate(model.runs)
+        for name, array in run.items()
+    }
     np.savez(output, **runs)  # type: ignore[arg-type]
-    return len(recording.runs)
+    return sum(len(model.runs) for model in models.values())

@@ -8,6 +8,7 @@ transformer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -40,8 +41,8 @@ class Krea2Embeddings(Embeddings):
     """Hidden states (B, T, layers, C) of prompts, and which of the tokens are theirs (B, T), bool."""
 
     @staticmethod
-    def position_ids(tokens: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros((len(tokens), 3), np.float32), image_ids(rows, columns)
+    def position_ids(tokens: np.ndarray, sizes: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((len(tokens), 3), np.float32), image_ids(*sizes[0])
 
 
 @dataclass

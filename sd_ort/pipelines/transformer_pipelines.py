@@ -30,15 +30,16 @@ from sd_ort.core.pipeline_folder import HOISTED, read_index
 from sd_ort.core.progress import announce, print_line, step_bar
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite, is_integer
+from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.diffusers_compat import loading_options
-from sd_ort.pipelines.first_block_cache import COMPONENT, FirstBlockCacheMixin
 from sd_ort.pipelines.images import as_array, finished
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Prompt
 from sd_ort.pipelines.sampling_job import check_finite
+from sd_ort.pipelines.transformer_cache import TransformerCacheMixin
 from sd_ort.pipelines.transformer_steps import TransformerSteps
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
@@ -153,10 +154,13 @@ class Denoising:
         sample = self.sample if self.references is None else np.concatenate([self.sample, self.references], 1)
         return np.concatenate([sample, sample]) if self.one_call else sample
 
+    def of_sample(self, predictions: list[np.ndarray]) -> list[np.ndarray]:
+        """Return predictions without the tokens of reference images."""
+        return predictions if self.references is None else [each[:, : self.sample.shape[1]] for each in predictions]
+
     def guided(self, predictions: list[np.ndarray]) -> np.ndarray:
         """Return the prediction of a step from the outputs of its calls."""
-        if self.references is not None:
-            predictions = [each[:, : self.sample.shape[1]] for each in predictions]
+        predictions = self.of_sample(predictions)
         if self.guidance_scale is None:
             return predictions[0]
         negative, positive = np.split(predictions[0], 2) if self.one_call else predictions[::-1]
@@ -195,7 +199,7 @@ class Denoising:
             self.sample = self.blend.apply(self.schedule, i, self.sample)
 
 
-class TransformerPipeline(FirstBlockCacheMixin, LoraMixin):
+class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     """Components, text encoding and sampling loop of the pipelines of diffusion transformers."""
 
     CLASS = ""  # the model class of the transformer
@@ -497,7 +501,8 @@ class TransformerPipeline(FirstBlockCacheMixin, LoraMixin):
         models: Mapping[str, Any] = self.models
         if self.block_cache is not None:
             self.block_cache.check(steps)
-            models = ChainMap({COMPONENT: self.block_cache.open(self.models)}, self.models)
+            self._cached = self.block_cache.open(self.models)
+            models = ChainMap({COMPONENT: self._cached}, self.models)
         predict, skip = job.steps(models), job.skip_layers
         skipping = [i for i in range(steps) if skip and skip.is_used(i, steps)]
         without = skip.steps(self.models, job.schedule.timesteps) if skip and skipping else None

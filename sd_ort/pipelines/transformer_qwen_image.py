@@ -7,7 +7,7 @@ the transformer, so that none needs a mask of the attention.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -55,10 +55,10 @@ class Embeddings:
     def repeated(self, images: int) -> Embeddings:
         return replace(self, states=repeated(self.states, images), mask=repeated(self.mask, images))
 
-    def groups(self, rows: int, columns: int) -> list[StepGroup]:
-        """Return the transformer's calls of images of rows x columns patches."""
+    def groups(self, *sizes: tuple[int, int]) -> list[StepGroup]:
+        """Return the transformer's calls. sizes: rows and columns of patches of the image and of its references."""
         numbers: dict[bytes, list[int]] = {}
-        ids = [self.position_ids(np.flatnonzero(row), rows, columns) for row in self.mask]
+        ids = [self.position_ids(np.flatnonzero(row), sizes) for row in self.mask]
         for number, (text_ids, _) in enumerate(ids):
             numbers.setdefault(text_ids.tobytes(), []).append(number)
         groups = []
@@ -69,10 +69,11 @@ class Embeddings:
         return groups
 
     @staticmethod
-    def position_ids(tokens: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of a prompt's tokens, numbers of its embeddings, and of rows x columns patches."""
-        text = (max(rows // 2, columns // 2) + tokens).astype(np.float32)
-        return np.repeat(text[:, None], 3, 1), positions(rows, columns)
+    def position_ids(tokens: np.ndarray, sizes: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of a prompt's tokens, numbers of its embeddings, and of the patches of all images."""
+        text = (max(side // 2 for size in sizes for side in size) + tokens).astype(np.float32)
+        images = [positions(*size, image) for image, size in enumerate(sizes)]
+        return np.repeat(text[:, None], 3, 1), np.concatenate(images)
 
 
 @dataclass
@@ -80,21 +81,22 @@ class QwenDenoising(Denoising):
     """The latents in patches (B, S, C) of one call, and its prompts.
 
     Attributes:
-        size: Rows and columns of patches.
+        sizes: Rows and columns of patches, of the image and of its references.
         embeddings: Of the prompts, then with guidance of the negative prompts.
     """
 
-    size: tuple[int, int] = (0, 0)
+    sizes: tuple[tuple[int, int], ...] = ()
     embeddings: tuple[Embeddings, ...] = ()
 
     def steps(self, models: Mapping[str, Model]) -> Any:
         """Return a function of a step and patches, which returns its prediction, then that of the negative prompts."""
         timesteps = self.schedule.timesteps / np.float32(1000)
-        calls = [GroupedSteps(models, each.groups(*self.size), timesteps) for each in self.embeddings]
+        calls = [GroupedSteps(models, each.groups(*self.sizes), timesteps) for each in self.embeddings]
         return lambda i, hidden_states: [call(i, hidden_states) for call in calls]
 
     def guided(self, predictions: list[np.ndarray]) -> np.ndarray:
         """Return the prediction of a step; with guidance, each patch has the norm of the prompt's prediction."""
+        predictions = self.of_sample(predictions)
         if len(predictions) == 1:
             return predictions[0]
         positive, negative = predictions
@@ -178,9 +180,10 @@ class QwenImagePipeline(TransformerPipeline):
             sample, blend = as_array(call.latents), None
             if sample.shape != (needed := (count, rows * columns, channels)):
                 raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
+        references, reference_sizes = self._references(call, count)
         job = self.DENOISING(
-            sample, schedule, [], guidance_scale=scale, blend=blend, size=(rows, columns),
-            embeddings=tuple(embeddings),
+            sample, schedule, [], guidance_scale=scale, blend=blend, references=references,
+            sizes=((rows, columns), *reference_sizes), embeddings=tuple(embeddings),
         )  # fmt: skip
         sample = self._denoise(job, call)
         if call.output_type == "latent":
@@ -212,7 +215,7 @@ class QwenImagePipeline(TransformerPipeline):
         """
         prompt, embeds = getattr(call, f"{prefix}prompt"), getattr(call, f"{prefix}prompt_embeds")
         if embeds is None:
-            return self.encode_prompt(prompt, call.max_sequence_length, count)
+            return self._encode(call, prompt, count)
         if prompt is not None:
             raise InputError(f"{prefix}prompt and {prefix}prompt_embeds were both given: give one of them.")
         states, mask = as_array(embeds), getattr(call, f"{prefix}prompt_embeds_mask")
@@ -221,6 +224,17 @@ class QwenImagePipeline(TransformerPipeline):
         if (kept is not None and kept.shape != states.shape[:2]) or not made.mask.any(1).all():
             raise InputError(f"{prefix}prompt_embeds_mask must be {states.shape[:2]}, with a token in each row.")
         return made
+
+    def _encode(self, call: SimpleNamespace, prompt: Prompt | None, count: int | None) -> Embeddings:
+        """Return the embeddings of prompts or negative prompts of a call."""
+        return self.encode_prompt(prompt, call.max_sequence_length, count)
+
+    def _references(self, call: SimpleNamespace, count: int) -> tuple[np.ndarray | None, tuple[tuple[int, int], ...]]:
+        """Return the tokens (count, R, C) of images that the prompt is about, and their rows and columns of patches.
+
+        Pipelines that edit images override it.
+        """
+        return None, ()
 
     def _checked_embeddings(
         self, states: np.ndarray, mask: np.ndarray | None, prefix: str, count: int | None, length: int
@@ -236,9 +250,10 @@ class QwenImagePipeline(TransformerPipeline):
         return Embeddings(states[:, :length], kept[:, :length])
 
 
-def positions(rows: int, columns: int) -> np.ndarray:
-    """Return (0, row, column) of each patch (rows * columns, 3), float32; the middle of the image is at 0."""
+def positions(rows: int, columns: int, image: int = 0) -> np.ndarray:
+    """Return (image, row, column) of each patch (rows * columns, 3), float32; the middle of the image is at 0."""
     grid = np.zeros((rows, columns, 3), np.float32)
+    grid[..., 0] = image
     grid[..., 1] = (np.arange(rows) - (rows - rows // 2))[:, None]
     grid[..., 2] = np.arange(columns) - (columns - columns // 2)
     return grid.reshape(-1, 3)

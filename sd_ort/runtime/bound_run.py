@@ -182,7 +182,7 @@ class BoundRun:
                 self.stream.synchronize()
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in self.inputs.items())
-            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+            raise SdOrtError(f"ONNX Runtime failed: {first_line(error)} (on {shapes})") from error
 
 
 def host_inputs(session: ort.InferenceSession) -> list[str]:

@@ -21,7 +21,7 @@ from sd_ort.core.ownership import compare, is_record
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
 _SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 LIBRARY = f"libsd_ort_ops{_SUFFIX}"
-HIP_LIBRARY = f"libsd_ort_hip{_SUFFIX}"
+HIP_LIBRARY = f"libsd_ort_hip{_SUFFIX}" if sys.platform != "win32" else "libsd_ort_ep_hip.dll"  # has the same functions
 CUDA_LIBRARY = f"libsd_ort_cuda{_SUFFIX}"
 # Execution provider of ONNX Runtime -> the op library's GPU half that serves it.
 GPU_LIBRARIES = {"CUDAExecutionProvider": CUDA_LIBRARY, "ROCMExecutionProvider": HIP_LIBRARY}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,10 +168,11 @@ def unloadable_libraries(library: Path) -> list[str]:
 
 def where_to_look(missing: Sequence[str]) -> str:
     """Return the advice for libraries that cannot be loaded, with the folders of ROCm if one of them is ROCm's."""
-    advice = "add their folder to LD_LIBRARY_PATH" if len(missing) > 1 else "add its folder to LD_LIBRARY_PATH"
+    path, root = ("PATH", "HIP_PATH") if sys.platform == "win32" else ("LD_LIBRARY_PATH", "ROCM_PATH")
+    advice = f"add {'their' if len(missing) > 1 else 'its'} folder to {path}"
     if not any(name.startswith(("libamdhip64", "libhipblaslt")) for name in missing):
         return advice
-    folders = ", ".join(map(str, rocm.library_folders())) or "none; set ROCM_PATH"
+    folders = ", ".join(map(str, rocm.library_folders())) or f"none; set {root}"
     return f"{advice} (folders of ROCm's libraries here: {folders})"
 
 

@@ -1,4 +1,4 @@
-"""Tensors of the checkpoint that a pipeline folder was optimized from, for weights that the folder has in 8 bits."""
+"""Tensors of the checkpoint that a pipeline folder was optimized from, for weights in fewer bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CheckpointWeights:
         return source
 
     def read(self, component: str, recipes: Mapping[str, weight_recipes.WeightRecipe]) -> Read:
-        """Return a function that reads the tensors of a component's weights in 8 bits by name.
+        """Return a function that reads the tensors of a component's weights in fewer bits by name.
 
         Raises:
             InputError: if the checkpoint is not there, or has random weights.
@@ -40,8 +40,8 @@ class CheckpointWeights:
             from sd_ort.checkpoints.open import open_checkpoint  # folders in 16 bits do without its imports
             from sd_ort.checkpoints.signatures import MODEL_OF
 
-            eight_bits = filter(weight_recipes.is_eight_bit, recipes.values())
-            names = {name for recipe in eight_bits for name in weight_recipes.sources(recipe)}
+            quantized = filter(weight_recipes.is_quantized, recipes.values())
+            names = {name for recipe in quantized for name in weight_recipes.sources(recipe)}
             try:
                 if self._source.get("random_weights"):
                     raise InputError("its weights are random")
@@ -49,7 +49,7 @@ class CheckpointWeights:
                 self._readers[component] = checkpoint.read_tensors(MODEL_OF.get(component, component), names)
             except (SdOrtError, KeyError) as error:
                 raise InputError(
-                    f"{self.folder} has weights in 8 bits: to add a LoRA they are computed again from {self.name}, "
+                    f"{self.folder} has weights in fewer bits: to add a LoRA they are computed again from {self.name}, "
                     f"which cannot be read ({str(error).rstrip('.')}). Put it there, or optimize a checkpoint with the "
                     "LoRA fused (diffusers: fuse_lora, save_pretrained)."
                 ) from error

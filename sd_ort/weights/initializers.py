@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +57,7 @@ def read_initializers(path: Path) -> dict[str, Initializer]:
     graph = onnx_file.read(path).graph
     initializers = {tensor.name: Initializer(tensor) for tensor in graph.initializer}
     computed: set[str] = set()
-    for node in all_nodes(graph.node):
+    for node in onnx_file.all_nodes(graph.node):
         for index, name in enumerate(node.input):
             if name in initializers:
                 multiplies = (node.domain, node.op_type, index) == ("", "MatMul", 1) and node.input[0] in computed
@@ -66,11 +65,3 @@ def read_initializers(path: Path) -> dict[str, Initializer]:
         if node.op_type != "Constant":
             computed.update(node.output)
     return initializers
-
-
-def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yield nodes and those of their subgraphs, in order."""
-    for node in nodes:
-        yield node
-        for graph in onnx_file.subgraphs(node.attribute):
-            yield from all_nodes(graph.node)

@@ -6,13 +6,15 @@ of a delta is the delta of the initializer.
     GPU    sessions are opened once over updatable weights. Each delta is computed on the device into their memory
            (`weights.update_graph`): no session is reopened, GPU graphs stay valid, and steps take as long as before
     CPU    sessions are reopened with the new weights, prepacked like those on disk: kernels that read unpacked weights
-           took 7 to 12 % longer per step (`Components.in_place`). Filters of the op library's WinogradConv are not
-           copied, and computed while the sessions are opened
+           took 7 to 12 % longer per step (`Components.in_place`). Weights that the op library multiplies, in
+           WinogradConv and in LinearAdd instead of MatMul, are neither copied nor prepacked, and computed while the
+           sessions are opened
 
 Deltas are added to the weights on disk, never to earlier sums: without deltas the weights are those on disk.
 
-Weights in 8 bits are quantized again: the deltas are added to the checkpoint's tensors (`weights.checkpoint_weights`),
-as a delta below half a step would vanish if it were added to rounded weights. Sessions are reopened with these.
+Weights in fewer bits are quantized again: the deltas are added to the checkpoint's tensors
+(`weights.checkpoint_weights`), as a delta below half a step would vanish if it were added to rounded weights. Sessions
+are reopened with these.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from fusion_passes import CONTRIB, DOMAIN, weight_storage
+from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes import weight_recipes as recipes
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, folders_of, read_manifest
@@ -39,7 +41,7 @@ from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
-from sd_ort.runtime.session import DTYPES, open_graph
+from sd_ort.runtime.session import DTYPES, is_read_by_runs, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
 from sd_ort.weights import update_graph
 from sd_ort.weights.checkpoint_weights import CheckpointWeights
@@ -48,6 +50,7 @@ from sd_ort.weights.initializers import Consumer, Initializer, read_initializers
 from sd_ort.weights.recipes import read_recipes
 
 Deltas = Mapping[str, Delta | np.ndarray]  # by checkpoint tensor, in torch's layout, float32
+FOUR_BITS = frozenset({"int4", "uint4"})  # two elements a byte, which ONNX Runtime takes from files alone
 BLOCK_ELEMENTS = 1 << 16  # elements of up @ down that are computed at once
 
 # ai.onnx operators whose kernels read a weight unchanged if prepacking is off. Weights that other operators read, such
@@ -75,7 +78,7 @@ class WeightUpdater:
         self._sources: dict[str, dict[str, list[str]]] = {}  # by component folder and initializer
         self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
         self._checkpoint = CheckpointWeights(folder)
-        self._verified: set[tuple[str, str]] = set()  # component folder and initializer in 8 bits
+        self._verified: set[tuple[str, str]] = set()  # component folder and initializer in fewer bits
         self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
         self._device_updates: dict[tuple[str, str], DeviceUpdate] = {}  # by component folder and initializer
 
@@ -111,13 +114,13 @@ class WeightUpdater:
 
     def source(self, component: str, tensor: str) -> np.ndarray:
         """Return a checkpoint tensor in float32, restored from an initializer on disk; the checkpoint's own if it is in
-        8 bits there.
+        fewer bits there.
 
         Raises:
             InputError: if no initializer has all its elements, or the checkpoint cannot be read.
         """
         for part, name in self.initializers_of(component, tensor):
-            if recipes.is_eight_bit(self.recipes[component][name]):
+            if recipes.is_quantized(self.recipes[component][name]):
                 return recipes.as_float32(self._checkpoint.read(component, self.recipes[component])(tensor))
             weight = self._values(self._initializers(part)[name])
             if (source := recipes.restore_source(self.recipes[component][name], weight, tensor)) is not None:
@@ -129,24 +132,24 @@ class WeightUpdater:
         are of weights in fewer bits that cannot be computed again."""
         for component in deltas.keys() & self.recipes.keys():
             blank = {name: np.broadcast_to(np.int8(0), delta.shape) for name, delta in deltas[component].items()}
-            eight_bits: list[tuple[str, str]] = []
+            quantized: list[tuple[str, str]] = []
             for part in self.parts[component]:
                 for name in self._affected_initializers(component, part, blank):
                     recipe = self.recipes[component][name]
-                    if recipes.operations(recipe) & weight_storage.OPERATIONS.keys():
+                    if self._initializers(part)[name].dtype.name in FOUR_BITS:
                         raise InputError(
-                            f"{self.folder} stores {recipes.sources(recipe)[0]} in fewer bits, to which no LoRA can be "
-                            "added: optimize without --weights, or a checkpoint with the LoRA fused."
+                            f"{self.folder} stores {recipes.sources(recipe)[0]} in 4 bits, to which no LoRA can be "
+                            "added: use --weights int8 or float8, or optimize a checkpoint with the LoRA fused."
                         )
-                    if recipes.is_eight_bit(recipe):
-                        eight_bits.append((part, name))
+                    if recipes.is_quantized(recipe):
+                        quantized.append((part, name))
                         continue
                     shapes = {blank[each].shape for each in recipes.sources(recipe) if each in blank}
                     if shapes != {recipes.source_shape(recipe, self._initializers(part)[name].shape)}:
                         self._dense_delta(component, part, name, blank)
-            self._check_eight_bits(component, eight_bits, blank)
+            self._check_quantized(component, quantized, blank)
 
-    def _check_eight_bits(self, component: str, names: Sequence[tuple[str, str]], blank: Deltas) -> None:
+    def _check_quantized(self, component: str, names: Sequence[tuple[str, str]], blank: Deltas) -> None:
         """Raise InputError if the checkpoint does not give these initializers bit for bit, or a delta's shape differs.
 
         names: component folder and initializer.
@@ -162,8 +165,8 @@ class WeightUpdater:
         for (part, name), quantized in zip(new, values, strict=True):
             if quantized.tobytes() != self._values(self._initializers(part)[name]).tobytes():
                 raise InputError(
-                    f"{self.folder} has {recipes.sources(table[name])[0]} in 8 bits, and {self._checkpoint.name} is "
-                    "another checkpoint by now: optimize it again."
+                    f"{self.folder} has {recipes.sources(table[name])[0]} in fewer bits, and "
+                    f"{self._checkpoint.name} is another checkpoint by now: optimize it again."
                 )
         self._verified.update(new)
 
@@ -233,7 +236,7 @@ class WeightUpdater:
 
     def _sum(self, component: str, part: str, deltas: Deltas, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return an initializer with `deltas` added, in `out` if they are low-rank."""
-        if recipes.is_eight_bit(self.recipes[component][name]):
+        if recipes.is_quantized(self.recipes[component][name]):
             return self._quantized(component, part, name, deltas)
         weight = self._values(self._initializers(part)[name])
         factors = self._factors(component, part, deltas, name)
@@ -243,7 +246,7 @@ class WeightUpdater:
         return np.add(weight, delta.reshape(weight.shape), dtype=np.float32).astype(weight.dtype, copy=False)
 
     def _quantized(self, component: str, part: str, name: str, deltas: Deltas) -> np.ndarray:
-        """Return an initializer in 8 bits, or its scales, computed from the checkpoint's tensors and `deltas`."""
+        """Return an initializer in fewer bits, or its scales, computed from the checkpoint's tensors and `deltas`."""
         table = self.recipes[component]
         read = self._checkpoint.read(component, table)
 
@@ -271,14 +274,14 @@ class WeightUpdater:
         self, component: str, part: str, deltas: Deltas, names: Iterable[str], buffers: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """Return the memory of initializers whose sums may be written while sessions are opened, as runs alone read
-        them; of SD 1.5's UNet these are 60 %."""
+        them; of SD 1.5's UNet these are 89 %."""
         weights = {name: self._initializers(part)[name] for name in names}
         return {
             name: buffers[name] if name in buffers else np.empty(weight.shape, weight.dtype)
             for name, weight in weights.items()
-            if weight.consumers
-            and weight.tensor.external_data  # values in the graph itself are copied when it is opened
-            and all(map(_is_winograd_conv, weight.consumers))
+            if weight.tensor.external_data  # values in the graph itself are copied when it is opened
+            and _is_only_multiplied(weight, has_operators=True)
+            and (is_read_by_runs(weight.shape, weight.dtype) or all(map(_is_winograd_conv, weight.consumers)))
             and self._factors(component, part, deltas, name) is not None
         }
 

@@ -18,6 +18,7 @@ from hip_library import hip_library as build_hip_library
 from custom_ops import code_objects
 from custom_ops.amd_targets import GENERIC
 from custom_ops.code_objects import Kernel
+from custom_ops.rocm import llvm_tool
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, headers, library
 from sd_ort.runtime.ort_wheel import needed_libraries, search_folders
@@ -57,6 +58,16 @@ def test_wave_size_comes_from_the_compiler(kernels: list[Kernel]) -> None:
 def test_no_kernel_has_hidden_arguments(kernels: list[Kernel]) -> None:
     """A kernel that reads the grid's size gets 256 bytes more with each launch."""
     assert [kernel for kernel in kernels if kernel.has_hidden_arguments] == []
+
+
+def test_kernels_have_the_same_names_on_windows(hip_library: Path) -> None:
+    """Host code for Windows finds kernels that were compiled on Linux. int64_t is long here and long long there."""
+    provider = hip_library.with_name(library.PROVIDER_LIBRARIES["hip"])
+    symbols = sorted(set(re.findall(rb"(_Z\w+)\.kd", provider.read_bytes())))
+    demangle = subprocess.run([llvm_tool("llvm-cxxfilt")], input=b"\n".join(symbols), capture_output=True, check=True)
+    names = demangle.stdout.decode().splitlines()
+    assert sum(name.startswith("void sd_ort::") for name in names) == len(symbols) > 400
+    assert not [name for name in names if re.search(r"\blong\b", name.replace("long long", ""))]
 
 
 def test_lanes_exchange_before_any_is_off(kernels: list[Kernel]) -> None:

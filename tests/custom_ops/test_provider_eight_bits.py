@@ -15,8 +15,8 @@ import torch
 from onnx import NodeProto, TensorProto, helper
 from provider_sessions import placed, session_of
 
-from fusion_passes.eight_bits.formats import FORMATS
 from fusion_passes.operators import function_bodies
+from fusion_passes.quantized_weights import FORMATS
 from sd_ort import demo
 from sd_ort.demo.styles import lora_path
 from sd_ort.runtime.components import Components

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,15 @@ def libraries() -> Path:
 @pytest.fixture(scope="module")
 def simulation(libraries: Path) -> Iterator[ProcessPoolExecutor]:
     """A process that has the libraries loaded."""
+    with simulated(libraries, "gfx1100") as pool:
+        yield pool
+
+
+@contextmanager
+def simulated(libraries: Path, target: str) -> Iterator[ProcessPoolExecutor]:
+    """A process that has the libraries loaded, on a GPU."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SIMULATED_HIP_TARGET", "gfx1100")
+        environment.setenv("SIMULATED_HIP_TARGET", target)
         environment.delenv("SIMULATED_HIP_KERNELS", raising=False)
         spawn = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(1, spawn, rocm_client.open_rocm, (libraries,))
@@ -64,13 +72,27 @@ def test_products_of_hipblaslt(
 
 
 @pytest.mark.parametrize("options", [
-    {"spare": 8}, {"bias": True}, {"beta": 1.0}, {"batch": 3}, {"m": 1, "n": 1, "k": 1},
+    {"spare": 8}, {"bias": True}, {"beta": 1.0}, {"batch": 3}, {"m": 1, "n": 1, "k": 1}, {"bias": True, "gelu": True},
     {"m": 333, "n": 77, "k": 1100}, {"spare": 24, "bias": True, "beta": 1.0, "out": "float32"},
 ])  # fmt: skip
 def test_forms_of_products(simulation: ProcessPoolExecutor, options: dict[str, Any]) -> None:
     errors = simulation.submit(rocm_client.product, **options).result()
     assert len(errors) == 5
     assert np.max(errors) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize(("target", "dtype", "other"), [
+    ("gfx1201", "float8", "float8_fnuz"), ("gfx942", "float8_fnuz", "float8"),
+])  # fmt: skip
+def test_products_of_float8(libraries: Path, target: str, dtype: str, other: str) -> None:
+    """With a scale, bias and GELU, as QuantizedLinear asks for them; each GPU takes its own kind of float8 alone."""
+    options = {"out": "bfloat16", "operations": (rocm_client.OP_T, rocm_client.OP_N), "scale": 0.37, "bias": True}
+    with simulated(libraries, target) as pool:
+        errors = pool.submit(rocm_client.product, 1.0, dtype=dtype, gelu=True, **options).result()
+        assert len(errors) == 5
+        assert np.max(errors) < TOLERANCE["bfloat16"]
+        with pytest.raises(RuntimeError, match="status 7"):  # HIPBLAS_STATUS_NOT_SUPPORTED
+            pool.submit(rocm_client.product, dtype=other, **options).result()
 
 
 @pytest.mark.parametrize("function", ["hipblasGemmStridedBatchedEx", "rocblas_gemm_strided_batched_ex"])

@@ -182,7 +182,7 @@ def test_diffusers_folder(mini_presets, tmp_path):
         ({"_class_name": "HunyuanVideoPipeline"}, "HunyuanVideoPipeline makes videos"),
         ({"_class_name": "LTXPipeline"}, "LTXPipeline makes videos"),
         ({"_class_name": "CogVideoXPipeline"}, "CogVideoXPipeline makes videos"),
-        ({"_class_name": "QwenImageEditPlusPipeline"}, "the vision tower of Qwen2.5-VL"),
+        ({"_class_name": "QwenImageEditInpaintPipeline"}, "edits whole images with the same models"),
         ({"_class_name": "ZImageOmniPipeline"}, "sd-ort runs Z-Image from text alone"),
     ],
 )

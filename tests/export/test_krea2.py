@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformer_families import built, check_fusions, check_lora, hoisted_counts, nmse
+from transformer_families import built, check_fusions, check_lora, check_text_encoder, hoisted_counts, nmse
 
 from scripts.fixtures.parity_models import Models, preset
 from sd_ort import Krea2Pipeline, transformer_pipeline
@@ -101,6 +102,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     expected |= dict.fromkeys(("RMSNormalization", "LayerNormalization", "Gelu", "Gemm", "Softmax"), 0)
     assert {op: counts["transformer"][op] for op in expected} == expected
     assert counts["transformer_prompt"]["MultiHeadAttention"] == counts["transformer_prompt"]["RotaryQkv"] == 2
+
+
+def test_the_text_encoder_is_fused(hoisted: Krea2Pipeline) -> None:
+    check_text_encoder(hoisted.folder, layers=5)
 
 
 # --- Images ---------------------------------------------------------------------------------------------------------
@@ -216,8 +221,9 @@ def test_tasks_and_diffusers_classes_are_refused(models: Models, hoisted: Krea2P
 
     assert transformer_pipeline(KIND, "") == KIND
     for task in ("Img2Img", "Inpaint"):
-        with pytest.raises(InputError, match="Krea 2 has no"):
+        with pytest.raises(InputError, match=r"Krea 2 has no .*, nor has diffusers"):
             transformer_pipeline(KIND, task)
+        assert not hasattr(diffusers, f"Krea2{task}Pipeline"), "diffusers has it now: add it here"
     with pytest.raises(InputError, match=r"generate with sd_ort\.Krea2Pipeline"):
         accelerate(models.theirs(FAMILY, KIND), hoisted.folder, provider="cpu")
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 from export_limits import assert_not_exportable
 from image_metrics import psnr
 from PIL import Image
 from safetensors.torch import save_file
-from transformer_families import built, check_fusions, check_lora, hoisted_counts, nmse
+from transformer_families import built, check_fusions, check_lora, check_text_encoder, hoisted_counts, nmse
 
 from scripts.fixtures.parity_models import Models
 from sd_ort import QwenImagePipeline, transformer_pipeline
@@ -25,7 +25,6 @@ from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.first_block_cache import CachedTransformer, FirstBlockCache
 from sd_ort.pipelines.transformer_qwen_image import Embeddings
 
 CLASS, KIND, FAMILY = "QwenImageTransformer2DModel", "QwenImagePipeline", "qwen_image"
@@ -51,7 +50,7 @@ def test_the_transformer_equals_diffusers() -> None:
     with torch.no_grad():
         expected = model(**call, encoder_hidden_states_mask=mask, img_shapes=[[(1, 5, 7)]] * 4)[0]
     module, actual = wrap("transformer", built(FAMILY, "transformer"), False, False), torch.empty_like(expected)
-    groups = Embeddings(texts.numpy(), mask.numpy()).groups(5, 7)
+    groups = Embeddings(texts.numpy(), mask.numpy()).groups((5, 7))
     assert [rows for rows, _ in groups] == [[0, 2], [1], [3]]
     for rows, inputs in groups:
         tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
@@ -128,6 +127,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     assert {op: counts[op] for op in expected} == expected
 
 
+def test_the_text_encoder_is_fused(hoisted: QwenImagePipeline) -> None:
+    check_text_encoder(hoisted.folder, layers=2)
+
+
 # --- Images ---------------------------------------------------------------------------------------------------------
 
 CALL: dict[str, Any] = {"height": 44, "width": 36, "num_inference_steps": 2, "output_type": "np"}
@@ -152,28 +155,29 @@ def test_images_with_and_without_a_lora(
     check_lora(models.theirs(FAMILY, KIND), hoisted, call, PROMPTS, *files)
 
 
-def test_first_block_cache(models: Models, hoisted: QwenImagePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+MAG = {"threshold": 0.3, "num_inference_steps": 12, "mag_ratios": [1.1, 0.9, 1.05, 0.97]}
+
+
+@pytest.mark.parametrize(("config", "module"), [
+    (FirstBlockCacheConfig(threshold=CACHE_THRESHOLD), "transformer_blocks.1.img_mod"),
+    (MagCacheConfig(**MAG), "transformer_blocks.0.img_mod"),
+    (TaylorSeerCacheConfig(taylor_factors_dtype=torch.float32), "transformer_blocks.1.attn.to_q"),
+], ids=["first-block", "mag", "taylor"])  # fmt: skip
+def test_caches(models: Models, hoisted: QwenImagePipeline, config: Any, module: str) -> None:
     """As many full steps as diffusers' hook, of the prompt and of the negative prompt, and the same image."""
-    opened: list[CachedTransformer] = []
-    open_parts = FirstBlockCache.open
-
-    def recorded(cache: FirstBlockCache, components: Any) -> CachedTransformer:
-        opened.append(open_parts(cache, components))
-        return opened[-1]
-
-    monkeypatch.setattr(FirstBlockCache, "open", recorded)
     call = {**CALL, "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
     first = hoisted(**call, generator=1).images[0]
-    hoisted.enable_cache(threshold=CACHE_THRESHOLD)
+    hoisted.enable_cache(config)
     cached = hoisted(**call, generator=1).images[0]
+    full_steps = hoisted._cached.full_steps
     hoisted.disable_cache()
     theirs, runs = models.theirs(FAMILY, KIND), list[int]()
-    hook = theirs.transformer.transformer_blocks[-1].img_mod.register_forward_hook(lambda *_: runs.append(1))
-    theirs.transformer.enable_cache(FirstBlockCacheConfig(threshold=CACHE_THRESHOLD))
+    hook = theirs.transformer.get_submodule(module).register_forward_hook(lambda *_: runs.append(1))
+    theirs.transformer.enable_cache(config)
     expected = theirs(**call, generator=torch.Generator().manual_seed(1)).images[0]
     theirs.transformer.disable_cache()
     hook.remove()
-    assert opened[-1].full_steps == len(runs)
+    assert full_steps == len(runs)
     assert 2 < len(runs) < 24
     assert psnr(cached, expected) > 80
     assert psnr(cached, first) < 70
@@ -242,7 +246,7 @@ def _header(file: Path) -> str:
     return data[8 : 8 + int.from_bytes(data[:8], "little")].decode()
 
 
-@pytest.mark.parametrize("setting", ["zero_cond_t", "use_layer3d_rope", "use_additional_t_cond"])
+@pytest.mark.parametrize("setting", ["use_layer3d_rope", "use_additional_t_cond"])
 def test_relatives_are_rejected_by_name(folder: Path, tmp_path: Path, setting: str) -> None:
     import shutil
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -10,11 +12,11 @@ import onnxruntime as ort
 import pytest
 
 from fusion_passes import DOMAIN, weight_recipes
-from fusion_passes.eight_bits.formats import FORMATS, channel_scale, quantize_weight
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
 from fusion_passes.lower import float8_output, quantized_linear
 from fusion_passes.operators import function_bodies
+from fusion_passes.quantized_weights import FORMATS, OPERATIONS
 from fusion_passes.shapes.infer import annotate
 
 ALL = CONVOLUTIONS | LINEARS
@@ -47,12 +49,41 @@ def test_elements_are_rounded_saturated_and_without_negative_zero() -> None:
 def test_each_channel_of_a_weight_has_its_scale(name: str, limit: float, axis: int) -> None:
     weight = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)
     weight *= np.geomspace(1e-3, 10, weight.shape[axis], dtype=np.float32).reshape((-1, 1) if axis == 0 else (1, -1))
-    scale, elements = channel_scale((name, axis, 1.0), weight), quantize_weight((name, axis), weight)
+    scale = OPERATIONS["channel_scale"]([name, axis, 1.0], weight)
+    elements = OPERATIONS["quantize"]([name, axis], weight)
     assert elements.dtype == FORMATS[name].dtype
     restored = elements.astype(np.float32) * (scale[:, None] if axis == 0 else scale)
     errors = np.linalg.norm(restored - weight, axis=1 - axis) / np.linalg.norm(weight, axis=1 - axis)
     assert errors.max() < limit
-    assert (channel_scale((name, axis, 2.0), weight) == 2 * scale).all()
+    assert (OPERATIONS["channel_scale"]([name, axis, 2.0], weight) == 2 * scale).all()
+
+
+RECORDED = [
+    (["channel_scale", ["int8", 0, 1.0], "w"], (48,), "float32", "963a43c9"),
+    (["channel_scale", ["float8", 1, 0.5], "w"], (64,), "float32", "b3e0b926"),
+    (["channel_scale", ["float8", None, 1.0], "w"], (), "float32", "6df17245"),
+    (["quantize", ["int8", 1], "w"], (48, 64), "int8", "af3c9479"),
+    (["quantize", ["float8", None], "w"], (48, 64), "float8_e4m3fn", "a6956740"),
+    (["stored_scales", ["int8", 0, 0, True], "w"], (48,), "float32", "8fc9c71b"),
+    (["stored_scales", ["int4", 1, 32, True], "w"], (48, 2), "float32", "a83f6f70"),
+    (["stored_scales", ["int4", 0, 16, False], "w"], (3, 64), "float32", "997eb2d8"),
+    (["stored_elements", ["float8", 1, 0, True], "w"], (48, 64), "float8_e4m3fn", "87d90b7e"),
+    (["stored_elements", ["int4", 1, 32, True], "w"], (48, 64), "int4", "db05915c"),
+    (["stored_elements", ["int8", 0, 16, False], "w"], (48, 64), "uint8", "5296696b"),
+    (["stored_zero_points", ["int4", 0, 16, False], "w"], (3, 64), "uint4", "4dc07c0d"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "shape", "dtype", "digest"), RECORDED, ids=str)
+def test_recipes_of_earlier_folders_give_the_same_bytes(
+    recipe: list[object], shape: tuple[int, ...], dtype: str, digest: str
+) -> None:
+    """Digests of 76776069, where layers and stored weights had functions of their own."""
+    weight = (np.arange(-1536, 1536, dtype=np.float32) ** 3 / 2**30).reshape(48, 64)
+    weight[3] = 0
+    values = weight_recipes.evaluate(recipe, {"w": weight}.__getitem__)
+    assert (values.shape, values.dtype.name) == (shape, dtype)
+    assert hashlib.sha256(values.tobytes()).hexdigest()[:8] == digest
 
 
 def model_of(

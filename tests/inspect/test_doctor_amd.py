@@ -45,7 +45,7 @@ def machine(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> P
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    monkeypatch.setattr(amd, "ask_hip", lambda: HIP)
+    monkeypatch.setattr(amd, "ask_hip", lambda library: HIP)
     monkeypatch.setenv("USER", "me")
     return root
 
@@ -70,7 +70,7 @@ def test_a_complete_machine(machine: Path, library: Path) -> None:
 
 
 def test_no_amd_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amd, "ask_hip", lambda: {"devices": []})
+    monkeypatch.setattr(amd, "ask_hip", lambda library: {"devices": []})
     assert amd.examine(tmp_path) is None
 
 
@@ -79,7 +79,7 @@ def test_a_card_without_its_driver(machine: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("sys/class/kfd/kfd/topology/nodes/1/properties", "sys/module/amdgpu/version", "dev/kfd"):
         (machine / name).unlink()
     (machine / "sys/module/amdgpu").rmdir()
-    monkeypatch.setattr(amd, "ask_hip", lambda: HIP | {"devices": [], "error": 100})
+    monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"devices": [], "error": 100})
     device = machine / "sys/bus/pci/devices/0000:03:00.0"
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x1002\n")
@@ -134,9 +134,9 @@ def test_a_container_without_devices(machine: Path) -> None:
 )  # fmt: skip
 def test_packages(machine: Path, release: str, runtime: str, blas: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "etc/os-release").write_text(release)
-    monkeypatch.setattr(amd, "ask_hip", lambda: {"devices": []})
+    monkeypatch.setattr(amd, "ask_hip", lambda library: {"devices": []})
     assert missing(machine) == [f"no HIP runtime (libamdhip64.so.7, .6 or .5): {runtime}"]
-    monkeypatch.setattr(amd, "ask_hip", lambda: HIP | {"hipblaslt": None})
+    monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"hipblaslt": None})
     assert missing(machine) == [f"no hipBLASLt: matrix products run on sd-ort's own kernels, slower. {blas}"]
 
 
@@ -149,7 +149,7 @@ def test_hipblaslt_is_not_advised_where_it_has_no_kernels(
     """Unless another card has some."""
     nodes = machine / "sys/class/kfd/kfd/topology/nodes"
     (nodes / "1/properties").write_text("gfx_target_version 100302\n")
-    monkeypatch.setattr(amd, "ask_hip", lambda: HIP | {"hipblaslt": None})
+    monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"hipblaslt": None})
     assert [line for line in missing(machine) if "hipBLASLt" in line] == [NO_BLAS]
     (nodes / "2").mkdir()
     (nodes / "2/properties").write_text("gfx_target_version 110501\n")
@@ -186,6 +186,27 @@ def test_wsl(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = amd.examine(machine)
     assert findings is not None
     assert "AMD driver  amdgpu 6.14.14, in WSL" in amd.to_lines(findings)
+
+
+def test_windows(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no files that name the card: sd-ort's library does. Nothing of Linux is advised."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    hip = HIP | {"path": "C:\\windows\\system32\\amdhip64_7.dll", "target": "gfx1151", "hipblaslt": None}
+    monkeypatch.setattr(amd, "ask_hip", lambda library: hip)
+    assert missing(tmp_path) == [
+        "no hipBLASLt: matrix products run on sd-ort's own kernels, slower. HIP SDK has it, and pip's ROCm packages."
+    ]
+    findings = amd.examine(tmp_path)
+    assert findings is not None
+    assert amd.to_lines(findings)[:2] == [
+        "AMD GPU 0   Radeon, gfx1151, 20.0 of 24.0 GB free",
+        "HIP runtime C:\\windows\\system32\\amdhip64_7.dll (7.2.26015)",
+    ]
+    monkeypatch.setattr(amd, "ask_hip", lambda library: hip | {"target": "gfx942"})
+    assert missing(tmp_path)[1:] == [
+        "no kernels for gfx942 are installed: make a wheel with them on Linux, "
+        "scripts/build_wheels --hip=gfx942 --windows."
+    ]
 
 
 def ask(*options: str) -> dict[str, Any]:

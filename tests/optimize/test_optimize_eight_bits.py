@@ -30,7 +30,7 @@ from sd_ort.graphs.load import load
 from sd_ort.inspect.weight_verification import check_weights, verify_weights
 from sd_ort.optimize.activation_ranges import measure_ranges
 from sd_ort.optimize.calibration import Calibration
-from sd_ort.optimize.eight_bits import EightBits
+from sd_ort.optimize.eight_bits import VAE_DECODER, EightBits
 from sd_ort.optimize.optimizer import rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
@@ -60,7 +60,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(reference: Path) -> Path:
     path = reference.with_name("runs.npz")
-    assert record_runs(reference, training_prompts(2), path, show_progress=False) == 2 * STEPS_PER_PROMPT
+    runs = record_runs(reference, training_prompts(2), path, vae_decoder=True, show_progress=False)
+    assert runs == 2 * STEPS_PER_PROMPT + 1  # and one image decoded
     return path
 
 
@@ -105,6 +106,26 @@ def test_the_demo_in_float8(float8: Path, reference: Path) -> None:
     ]  # fmt: skip
     error = float(np.sqrt(np.square(images[0] - images[1]).mean()))
     assert 1e-5 < error < 0.05
+
+
+def test_the_decoder_in_8_bits(recorded: Path, reference: Path, tmp_path: Path) -> None:
+    """Its 3x3 convolutions and its attention's linears have QDQ; the rest is listed; weights are the checkpoint's; the
+    image is near that of float32."""
+    out = tmp_path / "out"
+    options: dict[str, Any] = {"target": "portable", "eight_bits": "int8", "vae_decoder": True, "inputs": recorded}
+    optimize("demo", out, components=[VAE_DECODER], **options)
+    entry = pipeline_folder.read_manifest(out)["components"][VAE_DECODER]["eight_bits"]
+    assert entry["layers"] == {"Conv": 30, "MatMul": 4}
+    assert sum(entry["not_quantized"].values()) == 4
+    graph = load(out / VAE_DECODER / pipeline_folder.MODEL).graph
+    weights = [v for v in graph.initializers.values() if v.dtype == ir.DataType.INT8]
+    assert sorted(len(v.shape or ()) for v in weights) == [2] * 4 + [4] * 30
+    assert all(node.op_type != "QuantizeLinear" or node.inputs[1].const_value.size == 1 for node in graph)  # type: ignore[union-attr]
+    assert verify_weights("demo", out, components=[VAE_DECODER])["passed"]
+    inputs = list(load(reference / VAE_DECODER / pipeline_folder.MODEL).graph.inputs)
+    (feed,) = load_recorded_inputs(recorded, VAE_DECODER, inputs, required=True)
+    images = [open_component(folder, VAE_DECODER)(**feed)["sample"] / 2 + 0.5 for folder in (out, reference)]
+    assert 30 < psnr(*images) < 60
 
 
 def test_verify_quantizes_again(float8: Path) -> None:
@@ -270,21 +291,23 @@ def test_a_lora_needs_the_checkpoint(float8: Path, tmp_path: Path) -> None:
     shutil.copytree(demo.MODEL_DIR, model)
     file = model / "unet" / "diffusion_pytorch_model.safetensors"
     save_file({name: -tensor for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(InputError, match=r"in 8 bits, and .* is another checkpoint by now: optimize it again"):
+    with pytest.raises(InputError, match=r"in fewer bits, and .* is another checkpoint by now: optimize it again"):
         manager.add("night", adapter, "night")
     assert manager.adapters == {}
 
 
 def test_ranges_are_percentiles(tmp_path: Path) -> None:
-    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["n"]))
-    node = ir.node("Identity", [x])
-    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-    model = ir.Model(ir.Graph([x], list(node.outputs), nodes=[node], opset_imports={"": 21}, name="g"), ir_version=10)
+    """Products of two values, as a gate's, keep the largest magnitude; a product with a constant does not."""
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]> g (float[n] x) => (float[n] y) <float one = {1.0}>
+        { y = Identity (x) gated = Mul (x, y) scaled = Mul (x, one) }"""
+    )
     values = np.linspace(-1, 1, 200_000, dtype=np.float32)
     values[7] = 50.0
-    feeds = [{"x": values}, {"x": -values}]
-    assert measure_ranges(model, ["y"], feeds, tmp_path, 100.0) == {"y": 50.0}
-    assert measure_ranges(model, ["y"], feeds, tmp_path, 99.0)["y"] == pytest.approx(0.99, abs=0.01)
+    feeds, names = [{"x": values}, {"x": -values}], ["y", "gated", "scaled"]
+    assert measure_ranges(model, names, feeds, tmp_path, 100.0) == {"y": 50.0, "gated": 2500.0, "scaled": 50.0}
+    clipped = measure_ranges(model, names, feeds, tmp_path, 99.0)
+    assert clipped == {"y": pytest.approx(0.99, abs=0.01), "gated": 2500.0, "scaled": clipped["y"]}
     values[9] = np.inf
     with pytest.raises(InputError, match="computes inf in y: leave its prompt out"):
         measure_ranges(model, ["y"], feeds, tmp_path, 100.0)
@@ -292,8 +315,17 @@ def test_ranges_are_percentiles(tmp_path: Path) -> None:
 
 def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
     out, runs = tmp_path / "out", {"inputs": recorded}
-    cases = [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"target": "rocm", "eight_bits": "float8", **runs}, "target rocm has no kernels for --float8"),
+        *(
+            ({"target": target, "eight_bits": "float8", "vae_decoder": True, **runs}, f"target {target} has no convolu")
+            for target in ("cpu", "cuda", "hip", "gpu")
+        ),
+        ({"target": "portable", "vae_decoder": True}, "--vae-decoder goes with --float8 or --int8"),
+        (
+            {"target": "portable", "eight_bits": "int8", "vae_decoder": True, "components": ["unet"], **runs},
+            "--vae-decoder is for vae_decoder: take it into --component",
+        ),
         ({"target": "gpu", "eight_bits": "int8", **runs}, "target gpu has no kernels for --int8"),
         ({"target": "portable", "eight_bits": "int8"}, "give --prompts, or --inputs"),
         ({"target": "portable", "eight_bits": "int8", "dtype": "bfloat16", **runs}, "not --bfloat16"),
@@ -311,6 +343,8 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
     for arguments, message in (
         (["--prompts", str(empty)], "--prompts goes with --float8 or --int8"),
         (["--float8", "--prompts", str(empty)], "has no prompts"),
+        (["--vae-decoder"], "--vae-decoder goes with --float8 or --int8"),
+        (["--float8", "--vae-decoder", "--target", "gpu"], "target gpu has no convolutions in 8 bits"),
         (["--float8", "--prompts", str(empty), "--inputs", str(recorded)], "without --inputs"),
     ):
         result = CliRunner().invoke(command, [*base, *arguments])

@@ -15,17 +15,21 @@ import pytest
 from cli_type import Cli
 from onnx import TensorProto, helper, numpy_helper
 
-from fusion_passes import weight_recipes, weight_storage
-from sd_ort import StableDiffusionPipeline, demo
+from fusion_passes import weight_recipes
+from fusion_passes.quantized_weights import stored
+from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr, relative_l2_error
 from sd_ort.core.pipeline_folder import read_manifest
+from sd_ort.demo.styles import lora_path
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.weight_storage import WeightStorage, store_weights
 from sd_ort.runtime.session import SessionOptions
 from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
+from sd_ort.weights.lora import LoraManager
+from sd_ort.weights.lora_files import read_adapter
 
 SETTINGS = [WeightStorage("int8", 32), WeightStorage("int8", 64, False), WeightStorage("int4", 32),
             WeightStorage("int4", 128, False), WeightStorage("float8")]  # fmt: skip
@@ -58,7 +62,7 @@ def model(rows: int = 128, float16: bool = False) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-def stored(proto: onnx.ModelProto, storage: WeightStorage) -> ir.Model:
+def stored_graph(proto: onnx.ModelProto, storage: WeightStorage) -> ir.Model:
     graph = ir.from_proto(proto)
     weight_recipes.init_recipes(graph)
     assert store_weights(graph, storage) == 4
@@ -68,9 +72,9 @@ def stored(proto: onnx.ModelProto, storage: WeightStorage) -> ir.Model:
 def dequantized(argument: Any, weight: np.ndarray) -> np.ndarray:
     """Return what ONNX's text says of DequantizeLinear."""
     _, axis, block, symmetric = argument
-    parts = [weight_storage.elements(argument, weight), weight_storage.scales(argument, weight)]
+    parts = [stored(argument).elements(weight), stored(argument).scales(weight)]
     if not symmetric:
-        parts.append(weight_storage.zero_points(argument, weight))
+        parts.append(stored(argument).zero_points(weight))
     expand = [
         np.repeat(part.astype(np.float32), block, axis) if block
         else part.astype(np.float32).reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
@@ -98,7 +102,7 @@ def test_graphs_compute_with_the_stored_weights(tmp_path: Path, storage: WeightS
     """Equal to a graph with the dequantized values; and what ONNX Runtime makes of it keeps the stored elements."""
     proto = model(float16=float16)
     x = RANDOM.normal(size=(1, 64, 8, 8)).astype(np.float16 if float16 else np.float32)
-    graph = stored(proto, storage)
+    graph = stored_graph(proto, storage)
     layers = "int8" if storage.dtype == "int4" else storage.dtype
     groups = 0 if storage.dtype == "float8" else storage.group
     axes = {"filters": (layers, 0, 0), "a": (storage.dtype, 0 if groups else 1, groups),
@@ -131,7 +135,7 @@ def test_values_are_close(storage: WeightStorage) -> None:
     weight[:, 5] = 0
     argument = (storage.dtype, *((1, 0) if storage.dtype == "float8" else (0, storage.group)), storage.symmetric)
     result = dequantized(argument, weight)
-    scales = weight_storage.scales(argument, weight)
+    scales = stored(argument).scales(weight)
     steps = scales.reshape(1, -1) if scales.ndim == 1 else np.repeat(scales, storage.group, 0)
     limit = (
         np.maximum(np.abs(weight) / 16, steps) if storage.dtype == "float8" else 0.51 * steps + 1e-3 * np.abs(weight)
@@ -229,7 +233,7 @@ def test_which_components_are_stored() -> None:
 
 
 def test_the_demo(sd_ort: Cli, tmp_path: Path) -> None:
-    """Optimized, verified against the checkpoint, generated with; a LoRA is refused and changes nothing."""
+    """Optimized, verified against the checkpoint, generated with; a LoRA is stored in fewer bits as well."""
     optimize("demo", tmp_path / "plain", target="cpu")
     out = tmp_path / "stored"
     options = ("--target", "cpu", "--weights", "int8", "--weight-group", "32", "--vae-weights")
@@ -251,9 +255,16 @@ def test_the_demo(sd_ort: Cli, tmp_path: Path) -> None:
     image = np.asarray(pipeline(**call).images[0])
     plain = StableDiffusionPipeline.from_pretrained(tmp_path / "plain", "cpu", threads=1)
     assert 25 < psnr(image, np.asarray(plain(**call).images[0])) < 90
-    with pytest.raises(InputError, match="fewer bits, to which no LoRA can be added"):
-        pipeline.load_lora_weights(demo.MODEL_DIR.parent / "loras" / "gold.safetensors", "gold")
+    for each in (pipeline, plain):
+        each.load_lora_weights(lora_path("gold"), "gold")
+    with_lora = np.asarray(pipeline(**call).images[0])
+    assert psnr(with_lora, image) < 25
+    assert 25 < psnr(with_lora, np.asarray(plain(**call).images[0])) < 90
+    pipeline.unload_lora_weights()
     np.testing.assert_array_equal(np.asarray(pipeline(**call).images[0]), image)
+    optimize("demo", tmp_path / "int4", target="cpu", components=["unet"], weights=WeightStorage("int4"))
+    with pytest.raises(InputError, match="in 4 bits, to which no LoRA can be added: use --weights int8 or float8"):
+        LoraManager(tmp_path / "int4").add("gold", read_adapter(lora_path("gold"), {}), "gold")
 
 
 def test_float16_of_a_portable_folder(tmp_path: Path) -> None:

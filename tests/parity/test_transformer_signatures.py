@@ -11,7 +11,7 @@ import pytest
 import sd_ort
 
 KINDS = [f"{family}{task}Pipeline" for family in ("StableDiffusion3", "Flux") for task in ("", "Img2Img", "Inpaint")]
-KINDS += ["QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"]
+KINDS += [f"QwenImage{task}Pipeline" for task in ("Img2Img", "Inpaint", "Edit", "EditPlus")]
 KINDS += [
     "Flux2KleinPipeline",
     "Flux2Pipeline",

@@ -18,10 +18,10 @@ from sd_ort import FluxPipeline, demo
 from sd_ort.checkpoints.checkpoint import build_model, class_name
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
-from sd_ort.graphs.first_block import keep_head
+from sd_ort.graphs.kept_blocks import keep_head
 from sd_ort.graphs.load import load
-from sd_ort.pipelines import first_block_cache
-from sd_ort.pipelines.first_block_cache import COMPONENT, CachedTransformer, FirstBlockCache
+from sd_ort.pipelines import cached_transformer
+from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import Model, ModelOverride
@@ -50,22 +50,13 @@ def draw(pipeline: Any, **options: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 2.0, "negative_prompt": "a blue square"}])
-def test_the_image_of_diffusers(
-    guidance: dict[str, Any], pipeline: FluxPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_image_of_diffusers(guidance: dict[str, Any], pipeline: FluxPipeline) -> None:
     """As many full steps, with a cache of its own for each prompt, and the same image; without the cache the first one
     again."""
-    opened: list[CachedTransformer] = []
-    open_parts = FirstBlockCache.open
-
-    def recorded(cache: FirstBlockCache, models: Components) -> CachedTransformer:
-        opened.append(open_parts(cache, models))
-        return opened[-1]
-
-    monkeypatch.setattr(FirstBlockCache, "open", recorded)
     first = draw(pipeline, **guidance)
     pipeline.enable_cache(threshold=THRESHOLD)
     cached = draw(pipeline, **guidance)
+    full_steps = pipeline._cached.full_steps
     assert COMPONENT not in pipeline.models.opened  # its weights are in the two parts
 
     theirs = diffusers.FluxPipeline.from_pretrained(demo.FOLDERS["demo-dit"], dtype=torch.float32)
@@ -76,7 +67,7 @@ def test_the_image_of_diffusers(
     generator = torch.Generator().manual_seed(1)
     size = {"height": demo.HEIGHT, "width": demo.WIDTH, "max_sequence_length": demo.TEXT_LENGTH}
     expected = theirs(**CALL, **size, **guidance, generator=generator).images[0]
-    assert opened[-1].full_steps == len(runs)
+    assert full_steps == len(runs)
     assert 2 <= len(runs) < 12 * (1 + bool(guidance))
     assert psnr(cached, expected) > 80  # measured 120, the largest
     assert psnr(cached, first) < 60
@@ -114,9 +105,9 @@ def test_a_lora(pipeline: FluxPipeline) -> None:
 
 def test_bad_settings(sd_ort: Cli, folder: Path, pipeline: FluxPipeline, tmp_path: Path) -> None:
     """Refused in one line; the pipeline stays as it was."""
-    for threshold in (0, 1, 3, -0.1, float("nan"), "0.1", None):
+    for threshold in (0, 1, 3, -0.1, float("nan"), "0.1"):
         with pytest.raises(InputError, match="threshold must be between 0 and 1"):
-            pipeline.enable_cache(threshold)  # type: ignore[arg-type]
+            pipeline.enable_cache(threshold)
     with pytest.raises(InputError, match="layer x_embedder is not found in the transformer's graph"):
         keep_head(load(folder / COMPONENT / MODEL), {})
     assert not pipeline.is_cache_enabled
@@ -147,12 +138,12 @@ def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatc
         np.testing.assert_allclose(draw(device, **call), expected, atol=1e-5)
     head = device.models.opened[f"{COMPONENT} first block"]
     assert isinstance(head, GpuGraphModel)
-    assert len(first_block_cache.bound_parts[head]) == 2  # of the prompt and of the negative prompt, for both calls
+    assert len(cached_transformer.bound_parts[head]) == 2  # of the prompt and of the negative prompt, for both calls
 
 
 @pytest.mark.parametrize("family", ["sd3", "klein", "z_image", "krea2"])
 def test_the_hook_of_diffusers_does_not_work(family: str) -> None:
-    """If this fails, diffusers has a working hook for another family: add it to `graphs/first_block.py`."""
+    """If this fails, diffusers has a working hook for another family: add it to `graphs/kept_blocks.py`."""
     config = parity_models.preset(family).models["transformer"]
     model = build_model(class_name(config), config)
     if family != "klein":

@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Array = np.ndarray[Any, Any]
 HIP_R_32F, HIP_R_16F, HIP_R_16BF = 0, 2, 14
 OP_N, OP_T = 111, 112
 MIOPEN_TYPES = {"float16": 0, "float32": 1}
-DTYPES = {"float32": HIP_R_32F, "float16": HIP_R_16F, "bfloat16": HIP_R_16BF}
+DTYPES = {"float32": HIP_R_32F, "float16": HIP_R_16F, "bfloat16": HIP_R_16BF, "float8": 28, "float8_fnuz": 1000}
+FLOAT8 = {"float8": ml_dtypes.float8_e4m3fn, "float8_fnuz": ml_dtypes.float8_e4m3fnuz}
 
 
 def to_bits(array: Array, dtype: str) -> Array:
     """Return `array` in `dtype`, bfloat16 as its 16 bits."""
     if dtype != "bfloat16":
-        return array.astype(dtype)
+        return array.astype(FLOAT8.get(dtype, dtype))
     bits = array.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -96,6 +98,8 @@ class Product:
     spare: int = 0
     batch: int = 1
     bias: bool = False
+    gelu: bool = False
+    scale: float = 1.0  # of A, in device memory; 1: none
 
     def __post_init__(self) -> None:
         self.lt = self.rocm.library("libhipblaslt.so.1")
@@ -104,8 +108,10 @@ class Product:
         check(self.lt.hipblasLtMatmulDescCreate(ctypes.byref(self.description), 2, HIP_R_32F))
         for attribute, operation in enumerate(self.operations):
             self.set("MatmulDesc", self.description, attribute, ctypes.c_int32(operation))
-        if self.bias:
-            self.set("MatmulDesc", self.description, 2, ctypes.c_uint32(4))
+        if self.bias or self.gelu:
+            self.set("MatmulDesc", self.description, 2, ctypes.c_uint32(4 * self.bias | 32 * self.gelu))
+        if self.scale != 1:
+            self.set("MatmulDesc", self.description, 5, self.rocm.upload(np.array([self.scale], np.float32)))
         shapes = [(self.m, self.k), (self.k, self.n), (self.m, self.n)]
         self.shapes = [
             shape[::-1] if operation == OP_T else shape
@@ -171,9 +177,11 @@ class Product:
             number.transpose(0, 2, 1) if operation == OP_T else number
             for number, operation in zip(numbers, self.operations, strict=False)
         )
-        expected = 0.5 * left @ right + beta * numbers[2]
+        expected = 0.5 * self.scale * left @ right + beta * numbers[2]
         if self.bias:
             expected += to_float(bias, self.out)[:, None]
+        if self.gelu:
+            expected *= 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (expected + 0.044715 * expected**3)))
         result = self.rocm.download(d, stored[2])
         assert (result[:, :, self.m :] == stored[2][:, :, self.m :]).all(), "written between the columns"
         found = to_float(result, self.out).transpose(0, 2, 1)[:, : self.m]

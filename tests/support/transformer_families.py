@@ -56,6 +56,14 @@ def check_fusions(
     return graph
 
 
+def check_text_encoder(folder: Path, layers: int) -> None:
+    """Assert that each layer of a folder's language model is one attention and two rotary embeddings, no more."""
+    counts = Counter(node.op_type for node in load(folder / "text_encoder" / "model.onnx").graph)
+    assert counts["MultiHeadAttention"] + counts["Attention"] == layers
+    assert counts["RotaryEmbedding"] == 2 * layers
+    assert {op: counts[op] for op in ("Softmax", "Transpose", "Neg")} == {"Softmax": 0, "Transpose": 0, "Neg": 0}
+
+
 def hoisted_counts(folder: Path, out: Path, dtype: str) -> dict[str, Counter[str]]:
     """Return the operators of each part of a transformer, optimized for `gpu` and hoisted, whose outputs are equal."""
     optimize(folder, out, target="gpu", dtype=dtype, components=["transformer"], hoist=True)

@@ -4,7 +4,11 @@
 #if !defined(SD_ORT_EMULATED)
 #include "common/vendors/hip_runtime.h"
 #endif
+#if defined(__MINGW32__)
+#include "common/vendors/hip_host.h"
+#else
 #include <hip/hip_runtime.h>  // half needs no header: clang has _Float16
+#endif
 
 #include <cstdint>
 #include <string>
@@ -26,6 +30,9 @@
 #if defined(__GFX9__)
 #define SD_ORT_WAVE_SIZE 64
 #define SD_ORT_MMA_CDNA 1
+#if defined(__gfx908__)  // matrix instructions write to AGPRs alone, and all else has the other half of the registers
+#define SD_ORT_ACCUMULATORS_APART 1
+#endif
 #elif defined(__gfx1030__) || defined(__gfx1031__) || defined(__gfx1032__) || defined(__gfx1033__) ||       \
     defined(__gfx1034__) || defined(__gfx1035__) || defined(__gfx1036__) || defined(__gfx10_3_generic__) || \
     defined(SD_ORT_DOT_PRODUCTS)  // which tests set, to run RDNA2's products on an emulated gfx1100

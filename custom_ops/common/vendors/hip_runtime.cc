@@ -72,6 +72,7 @@ void register_kernels() {
   static HipFunction<void**(const void*)> register_binary("__hipRegisterFatBinary");
   static HipFunction<void(void**, const void*, char*, const char*, unsigned, void*, void*, void*, void*, int*)>
       register_function("__hipRegisterFunction");
+  platform::keep_library(&register_kernels);
   for (const Module* module : modules()) {
     void** const handle = register_binary(module->binary);
     for (const auto& [function, name] : module->kernels) {

@@ -1,5 +1,9 @@
-// LinearAdd on the CPU: tiles of a few rows by two vectors of columns, summed in float. For completeness: ONNX
-// Runtime's MatMul is faster, and CPU targets do not create this operator.
+// LinearAdd on the CPU. A task computes some rows and columns of Y: it packs kDepth rows of its columns of W,
+// multiplies them by its rows of X, a tile of kRows x kPanel sums in registers at a time, and continues with the next
+// rows of W.
+//
+// W is packed in every call. ONNX Runtime packs it when a session is opened, for which a second copy of the weights is
+// made. Calls with 500 rows and more take as long as ONNX Runtime's, with 128 about 10 % longer.
 #include "common/cpu.h"
 
 #include "operators/linear_add/op.h"
@@ -8,8 +12,16 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-constexpr int64_t kRows = 4;
-constexpr int64_t kColumns = 2 * kLanes;
+#if defined(__AVX512F__)
+constexpr int64_t kRows = 12;
+#else
+constexpr int64_t kRows = 6;
+#endif
+constexpr int64_t kPanel = 2 * kLanes;                     // columns of a tile
+constexpr int64_t kDepth = 256;                            // rows of W that are packed at a time
+constexpr int64_t kRowStride = kDepth + 16;                // of copied rows of X: no multiple of a page
+constexpr int64_t kMaxWidth = 256, kMinWidth = 64;         // columns of a task
+constexpr int64_t kRowsPerTask = 40 * kRows, kTasks = 16;  // a task's rows at most; tasks to aim at
 
 template <class T>
 Floats load_columns(const T* from, int64_t count) {
@@ -18,55 +30,170 @@ Floats load_columns(const T* from, int64_t count) {
 
 // GELU by tanh.
 Floats gelu(Floats x) {
-  for (int64_t i = 0; i < kLanes; ++i) {
-    x[i] = 0.5f * x[i] * (1.f + __builtin_tanhf(0.79788456f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
-  }
-  return x;
+  const Floats e = exp(1.59576912f * (x + 0.044715f * x * x * x));
+  return x - x / (e + 1.f);
 }
 
-// Computes Y[row : row + rows, column : column + columns].
-template <class T>
-void tile(const LinearAddParams& p, int64_t row, int64_t rows, int64_t column, int64_t columns) {
-  const T* x = static_cast<const T*>(p.x) + row * p.inner;
-  const T* weight = static_cast<const T*>(p.weight) + column;
-  Floats sums[kRows][2] = {};
-  for (int64_t k = 0; k < p.inner; ++k) {
-    for (int64_t part = 0; part < 2; ++part) {
-      const Floats w = load_columns(weight + k * p.columns + part * kLanes, columns - part * kLanes);
-      for (int64_t r = 0; r < rows; ++r) sums[r][part] += splat(to_float(x[r * p.inner + k])) * w;
+// Rows of X, a panel of W, and the sums that they are multiplied to:
+// sums[i * sums_stride + column] (+)= sum over depth of rows[i * row_stride + depth] * panel[depth * panel_stride +
+// column]
+struct Tile {
+  const float* rows;
+  int64_t row_stride;
+  const float* panel;
+  int64_t panel_stride;
+  int64_t depth;
+  bool accumulate;
+  float* sums;
+  int64_t sums_stride;
+};
+
+template <int64_t kCount>
+void multiply_rows(const Tile& t) {
+  Floats sum[kCount][2];
+#pragma GCC unroll 12
+  for (int64_t i = 0; i < kCount; ++i) {
+    sum[i][0] = t.accumulate ? load(t.sums + i * t.sums_stride) : Floats{};
+    sum[i][1] = t.accumulate ? load(t.sums + i * t.sums_stride + kLanes) : Floats{};
+  }
+  const float *rows = t.rows, *panel = t.panel;
+  const int64_t row_stride = t.row_stride, panel_stride = t.panel_stride;
+  for (int64_t d = 0; d < t.depth; ++d, ++rows, panel += panel_stride) {
+    const Floats left = load(panel), right = load(panel + kLanes);
+#pragma GCC unroll 12
+    for (int64_t i = 0; i < kCount; ++i) {
+      sum[i][0] += left * rows[i * row_stride];
+      sum[i][1] += right * rows[i * row_stride];
     }
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t part = 0; part < 2; ++part) {
-      const int64_t left = columns - part * kLanes, at = column + part * kLanes;
-      if (left <= 0) continue;
-      const int64_t offset = (row + r) * p.columns + at;
-      Floats sum = sums[r][part];
-      if (p.bias != nullptr) sum += load_columns(static_cast<const T*>(p.bias) + at, left);
-      if (p.skip != nullptr) sum += load_columns(static_cast<const T*>(p.skip) + offset, left);
-      if (p.gelu) sum = gelu(sum);
-      T* y = static_cast<T*>(p.y) + offset;
-      left >= kLanes ? store(y, sum) : store_some(y, sum, left);
-    }
+#pragma GCC unroll 12
+  for (int64_t i = 0; i < kCount; ++i) {
+    store(t.sums + i * t.sums_stride, sum[i][0]);
+    store(t.sums + i * t.sums_stride + kLanes, sum[i][1]);
   }
 }
 
-template <class T>
-void run(const LinearAddParams& p, const Parallel& parallel) {
-  if (p.columns == 0) return;
-  parallel((p.rows + kRows - 1) / kRows, [&](size_t task) {
-    const int64_t row = static_cast<int64_t>(task) * kRows;
-    const int64_t rows = p.rows - row < kRows ? p.rows - row : kRows;
-    for (int64_t column = 0; column < p.columns; column += kColumns) {
-      tile<T>(p, row, rows, column, p.columns - column < kColumns ? p.columns - column : kColumns);
-    }
-  });
+template <int64_t kCount = kRows>
+void multiply(int64_t count, const Tile& tile) {
+  if (count == kCount) return multiply_rows<kCount>(tile);
+  if constexpr (kCount > 1) return multiply<kCount - 1>(count, tile);
 }
+
+template <class T>
+class Product {
+ public:
+  explicit Product(const LinearAddParams& params)
+      : p(params),
+        x(static_cast<const T*>(p.x)),
+        weight(static_cast<const T*>(p.weight)),
+        bias(static_cast<const T*>(p.bias)),
+        skip(static_cast<const T*>(p.skip)),
+        y(static_cast<T*>(p.y)),
+        row_blocks(ceil_div(p.rows, kRowsPerTask)),
+        rows_per_task(ceil_div(ceil_div(p.rows, row_blocks), kRows) * kRows) {
+    while (width > kMinWidth && row_blocks * ceil_div(p.columns, width) < kTasks) width /= 2;
+  }
+
+  void run(const Parallel& parallel) const {
+    parallel(row_blocks * ceil_div(p.columns, width), [&](size_t task) {
+      const int64_t row = int64_t(task) % row_blocks * rows_per_task, column = int64_t(task) / row_blocks * width;
+      const int64_t rows = p.rows - row, columns = p.columns - column;
+      make_block(row, rows < rows_per_task ? rows : rows_per_task, column, columns < width ? columns : width);
+    });
+  }
+
+ private:
+  // Computes Y[row : row + rows, column : column + columns].
+  void make_block(int64_t row, int64_t rows, int64_t column, int64_t columns) const {
+    static thread_local ThreadScratch<float> panel_scratch, rows_scratch, sums_scratch;
+    float* panels = panel_scratch.get(kDepth * kMaxWidth);
+    const bool in_place = kIsFloat && columns % kPanel == 0, packs = !in_place || rows > kRows;
+    const bool copies = !kIsFloat || p.inner % 1024 == 0;  // such rows share a few sets of the first cache
+    float* copied = copies ? rows_scratch.get(rows * kRowStride) : nullptr;
+    float* sums = in_place ? reinterpret_cast<float*>(y + row * p.columns + column) : sums_scratch.get(rows * width);
+    const int64_t sums_stride = in_place ? p.columns : width;
+    for (int64_t k = 0; k == 0 || k < p.inner; k += kDepth) {
+      const int64_t left = p.inner - k, depth = left < kDepth ? left : kDepth;
+      const int64_t ahead = left - depth < kDepth ? left - depth : kDepth;  // rows of W to fetch
+      const int64_t tiles = ceil_div(rows, kRows) * ceil_div(columns, kPanel);
+      const T* from = weight + k * p.columns + column;
+      if (packs) pack(from, depth, columns, panels);
+      if (copies) copy_rows(row, rows, k, depth, copied);
+      int64_t tile = 0;
+      for (int64_t c = 0; c < columns; c += kPanel) {
+        for (int64_t r = 0; r < rows; r += kRows, ++tile) {
+          const int64_t count = rows - r < kRows ? rows - r : kRows;
+          for (int64_t d = tile * ahead / tiles; d < (tile + 1) * ahead / tiles; ++d) {
+            prefetch(from + (kDepth + d) * p.columns, columns);
+          }
+          const float* of_x =
+              copies ? copied + r * kRowStride : reinterpret_cast<const float*>(x + (row + r) * p.inner + k);
+          const float* panel = packs ? panels + c * depth : reinterpret_cast<const float*>(from + c);
+          float* to = sums + r * sums_stride + c;
+          multiply(count, {of_x, copies ? kRowStride : p.inner, panel, packs ? kPanel : p.columns, depth, k > 0, to,
+                           sums_stride});
+          if (left <= kDepth && (!in_place || bias != nullptr || skip != nullptr || p.gelu)) {
+            finish(row + r, count, column + c, columns - c, to, sums_stride);
+          }
+        }
+      }
+    }
+  }
+
+  // Copies `depth` rows of W to to[panel][depth][kPanel], zeros beyond the last of `columns`.
+  void pack(const T* from, int64_t depth, int64_t columns, float* to) const {
+    for (int64_t d = 0; d < depth; ++d, from += p.columns) {
+      for (int64_t c = 0; c < columns; c += kPanel) {
+        store(to + c * depth + d * kPanel, load_columns(from + c, columns - c));
+        store(to + c * depth + d * kPanel + kLanes, load_columns(from + c + kLanes, columns - c - kLanes));
+      }
+    }
+  }
+
+  // Fetches a row of W into the second cache.
+  void prefetch(const T* from, int64_t columns) const {
+    for (int64_t c = 0; c < columns; c += 64 / sizeof(T)) __builtin_prefetch(from + c, 0, 2);
+  }
+
+  // Copies X[row : row + count, k : k + depth].
+  void copy_rows(int64_t row, int64_t count, int64_t k, int64_t depth, float* to) const {
+    for (int64_t i = 0; i < count; ++i, to += kRowStride) {
+      const T* from = x + (row + i) * p.inner + k;
+      for (int64_t d = 0; d < depth; d += kLanes) store(to + d, load_columns(from + d, depth - d));
+    }
+  }
+
+  // Writes a tile of Y, rows `row` to `row` + count - 1 and at most `columns` of a panel, from its sums.
+  void finish(int64_t row, int64_t count, int64_t column, int64_t columns, const float* sums, int64_t stride) const {
+    for (int64_t i = 0; i < count; ++i, sums += stride) {
+      for (int64_t c = 0; c < kPanel && c < columns; c += kLanes) {
+        const int64_t left = columns - c, at = (row + i) * p.columns + column + c;
+        Floats sum = load(sums + c);
+        if (bias != nullptr) sum += load_columns(bias + column + c, left);
+        if (skip != nullptr) sum += load_columns(skip + at, left);
+        if (p.gelu) sum = gelu(sum);
+        left >= kLanes ? store(y + at, sum) : store_some(y + at, sum, left);
+      }
+    }
+  }
+
+  static constexpr bool kIsFloat = std::is_same<T, float>::value;
+  const LinearAddParams& p;
+  const T* x;
+  const T* weight;
+  const T* bias;
+  const T* skip;
+  T* y;
+  int64_t row_blocks;
+  int64_t rows_per_task;
+  int64_t width = kMaxWidth;  // columns of a task
+};
 
 }  // namespace
 
 void linear_add(const LinearAddParams& params, const Parallel& parallel) {
-  by_type(params.dtype, [&](auto sample) { run<decltype(sample)>(params, parallel); });
+  if (params.rows == 0 || params.columns == 0) return;
+  by_type(params.dtype, [&](auto sample) { Product<decltype(sample)>(params).run(parallel); });
 }
 
 }  // namespace SD_ORT_ISA

@@ -279,7 +279,7 @@ const char* with_element_type(ElementType type, Launch launch) {
     case ElementType::kInt32:
       return launch(Type<int32_t>());
     case ElementType::kInt64:
-      return launch(Type<int64_t>());
+      return launch(Type<kernel_int64_t>());
     case ElementType::kUInt8:
       return launch(Type<uint8_t>());
     default:
@@ -335,7 +335,7 @@ const char* binary_integers(Binary op, ElementType type, const Broadcast& shape,
                                       static_cast<T*>(y)};
     return for_each(elements(shape), function, stream);
   };
-  return type == ElementType::kInt32 ? launch(int32_t{}) : launch(int64_t{});
+  return type == ElementType::kInt32 ? launch(int32_t{}) : launch(kernel_int64_t{});
 }
 
 const char* compare(Comparison op, ElementType type, const Broadcast& shape, const void* a, const void* b, void* y,
@@ -388,7 +388,7 @@ const char* where(const Broadcast& shape, const void* condition, const void* a, 
     case 4:
       return launch(uint32_t{});
     case 8:
-      return launch(uint64_t{});
+      return launch(kernel_uint64_t{});
     default:
       return launch(uint8_t{});
   }

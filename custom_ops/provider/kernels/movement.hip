@@ -128,7 +128,7 @@ const char* by_size(int bytes, Launch launch) {
     case 4:
       return launch(uint32_t{});
     case 8:
-      return launch(uint64_t{});
+      return launch(kernel_uint64_t{});
     default:
       return "elements of this size are not supported";
   }

@@ -10,8 +10,8 @@ namespace sd_ort {
 
 template <class T>
 __global__ __launch_bounds__(256) void linear_add_kernel(const T* x, const T* weight, const T* bias, const T* skip,
-                                                         T* y, int64_t count, int64_t inner, int64_t columns,
-                                                         bool gelu) {
+                                                         T* y, kernel_int64_t count, kernel_int64_t inner,
+                                                         kernel_int64_t columns, bool gelu) {
   wait_for_predecessor();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (at >= count) return;

@@ -1,6 +1,6 @@
 // MultiHeadAttention for fp16 and bf16 by matrix instructions, for large heads that all waves of a block share.
 //
-// large_head_attention_kernel<T, kHead, kStage, kThreads>
+// large_head_attention_kernel<T, kHead, kLargestStage, kThreads>
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / 64), heads, batch), no dynamic LDS.
 #include "operators/multi_head_attention/kernels/attention.h"
 
@@ -113,7 +113,7 @@ __device__ __forceinline__ void sums_over_waves(const SoftmaxState (&state)[kRow
 // Attention of heads whose output does not fit one wave: all waves of a block share a tile of 64 queries x 64 keys. Q,
 // K and V are loaded to LDS in stages of kStage columns, each while the previous one is used; a wave computes the same
 // part of every stage: its rows of the scores and its columns of the output.
-template <class T, int kHead, int kStage, int kThreads>
+template <class T, int kHead, int kLargestStage, int kThreads>
 __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const T* query, const T* key, const T* value,
                                                                            const T* attention_bias,
                                                                            QuantizedOutput<T> output,
@@ -121,6 +121,11 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
   wait_for_predecessor();
   using namespace mma;
   constexpr int kQueries = 64, kKeys = 64;
+#if defined(SD_ORT_ACCUMULATORS_APART)
+  constexpr int kStage = kHead > 256 ? 32 : kLargestStage;  // the largest output leaves too few for more
+#else
+  constexpr int kStage = kLargestStage;
+#endif
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE;
   constexpr int kWaveRows = kWaves > 4 ? 4 : 2, kWaveColumns = kWaves / kWaveRows;
   constexpr int kRowTiles = kQueries / kTile / kWaveRows;
@@ -257,10 +262,10 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
 
 namespace {
 
-template <class T, int kHead, int kStage, int kThreads>
+template <class T, int kHead, int kLargestStage, int kThreads>
 const char* launch_wide(const MultiHeadAttentionParams& p, void* stream) {
-  return launch_attention<T>(large_head_attention_kernel<T, kHead, kStage, kThreads>, p, ceil_div(p.sequence, 64),
-                             kThreads, stream);
+  return launch_attention<T>(large_head_attention_kernel<T, kHead, kLargestStage, kThreads>, p,
+                             ceil_div(p.sequence, 64), kThreads, stream);
 }
 
 template <class T>

@@ -7,7 +7,8 @@
 namespace sd_ort {
 
 template <class T, int kVec>
-__global__ __launch_bounds__(256) void quantize_float8_kernel(const T* x, QuantizedOutput<T> to, int64_t vectors) {
+__global__ __launch_bounds__(256) void quantize_float8_kernel(const T* x, QuantizedOutput<T> to,
+                                                              kernel_int64_t vectors) {
   wait_for_predecessor();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (at >= vectors) return;

@@ -7,16 +7,16 @@
 namespace sd_ort {
 
 template <class T, int kPairs>
-__global__ __launch_bounds__(256) void rotary_embedding_kernel(const T* x, const int64_t* positions, const T* cos,
+__global__ __launch_bounds__(256) void rotary_embedding_kernel(const T* x, const void* positions, const T* cos,
                                                                const T* sin, T* y, uint32_t threads, uint32_t length,
-                                                               uint32_t heads, uint32_t pairs, int64_t table_rows,
-                                                               bool interleaved) {
+                                                               uint32_t heads, uint32_t pairs,
+                                                               kernel_int64_t table_rows, bool interleaved) {
   wait_for_predecessor();
   const uint32_t thread = blockIdx.x * 256 + threadIdx.x;
   if (thread >= threads) return;
   const uint32_t threads_a_head = pairs / kPairs;
   const uint32_t head = thread / threads_a_head, pair = thread % threads_a_head * kPairs;
-  const int64_t position = positions[0] + head / heads % length;
+  const int64_t position = *static_cast<const int64_t*>(positions) + head / heads % length;
   const int64_t row = position < 0 ? 0 : position < table_rows ? position : table_rows - 1;
   const int64_t begin = static_cast<int64_t>(head) * 2 * pairs;
   const int64_t first = begin + (interleaved ? 2 * pair : pair);

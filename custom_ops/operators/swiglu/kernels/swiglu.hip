@@ -10,7 +10,7 @@ namespace sd_ort {
 
 template <class T, int kVec, int kBlock>
 __global__ __launch_bounds__(kBlock) void swiglu_kernel(const T* gate, const T* up, T* y, uint32_t vectors,
-                                                        uint32_t vectors_per_row, int64_t stride) {
+                                                        uint32_t vectors_per_row, kernel_int64_t stride) {
   wait_for_predecessor();
   const uint32_t index = blockIdx.x * kBlock + threadIdx.x;
   if (index >= vectors) return;

@@ -9,6 +9,7 @@
 #include <iterator>
 #include <mutex>
 #include <set>
+#include <string>
 
 #include "library.h"
 
@@ -32,6 +33,8 @@ struct Product {
   uint32_t epilogue = HIPBLASLT_EPILOGUE_DEFAULT;
   const void* bias = nullptr;
   int32_t bias_type = -1;  // as D's
+  const float* a_scale = nullptr;
+  const float* b_scale = nullptr;
   bool is_float32 = false;
 };
 
@@ -99,7 +102,20 @@ hipblasStatus_t take(T& to, const void* value, size_t bytes) {
   return HIPBLAS_STATUS_SUCCESS;
 }
 
+bool is_float8(int type) { return type == HIP_R_8F_E4M3 || type == HIP_R_8F_E4M3_FNUZ; }
+
+// The kind of float8 that the device has instructions for, 0 if it has none.
+int device_float8() {
+  const std::string target = simulated_hip_target();
+  if (target == "gfx942") return HIP_R_8F_E4M3_FNUZ;
+  return target == "gfx950" || target.rfind("gfx12", 0) == 0 ? HIP_R_8F_E4M3 : 0;
+}
+
 bool dtype_of(int type, DType& dtype) {
+  if (is_float8(type)) {
+    dtype = type == HIP_R_8F_E4M3 ? DType::kFloat8 : DType::kFloat8Fnuz;
+    return true;
+  }
   if (type != HIP_R_32F && type != HIP_R_16F && type != HIP_R_16BF) return false;
   dtype = type == HIP_R_32F ? DType::kFloat32 : type == HIP_R_16F ? DType::kFloat16 : DType::kBFloat16;
   return true;
@@ -117,8 +133,13 @@ hipblasStatus_t check(const Product& product, const Layout& a, const Layout& b, 
   const uint64_t inner = tb ? b.columns : b.rows, n = tb ? b.rows : b.columns;
   if (inner != k || d.rows != m || d.columns != n || c.rows != m || c.columns != n) return HIPBLAS_STATUS_INVALID_VALUE;
   if (a.batch != d.batch || b.batch != d.batch || c.batch != d.batch) return HIPBLAS_STATUS_INVALID_VALUE;
-  const bool is_known = product.epilogue == HIPBLASLT_EPILOGUE_DEFAULT || product.epilogue == HIPBLASLT_EPILOGUE_BIAS;
+  const bool is_known =
+      (product.epilogue & ~HIPBLASLT_EPILOGUE_GELU_BIAS) == 0 || product.epilogue == HIPBLASLT_EPILOGUE_DEFAULT;
   if (!product.is_float32 || !is_known || a.type != b.type || c.type != d.type) return HIPBLAS_STATUS_NOT_SUPPORTED;
+  if (is_float8(a.type)) {
+    return a.type == device_float8() && !is_float8(d.type) ? HIPBLAS_STATUS_SUCCESS : HIPBLAS_STATUS_NOT_SUPPORTED;
+  }
+  if (product.a_scale != nullptr || product.b_scale != nullptr) return HIPBLAS_STATUS_NOT_SUPPORTED;
   if (d.type != a.type && d.type != HIP_R_32F) return HIPBLAS_STATUS_NOT_SUPPORTED;
   return HIPBLAS_STATUS_SUCCESS;
 }
@@ -177,6 +198,10 @@ SIMULATED_EXPORT hipblasStatus_t hipblasLtMatmulDescSetAttribute(hipblasLtMatmul
       return take(product.bias, value, bytes);
     case HIPBLASLT_MATMUL_DESC_BIAS_DATA_TYPE:
       return take(product.bias_type, value, bytes);
+    case HIPBLASLT_MATMUL_DESC_A_SCALE_POINTER:
+      return take(product.a_scale, value, bytes);
+    case HIPBLASLT_MATMUL_DESC_B_SCALE_POINTER:
+      return take(product.b_scale, value, bytes);
     default:
       fail("hipblasLtMatmulDescSetAttribute: attribute %d is not simulated", attribute);
   }
@@ -296,7 +321,12 @@ SIMULATED_EXPORT hipblasStatus_t hipblasLtMatmul(hipblasLtHandle_t handle, hipbl
   if (!dtype_of(la.type, gemm.a_dtype) || !dtype_of(lb.type, gemm.b_dtype) || !dtype_of(ld.type, gemm.d_dtype)) {
     return HIPBLAS_STATUS_NOT_SUPPORTED;
   }
-  if (product.epilogue == HIPBLASLT_EPILOGUE_BIAS) {
+  gemm.gelu = (product.epilogue & HIPBLASLT_EPILOGUE_GELU) != 0;
+  gemm.a_scale = product.a_scale, gemm.b_scale = product.b_scale;
+  for (const float* scale : {gemm.a_scale, gemm.b_scale}) {
+    if (scale != nullptr) simulated::check_memory(kName, "a scale", scale, sizeof(float), alignof(float));
+  }
+  if (product.epilogue == HIPBLASLT_EPILOGUE_BIAS || product.epilogue == HIPBLASLT_EPILOGUE_GELU_BIAS) {
     gemm.bias = product.bias;
     if (!dtype_of(product.bias_type == -1 ? ld.type : product.bias_type, gemm.bias_dtype)) {
       return HIPBLAS_STATUS_NOT_SUPPORTED;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -9,15 +10,16 @@
 
 namespace simulated {
 
-enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt8 };
+enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt8, kFloat8, kFloat8Fnuz };  // e4m3
 
 inline const char* name_of(DType dtype) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64", "int32", "int8"};
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64",
+                                    "int32",   "int8",    "float8",   "float8_fnuz"};
   return kNames[static_cast<int>(dtype)];
 }
 
 inline size_t bytes_of(DType dtype) {
-  constexpr size_t kBytes[] = {4, 2, 2, 8, 4, 1};
+  constexpr size_t kBytes[] = {4, 2, 2, 8, 4, 1, 1, 1};
   return kBytes[static_cast<int>(dtype)];
 }
 
@@ -60,6 +62,16 @@ inline uint16_t float_to_bfloat16(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// e4m3: sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones is NaN. `fnuz`: with bias 8, and the only NaN is
+// 0x80.
+inline float float8_to_float(uint8_t bits, bool fnuz) {
+  if (fnuz ? bits == 0x80 : (bits & 0x7f) == 0x7f) return bit_cast<float>(0x7fc00000u);
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7, bias = fnuz ? 8 : 7;
+  const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -2 - bias)
+                                        : std::ldexp(static_cast<float>(8 + mantissa), exponent - 3 - bias);
+  return bits & 0x80 ? -magnitude : magnitude;
+}
+
 inline float load(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kFloat32:
@@ -74,6 +86,9 @@ inline float load(const void* data, DType dtype, int64_t index) {
       return static_cast<float>(static_cast<const int32_t*>(data)[index]);
     case DType::kInt8:
       return static_cast<const int8_t*>(data)[index];
+    case DType::kFloat8:
+    case DType::kFloat8Fnuz:
+      return float8_to_float(static_cast<const uint8_t*>(data)[index], dtype == DType::kFloat8Fnuz);
   }
   return 0;
 }
@@ -98,6 +113,8 @@ inline void store(void* data, DType dtype, int64_t index, float value) {
     case DType::kInt8:
       static_cast<int8_t*>(data)[index] = static_cast<int8_t>(value);
       break;
+    default:
+      break;  // no library writes float8
   }
 }
 
@@ -166,8 +183,11 @@ struct MatrixView {
   }
 };
 
+inline float gelu_by_tanh(float x) { return 0.5f * x * (1.f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x))); }
+
 // Products of column-major matrices, as the BLAS libraries have them: D = alpha op(A) op(B) + beta C + bias, for each
-// matrix of a batch. op(A) is (m, k), op(B) (k, n); bias, (m) or null, is added to each column.
+// matrix of a batch. op(A) is (m, k), op(B) (k, n); bias, (m) or null, is added to each column. `gelu`: D is GELU of
+// that. `a_scale`, `b_scale`: null or a number in device memory that A or B is multiplied by.
 struct Gemm {
   int64_t m, n, k;
   bool transpose_a, transpose_b;
@@ -186,20 +206,25 @@ struct Gemm {
   int64_t batch;
   const void* bias = nullptr;
   DType bias_dtype = DType::kFloat32;
+  const float* a_scale = nullptr;
+  const float* b_scale = nullptr;
+  bool gelu = false;
 
   void run() const {
     // Row-major, the transposed product: (n, m) = op(B)^T op(A)^T.
     const MatrixView left{b, b_dtype, transpose_b ? 1 : ldb, transpose_b ? ldb : 1};
     const MatrixView right{a, a_dtype, transpose_a ? 1 : lda, transpose_a ? lda : 1};
     std::vector<float> product(n * m);
+    const float factor = alpha * (a_scale == nullptr ? 1.f : *a_scale) * (b_scale == nullptr ? 1.f : *b_scale);
     for (int64_t q = 0; q < batch; ++q) {
       multiply(left.read(n, k, q * b_stride).data(), right.read(k, m, q * a_stride).data(), product.data(), n, m, k);
       in_parallel(n, static_cast<double>(n) * m, [&](int64_t begin, int64_t end) {
         for (int64_t j = begin; j < end; ++j) {
           for (int64_t i = 0; i < m; ++i) {
-            float value = alpha * product[j * m + i];
+            float value = factor * product[j * m + i];
             if (beta != 0) value += beta * load(c, d_dtype, q * c_stride + j * ldc + i);
             if (bias != nullptr) value += load(bias, bias_dtype, i);
+            if (gelu) value = gelu_by_tanh(value);
             store(d, d_dtype, q * d_stride + j * ldd + i, value);
           }
         }

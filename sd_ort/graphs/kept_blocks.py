@@ -1,4 +1,6 @@
-"""The two graphs of a transformer whose later blocks are kept for several steps (FirstBlockCache of diffusers).
+"""The graphs of a transformer whose blocks are kept for several steps, as by the caches of diffusers.
+
+FirstBlockCache:
 
     head   computes the first block, and the output from it and the kept residual of the later blocks; returns how much
            the residual of the first block changed since the last full step, and the streams after it
@@ -9,8 +11,18 @@
     full     output(hN), later residual = hN - h1
     kept     output(h1 + later residual)
 
-h0: the image's tokens before the first block, h1 behind it, hN behind the last block. Both graphs are cut from the
-optimized one. They share the weights of the last layer alone.
+MagCache:
+
+    blocks      computes all blocks, and returns their residual hN - h0
+    no blocks   computes output(h0 + residual) from a residual of an earlier step
+
+TaylorSeer:
+
+    attentions      computes all blocks, and returns what each attention gives before its last linear layer
+    no attentions   computes all but the attentions, from their values as inputs
+
+h0: the image's tokens before the first block, h1 behind it, hN behind the last block. All graphs are cut from the
+optimized one. Head and rest, and the graphs of MagCache, share only the weights before and after the blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +41,9 @@ from sd_ort.graphs.step_cache import add_input, add_output, remove_unused_parts,
 STREAM = "first_block_stream_{}"  # outputs of the head and inputs of the rest
 RESIDUAL, LAST_RESIDUAL = "first_block_residual", "last_first_block_residual"
 LATER_RESIDUAL, CHANGE = "later_residual", "first_block_change"
+BLOCKS_RESIDUAL = "blocks_residual"
+ATTENTION = "attention_{}"  # outputs and inputs of the graphs of TaylorSeer
+ATTENTIONS = ("MultiHeadAttention", "Attention", "ScaledDotProductAttention")
 NORMS = ("LayerNormalization", "AdaptiveNorm")
 EMBEDDERS = ("x_embedder.bias", "img_in.bias")  # of the image's tokens in FLUX.1, in Qwen-Image
 SECOND_BLOCK = "transformer_blocks.1.attn"
@@ -76,21 +91,49 @@ def keep_rest(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
     remove_unused_parts(model)
 
 
-class _Cut:
-    """The values between the first block of a transformer and the later blocks.
+def return_residual(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
+    """Add the residual of all blocks to the outputs of a transformer. Arguments and errors as of `keep_head`."""
+    ends = _Ends(model.graph, recipes)
+    residual = _node(model.graph, "Sub", [ends.after_last, ends.before_first], f"{BLOCKS_RESIDUAL}.now")
+    add_output(model.graph, residual, BLOCKS_RESIDUAL)
 
-    before_first, after_first, after_last: the image's tokens before and after the first block, and after the last.
-    streams: all that the second block reads of the first.
-    """
+
+def leave_blocks_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
+    """Reduce a transformer to what is around its blocks, with their residual as an input. As `keep_head`."""
+    graph = model.graph
+    ends = _Ends(graph, recipes)
+    residual = add_input(graph, ends.before_first, BLOCKS_RESIDUAL)
+    kept = _node(graph, "Add", [ends.before_first, residual], "kept_stream")
+    ir.convenience.replace_all_uses_with(ends.after_last, kept)
+    remove_unused_parts(model)
+
+
+def return_attentions(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
+    """Add what each attention computes to the outputs of a transformer. Arguments and errors as of `keep_head`."""
+    for index, value in enumerate(_attentions(model.graph, recipes)):
+        add_output(model.graph, value, ATTENTION.format(index))
+
+
+def leave_attentions_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
+    """Let a transformer read what its attentions compute. Arguments and errors as of `keep_head`."""
+    for index, value in enumerate(_attentions(model.graph, recipes)):
+        replace_by_input(model.graph, value, ATTENTION.format(index))
+    remove_unused_parts(model)
+
+
+def _attentions(graph: ir.Graph, recipes: Mapping[str, WeightRecipe]) -> list[ir.Value]:
+    _Ends(graph, recipes)  # raises for transformers for which diffusers has no cache
+    return [node.outputs[0] for node in graph if node.op_type in ATTENTIONS]
+
+
+class _Ends:
+    """The image's tokens of a transformer before its first block and after its last: before_first, after_last."""
 
     def __init__(self, graph: ir.Graph, recipes: Mapping[str, WeightRecipe]) -> None:
         """Raises InputError if a value is not found."""
         self.by_source = initializers_by_source(graph, recipes)
         embedded = self._consumer(next((name for name in EMBEDDERS if name in self.by_source), EMBEDDERS[0]))
         self.before_first = embedded.outputs[0]
-        image, text = (self._stream(f"{SECOND_BLOCK}.{name}.weight") for name in ("to_q", "add_q_proj"))
-        self.after_first = image[-1]
-        self.streams = [*image, *text]
         last = self._stream("proj_out.weight")
         if len(last) != 1:
             raise InputError("enable_cache: the last norm of the transformer's graph also adds its last block.")
@@ -123,6 +166,20 @@ class _Cut:
         if norm is None or norm.op_type not in NORMS:
             raise InputError(f"enable_cache: the norm before {tensor} is not found in the transformer's graph.")
         return norm
+
+
+class _Cut(_Ends):
+    """The values between the first block of a transformer and the later blocks.
+
+    after_first: the image's tokens. streams: all that the second block reads of the first.
+    """
+
+    def __init__(self, graph: ir.Graph, recipes: Mapping[str, WeightRecipe]) -> None:
+        """Raises InputError if a value is not found."""
+        super().__init__(graph, recipes)
+        image, text = (self._stream(f"{SECOND_BLOCK}.{name}.weight") for name in ("to_q", "add_q_proj"))
+        self.after_first = image[-1]
+        self.streams = [*image, *text]
 
 
 def _node(

@@ -1,0 +1,189 @@
+"""A transformer in two graphs, one of which is left out in steps that keep tensors of an earlier step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.pipeline_folder import HOISTED
+from sd_ort.pipelines.step_cache import ADVICE, FEWEST_STEPS
+from sd_ort.runtime.bound_run import BoundRun, GpuGraphModel, ShapeCache
+from sd_ort.runtime.components import Components
+from sd_ort.runtime.ort_values import read_value, write_value
+from sd_ort.runtime.session import DTYPES, Model
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+COMPONENT = HOISTED["transformer"]["step"]
+OUTPUT = "out_hidden_states"
+
+Read: TypeAlias = "Callable[[str], np.ndarray]"  # returns an output of a run by name
+
+
+def check_steps(steps: int) -> None:
+    """Raise InputError for calls whose steps differ too much from each other."""
+    if steps < FEWEST_STEPS:
+        raise InputError(
+            f"{steps} steps are too few to keep blocks between them, as schnell and Turbo models take: give "
+            f"{FEWEST_STEPS} or more, or {ADVICE}."
+        )
+
+
+def open_cut(models: Components, label: str, edit: str) -> Model:
+    """Return the transformer with its graph cut by a function of `graphs.kept_blocks`, opened once.
+
+    Raises InputError if its graph cannot be cut.
+    """
+    return models.variant(COMPONENT, label, partial(_cut, models.folder, edit), captured=True)
+
+
+def _cut(folder: Path, edit: str, path: Path) -> bytes:
+    from sd_ort.graphs import kept_blocks
+    from sd_ort.graphs.load import load, serialize_over_data
+    from sd_ort.weights.recipes import read_recipes
+
+    model: ir.Model = load(path)
+    getattr(kept_blocks, edit)(model, read_recipes(folder).get("transformer", {}))
+    return serialize_over_data(model, path.parent)
+
+
+@dataclass
+class KeptTensors:
+    """Tensors kept for one prompt. given: its inputs, alive as long as this. shared: those of the head, of the rest.
+
+    number: of the prompt in the call. step: number of steps before. last: what the last full step gives the head, by
+    the names of its inputs; None before the first step. runs: both graphs over buffers of a GPU, where the tensors of
+    `last` stay.
+    """
+
+    given: Mapping[str, np.ndarray]
+    shared: tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
+    number: int
+    step: int = 0
+    last: Mapping[str, np.ndarray] | None = None
+    runs: BoundParts | None = None
+
+
+class CachedTransformer(ABC):
+    """Runs a transformer as two graphs: `head` reads the tensors that `rest` computed in the last full step.
+
+    For the steps of one call. full_steps: number of runs of all blocks. On a GPU both are captured, over buffers that
+    they share.
+    """
+
+    KEPT: tuple[str, ...]  # inputs of the head, outputs of the rest
+
+    def __init__(self, head: Model, rest: Model) -> None:
+        self.head, self.rest = head, rest
+        own = {*head.outputs, *rest.outputs}
+        both = {**rest.inputs, **head.inputs}
+        self.inputs = {name: value for name, value in both.items() if name not in own}
+        self.full_steps = 0
+        self._kept: dict[int, KeptTensors] = {}  # by the identity of the inputs that the steps of a prompt share
+
+    @abstractmethod
+    def step(self, kept: KeptTensors, run_head: Callable[[], Read], run_rest: Callable[[], Read]) -> Read:
+        """Run a step, and return what reads its outputs. `run_rest` reads outputs of the head if it ran before."""
+
+    def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
+        """Run a step as `Model.run_with_shared` does."""
+        head, rest = self.head, self.rest
+        kept = self._kept.get(id(shared))
+        if kept is None:
+            parts = [{n: a for n, a in shared.items() if n in model.inputs} for model in (head, rest)]
+            kept = self._kept[id(shared)] = KeptTensors(shared, (parts[0], parts[1]), len(self._kept))
+        if isinstance(head, GpuGraphModel) and isinstance(rest, GpuGraphModel):
+            output = self._run_captured(head, rest, kept, arrays)
+        else:
+            output = self._run(kept, arrays)
+        kept.step += 1
+        return {OUTPUT: output}
+
+    def _run(self, kept: KeptTensors, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        streams: dict[str, np.ndarray] = {}
+
+        def run_head() -> Read:
+            last = kept.last or self._zeros(arrays["hidden_states"])
+            own = {name: array for name, array in arrays.items() if name in self.head.inputs}
+            outputs = self.head.run_with_shared(kept.shared[0], **own, **last)
+            streams.update({n: array for n, array in outputs.items() if n in self.rest.inputs})
+            return outputs.__getitem__
+
+        def run_rest() -> Read:
+            own = {name: array for name, array in arrays.items() if name in self.rest.inputs}
+            outputs = self.rest.run_with_shared(kept.shared[1], **own, **streams)
+            kept.last = {name: outputs[name] for name in self.KEPT}
+            return outputs.__getitem__
+
+        return self.step(kept, run_head, run_rest)(OUTPUT)
+
+    def _run_captured(
+        self, head: GpuGraphModel, rest: GpuGraphModel, kept: KeptTensors, arrays: Mapping[str, np.ndarray]
+    ) -> np.ndarray:
+        with head.lock:
+            feed: dict[str, np.ndarray] = {
+                name: np.ascontiguousarray(array, DTYPES[self.inputs[name].type])
+                for name, array in {**kept.given, **arrays}.items()
+                if name in self.inputs
+            }
+            key = kept.number, *((name, array.shape) for name, array in sorted(feed.items()))
+            make = partial(BoundParts, head, rest, {**feed, **self._zeros(arrays["hidden_states"])}, self.KEPT)
+            runs = bound_parts.setdefault(head, ShapeCache()).get_or_make(key, make, BoundParts.release)
+            is_new = runs is not kept.runs  # or made again, without what the last full step left
+            kept.last, kept.runs = None if is_new else kept.last, runs
+            runs.write(feed if is_new else {name: feed[name] for name in arrays if name in feed})
+
+            def run(bound: BoundRun) -> Read:
+                bound.run()
+                return lambda name: read_value(bound.outputs[name])
+
+            def run_rest() -> Read:
+                kept.last = {}  # on the device
+                return run(runs.rest)
+
+            return self.step(kept, partial(run, runs.head), run_rest)(OUTPUT)
+
+    def _zeros(self, hidden_states: np.ndarray) -> dict[str, np.ndarray]:
+        """Return residuals before the first step (B, S, width)."""
+        width = int(self.head.inputs[self.KEPT[0]].shape[2])
+        shape = (*hidden_states.shape[:2], width)
+        return {name: np.zeros(shape, self.head.dtype(name)) for name in self.KEPT}
+
+
+class BoundParts:
+    """Head and rest of a transformer, captured over buffers that they share: the rest writes the head's next inputs."""
+
+    def __init__(
+        self, head: GpuGraphModel, rest: GpuGraphModel, feed: Mapping[str, np.ndarray], kept: tuple[str, ...]
+    ) -> None:
+        """Bind head and rest to device buffers.
+
+        feed: their inputs, without those that the head computes for the rest. kept: outputs of the rest that are inputs
+        of the head.
+        """
+        self.head = head.capture({name: feed[name] for name in head.inputs})
+        values = {**self.head.inputs, **self.head.outputs}
+        later = {name: self.head.inputs[name] for name in kept}
+        self.rest = rest.capture({name: values.get(name, feed.get(name)) for name in rest.inputs}, later)
+
+    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copy arrays to the inputs."""
+        for name, array in arrays.items():
+            write_value(self.head.inputs.get(name) or self.rest.inputs[name], array)
+
+    def release(self) -> None:
+        """Free the GPU graphs."""
+        self.head.release()
+        self.rest.release()
+
+
+bound_parts: WeakKeyDictionary[GpuGraphModel, ShapeCache[BoundParts]] = WeakKeyDictionary()  # by the head
