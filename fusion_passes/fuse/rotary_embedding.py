@@ -190,7 +190,7 @@ def _is_batch_of_one(value: ir.Value | None) -> bool:
     """Return whether a value [B, ..] has the same elements for each image."""
     node, shape = None if value is None else value.producer(), values.dims(value)
     if value is None or not shape or shape[0] == 1 or values.is_constant(value):
-        return bool(shape) and shape[0] == 1
+        return bool(shape and shape[0] == 1)
     if node is None or node.domain:
         return False
     if node.op_type in ("Cast", "Cos", "Sin"):
