@@ -101,22 +101,24 @@ def test_a_machine_without_a_compiler_gets_a_wheel_and_one_line(tmp_path: Path) 
     assert "run `sd-ort build-ops`" in said
 
 
-def test_a_wheel_for_windows_has_its_library_and_tag(tmp_path: Path) -> None:
+def test_a_wheel_for_windows_has_its_libraries_and_tag(tmp_path: Path) -> None:
     """Of a wheel for any system; pip reads RECORD, and refuses files that differ from it."""
     portable, record = tmp_path / "sd_ort-1.0.0-py3-none-any.whl", "sd_ort-1.0.0.dist-info/RECORD"
     with zipfile.ZipFile(portable, "w") as archive:
         archive.writestr("custom_ops/rocm.py", "import os\n")
         archive.writestr("sd_ort-1.0.0.dist-info/WHEEL", "Root-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(record, "custom_ops/rocm.py,sha256=old,1\n")
-    library = tmp_path / windows_wheel.LIBRARY
-    library.write_bytes(b"MZ")
-    wheel = windows_wheel.add_library(portable, library, tmp_path / "out")
+    libraries = [tmp_path / name for name in (windows_wheel.LIBRARY, windows_wheel.HIP_LIBRARY)]
+    for library in libraries:
+        library.write_bytes(b"MZ")
+    wheel = windows_wheel.add_libraries(portable, libraries, tmp_path / "out")
     assert wheel.name == "sd_ort-1.0.0-py3-none-win_amd64.whl"
     with zipfile.ZipFile(wheel) as archive:
-        assert archive.read("custom_ops/libsd_ort_ops.dll") == b"MZ"
+        names = [f"custom_ops/{library.name}" for library in libraries]
+        assert [archive.read(name) for name in names] == [b"MZ", b"MZ"]
         metadata = archive.read("sd_ort-1.0.0.dist-info/WHEEL").decode()
         assert metadata == "Root-Is-Purelib: false\nTag: py3-none-win_amd64\n"
         rows = dict(line.split(",", 1) for line in archive.read(record).decode().splitlines())
         assert rows.keys() == set(archive.namelist())
         digest = base64.urlsafe_b64encode(hashlib.sha256(b"MZ").digest()).decode().rstrip("=")
-        assert rows["custom_ops/libsd_ort_ops.dll"] == f"sha256={digest},2"
+        assert [rows[name] for name in names] == [f"sha256={digest},2"] * 2
