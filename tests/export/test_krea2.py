@@ -49,7 +49,7 @@ def test_the_transformer_equals_diffusers() -> None:
         expected = model(latents, texts, time, positions, mask, return_dict=False)[0]
         unmasked = model(latents, texts, time, positions, None, return_dict=False)[0]
     module, actual = wrap("transformer", built(FAMILY, "transformer"), False, False), torch.empty_like(expected)
-    groups = Krea2Embeddings(texts.numpy(), mask.numpy()).groups(5, 7)
+    groups = Krea2Embeddings(texts.numpy(), mask.numpy()).groups((5, 7))
     assert [rows for rows, _ in groups] == [[0, 2], [1, 3]], "prompts of one length are one call"
     for rows, inputs in groups:
         tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}

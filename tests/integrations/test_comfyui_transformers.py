@@ -258,7 +258,7 @@ def test_qwen_image(transformers: Any, recorded: type[Recorded]) -> None:
     mask = torch.tensor([[0, 1, 1, 0, 1, 1]] * 2)
     for given_mask, kept in ((None, np.arange(6)), (mask, np.flatnonzero(mask[0]))):
         assert torch.equal(net._forward(x, torch.full((2,), 0.3), context, given_mask), x)
-        text_ids, image_ids = Embeddings.position_ids(kept, 4, 6)
+        text_ids, image_ids = Embeddings.position_ids(kept, [(4, 6)])
         given = models.inputs_given
         assert np.array_equal(given["txt_ids"].float().numpy(), text_ids)
         assert np.array_equal(given["img_ids"].numpy(), image_ids)
