@@ -53,7 +53,10 @@ class MagCacheConfig:
             raise InputError(
                 "mag_ratios are missing, which depend on the model: measure them with MagCacheConfig(calibrate=True)."
             )
-        ratios = [float(ratio) for ratio in self.mag_ratios]
+        try:
+            ratios = [float(ratio) for ratio in self.mag_ratios]
+        except (TypeError, ValueError) as error:
+            raise InputError(f"mag_ratios must be one number a step, got {str(self.mag_ratios)[:80]}.") from error
         if not 0 < len(ratios) <= RATIO_LIMIT or not all(is_finite(ratio) for ratio in ratios):
             raise InputError(f"mag_ratios must be one number a step, got {len(ratios)} with others than numbers.")
 

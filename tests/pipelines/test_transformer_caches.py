@@ -176,6 +176,7 @@ def test_bad_settings(pipeline: FluxPipeline) -> None:
         (lambda: MagCacheConfig(), "mag_ratios are missing, which depend on the model: measure them"),
         (lambda: MagCacheConfig(mag_ratios=[]), "mag_ratios must be one number a step, got 0"),
         (lambda: MagCacheConfig(mag_ratios=[float("nan")]), "mag_ratios must be one number a step"),
+        (lambda: MagCacheConfig(mag_ratios=["a", None]), "mag_ratios must be one number a step, got "),
         (lambda: MagCacheConfig(threshold=-1, mag_ratios=RATIOS), "threshold must be a number from 0 on"),
         (lambda: MagCacheConfig(retention_ratio=2, mag_ratios=RATIOS), "retention_ratio must be between 0 and 1"),
         (lambda: MagCacheConfig(max_skip_steps=0, mag_ratios=RATIOS), "max_skip_steps must be an integer from 1 on"),
