@@ -114,8 +114,8 @@ def layer_table(work: Path, runs: Path, format_: str, limit: int | None, prompt:
             {
                 "name": name,
                 "op": layers[0].node.op_type if len(layers) == 1 else f"{len(layers)} layers",
-                "error": relative_error(got[output], expected[output]) if len(layers) == 1 else None,
-                "unet_error": relative_error(got["out_sample"], expected["out_sample"]),
+                "error": metrics.relative_l2_error(got[output], expected[output]) if len(layers) == 1 else None,
+                "unet_error": metrics.relative_l2_error(got["out_sample"], expected["out_sample"]),
                 "psnr_db": metrics.psnr(got["image"], expected["image"]),
             }
         )
@@ -135,7 +135,7 @@ def layer_graph(path: Path) -> ir.Model:
 
 
 def layer_groups(model: ir.Model) -> tuple[dict[str, list[Layer]], dict[str, list[Layer]]]:
-    """Return the groups of layers: those that are quantized, and the others by reason; and each quantized one alone."""
+    """Return layers by group (all quantized ones; rejected ones by reason), and each quantized layer by its name."""
     found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
     groups: dict[str, list[Layer]] = {"all that are quantized": list(found.accepted)}
     for rejection in found.rejections:
@@ -213,11 +213,6 @@ def _run(
         ).images[0]
     )
     return joined
-
-
-def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    """Return the relative L2 error."""
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:

@@ -31,7 +31,6 @@ from scripts.bench.eight_bits import (
     layer_graph,
     module_name,
     quantized_copy,
-    relative_error,
     run_graph,
 )
 from scripts.report import head, table
@@ -135,7 +134,7 @@ def layer_rows(
     for name in [name for name in layers if not order or name in order[:FIRST] or name in reasons]:
         layer = layers[name]
         got, output = quantized([layer], outputs=True), str(layer.node.outputs[0].name)
-        error = relative_error(got[output], expected[output]) if output != "sample" else None
+        error = metrics.relative_l2_error(got[output], expected[output]) if output != "sample" else None
         alone[name] = error, metrics.psnr(got["sample"], expected["sample"])
         print(name, alone[name], flush=True)
     measured = sorted(alone, key=lambda name: alone[name][1])

@@ -9,8 +9,8 @@ and then from four threads at once. After them run image to image, inpainting, C
 were optimized with one), LoRA rounds (load, two scales, unload), pipelines that open while another one captures, and
 pipelines that open, generate and close. Device memory, process memory and open file descriptors are read after each
 stage, and device memory after each call: `device_growth` names the calls after which more was in use than ever before.
---scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, a run
-that should be captured is not, or memory or descriptors grow when a stage runs again.
+--scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, a run that should be
+captured is not, or memory or descriptors grow when a stage runs again.
 """
 
 from __future__ import annotations

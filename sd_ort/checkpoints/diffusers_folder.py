@@ -37,8 +37,7 @@ OTHER_PIPELINES = {
     r"ZImage(Omni|ControlNet)": "reads images beside the prompt: sd-ort runs Z-Image from text alone. Use diffusers",
 }  # fmt: skip
 
-# Pipelines that give images to their text encoder.
-IMAGE_READERS = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline")
+PROMPT_IMAGE_PIPELINES = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline")  # give images to the text encoder
 
 KREA2_LAYERS = tuple(range(2, 36, 3))  # of diffusers' pipeline, if its index names none
 
@@ -65,7 +64,7 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
             raise InputError(f"{folder} holds ONNX models already: give it to `sd-ort optimize`.")
         config = read_config(folder / model / "config.json", f"{folder} lacks its {model}")
         models[model] = folder_model(folder / model, cls, config)
-        if model == "text_encoder" and index["_class_name"] in IMAGE_READERS:
+        if model == "text_encoder" and index["_class_name"] in PROMPT_IMAGE_PIPELINES:
             models[model] = _reading_images(models[model])
     if "unet" not in models and "transformer" not in models:
         raise InputError(

@@ -121,7 +121,8 @@ def command(
     names = [field.name for field in fields(CheckpointOptions) if field.name in options]
     checkpoint = CheckpointOptions(**{name: options.pop(name) for name in names})
     eight_bits = {name: options[name] for name in ("eight_bits", "vae_decoder")}
-    if options["eight_bits"]:  # refused before the calibration takes its time
+    if options["eight_bits"]:
+        # Refused before the calibration takes its time. It writes the inputs, so that any path stands for them.
         OptimizeOptions(options["target"], dtype or "float32", inputs=inputs or output, **eight_bits).with_target()
     with _recorded_inputs(source, output, checkpoint, **eight_bits, prompts=prompts, inputs=inputs) as recorded:
         manifest = optimize(

@@ -99,7 +99,7 @@ def return_residual(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> Non
 
 
 def leave_blocks_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Reduce a transformer to what is around its blocks, with their residual as an input. As `keep_head`."""
+    """Remove the blocks of a transformer, whose residual becomes an input. Arguments and errors as of `keep_head`."""
     graph = model.graph
     ends = _Ends(graph, recipes)
     residual = add_input(graph, ends.before_first, BLOCKS_RESIDUAL)

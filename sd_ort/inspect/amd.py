@@ -1,4 +1,4 @@
-"""Diagnosis of AMD GPUs on Linux and Windows: cards, driver, HIP runtime, hipBLASLt, kernels, and what is missing."""
+"""Checks of `sd-ort doctor` for AMD GPUs, on Linux and Windows: driver, HIP runtime, hipBLASLt and kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformer in two graphs, one of which is left out in steps that keep tensors of an earlier step."""
+"""A transformer cut into two graphs: denoising steps that reuse tensors of an earlier step run only one of them."""
 
 from __future__ import annotations
 

@@ -152,10 +152,13 @@ def _in_places(values: np.ndarray, windows: np.ndarray) -> np.ndarray:
 def encode_chats(
     tokenizer: ChatTokenizer, chats: Sequence[str], grids: Sequence[tuple[int, int]]
 ) -> dict[str, np.ndarray]:
-    """Return the text encoder's inputs of chats, each of which has an image token for each of the images.
+    """Return the text encoder's inputs for a batch of chats about the same images.
 
-    grids: rows and columns of tokens of each image. Positions of text count up on all axes; an image's tokens have the
-    position before it, plus their row and column on the second and third axis. Padding is on the right.
+    Each chat has one image token for each image, which stands for all of its tokens. Positions of text count up on all
+    axes; an image's tokens have the position before it, plus their row and column on the second and third axis. Padding
+    is on the right.
+
+    grids: rows and columns of tokens of each image.
 
     Raises InputError for a chat with another number of image tokens, which a prompt may have.
     """

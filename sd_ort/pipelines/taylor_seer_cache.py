@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,7 @@ class _Series:
     given: Mapping[str, np.ndarray]  # inputs of the prompt, alive as long as this
     shared: dict[str, np.ndarray]  # those of the light graph
     factors: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    dtypes: dict[str, np.dtype] = field(default_factory=dict)  # of the values
     step: int = -1
     updated: int = -1
 
@@ -111,16 +112,15 @@ class _Series:
             new = [value]
             for previous in self.factors.get(name, ())[:order]:
                 new.append((new[-1] - previous.astype(value.dtype)) / np.asarray(self.step - self.updated, value.dtype))
-            self.factors[name] = [factor.astype(dtype) for factor in new]
+            self.factors[name], self.dtypes[name] = [factor.astype(dtype) for factor in new], value.dtype
         self.updated = self.step
 
-    def predict(self, dtype: Callable[[str], np.dtype]) -> dict[str, np.ndarray]:
-        """Return the values of the current step, each in the type that `dtype` tells."""
+    def predict(self) -> dict[str, np.ndarray]:
+        """Return the values of the current step."""
         offset, values = self.step - self.updated, {}
         for name, factors in self.factors.items():
-            terms = [
-                f.astype(dtype(name)) * dtype(name).type(offset**k / math.factorial(k)) for k, f in enumerate(factors)
-            ]
+            dtype = self.dtypes[name]
+            terms = [f.astype(dtype) * dtype.type(offset**k / math.factorial(k)) for k, f in enumerate(factors)]
             values[name] = sum(terms[1:], terms[0])
         return values
 
@@ -149,10 +149,9 @@ class TaylorSeerTransformer:
         if config.is_full(series.step):
             self.full_steps += 1
             outputs = self.whole.run_with_shared(shared, **arrays)
-            self._dtypes = {name: outputs[name].dtype for name in self.kept}
             series.update({n: outputs[n] for n in self.kept}, config.max_order, DTYPES[config.dtype_name])
             return {OUTPUT: outputs[OUTPUT]}
-        values = series.predict(self._dtypes.__getitem__)
+        values = series.predict()
         if light is None:
             return values
         own = {name: array for name, array in arrays.items() if name in light.inputs}

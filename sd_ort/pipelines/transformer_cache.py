@@ -67,9 +67,9 @@ class TransformerCacheMixin:
         """
         if threshold is not None and config is not None:
             raise InputError("enable_cache takes a config or a threshold: leave one out.")
-        if threshold is None and config is None:
-            config = FirstBlockCacheConfig()
-        cache = cache_config(threshold if config is None else config)
+        if config is None:
+            config = FirstBlockCacheConfig() if threshold is None else threshold
+        cache = cache_config(config)
         self.disable_cache()
         try:
             cache.open(self.models)

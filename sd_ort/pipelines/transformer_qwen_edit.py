@@ -44,8 +44,8 @@ class QwenImageEditPipeline(QwenImagePipeline):
     OTHER_INDEX_CLASSES: tuple[str, ...] = ("QwenImageEditPlusPipeline",)  # whose folders have the same models
     REQUIRED_COMPONENTS = (*TransformerPipeline.REQUIRED_COMPONENTS, "vae_encoder", "vision_encoder")
     IMAGE_LIMIT = 1
-    ENCODED_PIXELS = 1024 * 1024  # of the images that the VAE encodes, and of the generated one
-    SEEN_PIXELS = 1024 * 1024  # of the images that the text encoder sees
+    VAE_PIXELS = 1024 * 1024  # of the images that the VAE encodes, and of the generated one
+    VISION_PIXELS = 1024 * 1024  # of the images that the vision encoder reads
 
     def _open_tokenizers(self) -> None:
         # diffusers tokenizes with the processor, whose folder has a tokenizer.json where that of the tokenizer may not.
@@ -62,12 +62,12 @@ class QwenImageEditPipeline(QwenImagePipeline):
 
         count: of prompts, for a single text. Raises InputError for images that cannot be used.
         """
-        return self._embeddings(prompt_list(prompt, count=count), *self._see(self._images(image)))
+        return self._embeddings(prompt_list(prompt, count=count), *self._encode_images(self._images(image)))
 
     def _embeddings(
         self, prompts: Sequence[str], image_embeds: np.ndarray, grids: Sequence[tuple[int, int]]
     ) -> Embeddings:
-        """Return `encode_prompt` for what `_see` returns."""
+        """Return `encode_prompt` for what `_encode_images` returns."""
         images = self._images_in_chat(len(grids))
         inputs = encode_chats(self.tokenizer, [self.tokenizer.chat.replace("{}", images + each) for each in prompts],
                               grids)  # fmt: skip
@@ -80,11 +80,11 @@ class QwenImageEditPipeline(QwenImagePipeline):
         """Return what stands before the prompt."""
         return IMAGE
 
-    def _see(self, images: Sequence[Image.Image]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    def _encode_images(self, images: Sequence[Image.Image]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Return the tokens (I, C) of images in prompts, and rows and columns of each image."""
         tokens, grids = [], []
         for image in images:
-            width, height = size_of_area(self.SEEN_PIXELS, image)
+            width, height = size_of_area(self.VISION_PIXELS, image)
             image = image.resize((width, height), Image.Resampling.LANCZOS)
             inputs, places, grid = self.processor.inputs(image)
             inputs["pixel_values"] = inputs["pixel_values"].astype(self.models["vision_encoder"].dtype("pixel_values"))
@@ -108,8 +108,8 @@ class QwenImageEditPipeline(QwenImagePipeline):
     def _generate(self, call: SimpleNamespace) -> Any:
         """Generate images. call: the arguments of `__call__`."""
         call.images = self._images(call.image)
-        call.seen = None
-        width, height = size_of_area(self.ENCODED_PIXELS, call.images[-1])
+        call.image_tokens = None
+        width, height = size_of_area(self.VAE_PIXELS, call.images[-1])
         call.height, call.width = call.height or height, call.width or width
         return super()._generate(call)
 
@@ -131,8 +131,8 @@ class QwenImageEditPipeline(QwenImagePipeline):
 
     def _encode(self, call: SimpleNamespace, prompt: Prompt | None, count: int | None) -> Embeddings:
         prompts = prompt_list(prompt, count=count)
-        call.seen = self._see(call.images) if call.seen is None else call.seen
-        return self._embeddings(prompts, *call.seen)
+        call.image_tokens = self._encode_images(call.images) if call.image_tokens is None else call.image_tokens
+        return self._embeddings(prompts, *call.image_tokens)
 
     def _checked_embeddings(
         self, states: np.ndarray, mask: np.ndarray | None, prefix: str, count: int | None, length: int
@@ -143,7 +143,7 @@ class QwenImageEditPipeline(QwenImagePipeline):
     def _references(self, call: SimpleNamespace, count: int) -> tuple[np.ndarray | None, tuple[tuple[int, int], ...]]:
         tokens, sizes, side = [], [], 2 * self.vae_scale_factor
         for image in call.images:
-            width, height = size_of_area(self.ENCODED_PIXELS, image)
+            width, height = size_of_area(self.VAE_PIXELS, image)
             tokens.append(pack(self.vae.to_latents(preprocess(image, height, width), None, sample=False)))
             sizes.append((height // side, width // side))
         return np.repeat(np.concatenate(tokens, 1), count, 0), tuple(sizes)
@@ -155,7 +155,7 @@ class QwenImageEditPlusPipeline(QwenImageEditPipeline):
     INDEX_CLASS = "QwenImageEditPlusPipeline"
     OTHER_INDEX_CLASSES = ("QwenImageEditPipeline",)
     IMAGE_LIMIT = 16
-    SEEN_PIXELS = 384 * 384
+    VISION_PIXELS = 384 * 384
 
     def _images_in_chat(self, count: int) -> str:
         return "".join(f"Picture {number + 1}: {IMAGE}" for number in range(count))

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit: modules and images in prompts equal transformers and diffusers; fusions; pairs; what is refused."""
+"""Tests of Qwen-Image-Edit: vision tower, image prompts, fusions and images beside diffusers, and bad input."""
 
 from __future__ import annotations
 
