@@ -69,11 +69,12 @@ def test_retained_heap_is_not_trimmed() -> None:
 
 def test_a_hole_in_the_heap_decides_nothing() -> None:
     with retain_heap():
-        hole, above = np.empty(no_hole(), np.uint8), np.empty(MB, np.uint8)
+        hole = np.empty(no_hole(), np.uint8)
+        above = np.empty(no_hole(), np.uint8)  # in no hole of before either, so that `hole` is not the heap's end
         size = hole.nbytes
         del hole
     assert told().fordblks >= size
-    assert above.nbytes == MB
+    assert above.nbytes >= MB
     with return_heap():
         assert mapped()
     with retain_heap():
