@@ -182,8 +182,8 @@ def product_launches(product: Product, library: GpuLibrary) -> dict[str, Callabl
         workspace = torch.empty(size, device=DEVICE, dtype=torch.uint8)
 
         def launch(
-            index: int, stream: int, candidate: int = candidate, workspace: torch.Tensor = workspace, y: Any = y
-        ) -> None:  # `y`: the buffers live as long as the launch
+            index: int, stream: int, candidate: int = candidate, workspace: torch.Tensor = workspace, _: Any = (w, y)
+        ) -> None:  # `_`: the buffers live as long as the launch
             library.run(number, candidate, params[index], workspace.data_ptr(), stream)
 
         launches[name] = launch
