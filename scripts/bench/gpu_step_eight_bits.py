@@ -23,7 +23,7 @@ import json
 import os
 import statistics
 import time
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +68,27 @@ def calibration_run(preset: str, path: Path) -> Path:
     return path
 
 
-def write_folders(preset: str, out: Path) -> None:
-    """Write pipeline folders in float16 and float8 of random weights, and print the benchmark of them."""
-    with torch.no_grad():
-        save_checkpoint(preset, out / "checkpoint", "sdcuda")
-        runs = calibration_run(preset, out / "runs.npz")
-    write = partial(optimize, out / "checkpoint", target="gpu", dtype="float16", calibrate=False)
-    write(out / "float16")
-    write(out / "float8", eight_bits="float8", inputs=runs)
+def layers_and_storage(format_: str) -> tuple[str | None, WeightStorage | None]:
+    """Return the format of layers in 8 bits and the storage of weights that one of FORMATS stands for."""
+    dtype, _, stored = format_.partition("-")
+    return (None, WeightStorage(dtype)) if stored else (dtype if dtype == "float8" else None, None)
+
+
+def write_folders(preset: str, out: Path, formats: Sequence[str]) -> None:
+    """Write pipeline folders of random weights, the same in later calls, and print the benchmark of them."""
+    if not (out / "runs.npz").is_file():
+        with torch.no_grad():
+            save_checkpoint(preset, out / "checkpoint", "sdcuda")
+            calibration_run(preset, out / "runs.npz")
+    for each in formats:
+        eight_bits, storage = layers_and_storage(each)
+        inputs = out / "runs.npz" if eight_bits else None
+        optimize(
+            out / "checkpoint", out / each, target="gpu", dtype="float16", calibrate=False, eight_bits=eight_bits,
+            inputs=inputs, weights=storage,
+        )  # fmt: skip
     settings = "--provider sdcuda --tuning --sequential --torch none --steps 20 --guidance 8 --batch 2"
-    print(f"sd-ort benchmark {out / 'float8'} {out / 'float16'} {settings}")
+    print("sd-ort benchmark", *(out / each for each in formats), settings)
 
 
 def engine(
@@ -85,9 +96,7 @@ def engine(
 ) -> Contender:
     """Return a hoisted, captured session on the U-Net."""
     path = raw.parents[2] / f"{target}-{format_}" / raw.parent.name / pipeline_folder.MODEL
-    dtype, _, stored = format_.partition("-")
-    eight_bits = dtype if dtype == "float8" and not stored else None
-    storage = WeightStorage(dtype) if stored else None
+    eight_bits, storage = layers_and_storage(format_)
     report = optimize_component(
         raw, path, TARGETS[target], "float16", calibrate=False, hoisted=path.parent.name == hoist.PARTS["step"],
         inputs=runs if eight_bits else None, eight_bits_format=eight_bits, weights=storage,
@@ -124,11 +133,11 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
     parser.add_argument("--out", type=Path, default=Path("results/gpu_step_eight_bits"))
-    parser.add_argument("--folders", type=Path, metavar="OUT", help="only write pipeline folders")
+    parser.add_argument("--folders", type=Path, metavar="OUT", help="only write pipeline folders of --formats")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
     options = parser.parse_args()
     if options.folders:
-        write_folders(options.preset, options.folders)
+        write_folders(options.preset, options.folders, options.formats)
         return
     library = library_path(PROVIDER_LIBRARIES[VENDOR])
     if library is None:
