@@ -10,8 +10,8 @@ were optimized with one), LoRA rounds (load, two scales, unload), pipelines that
 pipelines that open, generate and close. Device memory, process memory and open file descriptors are read after each
 stage, and device memory after each call: `device_growth` names the calls after which more was in use than ever before.
 --scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, a run that should be
-captured is not, or memory or descriptors grow when a stage runs again. `uncaptured` has what other threads did when a run
-was not captured: the sessions that they opened in the last seconds, their stacks, and the device memory in use.
+captured is not, or memory or descriptors grow when a stage runs again. For each run that was not captured, `uncaptured`
+has the sessions that threads opened in the last seconds, the stacks of all threads, and the device memory in use.
 """
 
 from __future__ import annotations
