@@ -75,7 +75,8 @@ def test_shared_weights_are_multiplied_where_they_are(tmp_path: Path, library: b
     path.parent.mkdir()
     model = onnx.parser.parse_model(
         """<ir_version: 9, opset_import: ["" : 20, "sd_ort" : 1]>
-        g (float[N, 2, 40] x) => (float[N, 2, 48] y, float[N, 2, 48] z) { y = sd_ort.LinearAdd (x, w)  z = MatMul (x, v) }
+        g (float[N, 2, 40] x) => (float[N, 2, 48] y, float[N, 2, 48] z)
+        { y = sd_ort.LinearAdd (x, w)  z = MatMul (x, v) }
         <domain: "sd_ort", opset_import: ["" : 20]> LinearAdd (x, w) => (y) { y = MatMul (x, w) }"""
     )
     rng = np.random.default_rng(0)
