@@ -83,7 +83,8 @@ class Soak:
     @contextmanager
     def record_failed_captures(self) -> Iterator[None]:
         """Record in `uncaptured` the runs that are not captured meanwhile, and what other threads did."""
-        report, create_session = bound_run.report_failed_capture, components.create_session
+        opener: Any = components  # which imports the function
+        report, create_session = bound_run.report_failed_capture, opener.create_session
 
         def create(path: Path, *arguments: Any, **options: Any) -> Any:
             thread, begin = threading.current_thread().name, time.monotonic()
@@ -111,11 +112,11 @@ class Soak:
             self.uncaptured.append(row | {"thread": thread, "openings": openings, "stacks": stacks})
             report(error)
 
-        bound_run.report_failed_capture, components.create_session = failed, create
+        bound_run.report_failed_capture, opener.create_session = failed, create
         try:
             yield
         finally:
-            bound_run.report_failed_capture, components.create_session = report, create_session
+            bound_run.report_failed_capture, opener.create_session = report, create_session
 
     def watch(self, call: object) -> None:
         """Record `call` if more device memory is in use than after all calls before it."""
