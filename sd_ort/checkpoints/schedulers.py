@@ -14,7 +14,7 @@ STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
 
 
 def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
-    """The folder's scheduler, or one of another class with the folder's configuration; an object is taken as it is.
+    """Return the folder's scheduler, or one of another class with the folder's config; an object is returned unchanged.
 
     These schedulers never clip (`clip_sample`, the default of DDIM and DDPM): latents have no bounds, and
     diffusers' Stable Diffusion pipelines turn it off as well.
@@ -39,7 +39,7 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
 
 
 def _try_a_step(scheduler: Any) -> None:
-    """Use a scheduler as the sampling loop does, once; raises what it raises."""
+    """Run one step of a scheduler as the sampling loop does. Raises the scheduler's exceptions."""
     import torch
 
     scheduler.set_timesteps(10)

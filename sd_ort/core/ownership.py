@@ -90,7 +90,7 @@ RECORD = "sd_ort_files.json"
 
 
 class SharedFolder:
-    """A folder of the user's in which commands write single files, by the record RECORD of those that they wrote.
+    """A folder of the user in which commands write single files, listed in the file RECORD.
 
     is_older: tells of a file, in a folder without any record, whether sd-ort wrote it before there were records.
     """

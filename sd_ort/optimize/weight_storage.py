@@ -33,7 +33,7 @@ HALVES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """How weights are stored.
+    """Storage format of weights.
 
     dtype: in DTYPES. group: elements of a product's row that share a scale, in GROUPS; float8 has a scale a channel.
     symmetric: whether integers have no zero point. vae: whether the VAE's weights are stored too, in 8 bits.

@@ -1,4 +1,4 @@
-"""What can be asked of a pipeline, under diffusers' names, and checked before anything is loaded or drawn.
+"""Arguments of a pipeline call under diffusers' names, checked before anything is loaded or generated.
 
 `Request` is the one list of arguments: the pipelines' `__call__` hand on what they got, by name. What diffusers takes
 and we do not is in `UNSUPPORTED_ARGUMENTS`, each with its reason.
@@ -199,7 +199,7 @@ class Request:
         check_generators(self.generator, self.batch)
 
     def check_text(self) -> None:
-        """Check prompts and what stands for them; sets `count`. Raises InputError."""
+        """Check prompts and prompt embeddings, and set `count`. Raises InputError."""
         if (self.prompt is None) == (self.prompt_embeds is None):
             raise InputError("no prompt was given: pass a string, a list of strings, or prompt_embeds, one of them.")
         if self.prompt is None:

@@ -210,7 +210,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @classmethod
     def _class_for(cls, index: Mapping[str, Any], models: Components, is_sdxl: bool) -> type:
-        """Return the public class of this one's task for a folder's family; a class of others is returned as it is.
+        """Return the public class of the same task for a folder's family; other classes unchanged.
 
         model_index.json decides about latent consistency models for the classes AutoPipeline.
         """
@@ -326,8 +326,10 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return request.height or height, request.width or width
 
     def draw_each(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[PipelineOutput]:
-        """What each call, the arguments of `__call__`, draws, in their order. With `decode_on`, the latents of the next
-        call are drawn while those of the one before are decoded: two devices are busy at once."""
+        """Yield the output of each call, in order; a call is a mapping of the arguments of `__call__`.
+
+        With `decode_on`, one device decodes a call while the other one samples the next call.
+        """
         if "vae_decoder" not in self.models.placed:
             yield from (self(**{**call, "return_dict": True}) for call in calls)
             return
@@ -348,7 +350,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
                 yield decoding.result()
 
     def _draw(self, request: Request) -> PipelineOutput:
-        """What the call asks for, once it was checked."""
+        """Return the output of a checked request."""
         conditioning = self._condition(request)
         schedule = request.timetable.schedule(0, self._end(request))
         noise = self._noise(request, request.latents) * np.float32(schedule.init_noise_sigma)
@@ -356,7 +358,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
-        """The defaults of `__call__`, which stand for None; the folder's where it has its own."""
+        """Default values of `__call__`, which replace None; those of the demo model if the folder holds it."""
         parameters = inspect.signature(type(self).__call__).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default not in (None, inspect.Parameter.empty)}
         if own := demo_defaults(self.folder):
@@ -407,7 +409,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request) -> int:
-        """The number of steps before `denoising_end`. Raises InputError if there is none."""
+        """Return the number of steps before `denoising_end`. Raises InputError for 0 steps."""
         timesteps = request.timetable.timesteps
         if not request.denoising_end or request.denoising_end == 1:  # so does diffusers
             return len(timesteps)
@@ -463,13 +465,13 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     # --- Images -----------------------------------------------------------------------------------------------------
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (B, C, h, w) as the scheduler leaves them -> images (B, 3, H, W), float32, about -1..1."""
+        """Return the images (B, 3, H, W), float32 in about -1..1, of final latents (B, C, h, w)."""
         import torch
 
         return torch.from_numpy(self.vae.to_pixels(as_array(latents)))
 
     def _finish(self, latents: np.ndarray, request: Request) -> PipelineOutput:
-        """Latents as the scheduler leaves them -> what the caller asked for."""
+        """Return the output of final latents: decoded, checked for safety and converted to the requested type."""
         if request.output_type == "latent":
             import torch
 
@@ -486,5 +488,5 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
 
 def cutoff_timestep(timetable: Any, share: float) -> int:
-    """The timestep at which `share` of the noise, as trained, is gone: a base model stops there, a refiner begins."""
+    """Return the timestep at which `share` of the noise of training is removed: a base model ends there."""
     return round(timetable.trained - share * timetable.trained)

@@ -144,8 +144,10 @@ class Vae:
         return batch, height * self.scale_factor, width * self.scale_factor
 
     def _layout(self, component: str, batch: int, height: int, width: int) -> Layout:
-        """Return the layout of a call for images of `height` x `width` pixels: the options', or one that takes less
-        if less device memory is free, with one line in the log for each size."""
+        """Return the layout of a call for images of `height` x `width` pixels: that of the options if memory suffices.
+
+        Else it is one that takes less device memory. The log has one line for each size.
+        """
         options, size = Layout(self.use_slicing, self.tile if self.use_tiling else None), (batch, height, width)
         model = self.models[component]  # open, so that its weights are not free memory
         channels = self.config.get("block_out_channels")

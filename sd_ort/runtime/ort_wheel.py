@@ -21,10 +21,10 @@ FATAL_ONLY = 4
 
 @cache
 def runtime() -> Any:
-    """The module `onnxruntime`, which from then on says errors only, and tells nobody what it runs.
+    """Return the module `onnxruntime`, with errors as its only log lines and without telemetry.
 
-    Looked for once a process: reading all wheels' metadata takes a millisecond. Raises ProviderError when it is
-    absent, or when two of its wheels lie in one folder.
+    The installed wheels are read once a process, in a millisecond. Raises ProviderError if ONNX Runtime is not
+    installed, or if two of its wheels are.
     """
     if importlib.util.find_spec("onnxruntime") is None:
         raise ProviderError("onnxruntime is not installed: pip install 'sd-ort[cpu]' (or [cuda], [rocm], [migraphx]).")

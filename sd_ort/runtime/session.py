@@ -275,8 +275,10 @@ def _skip_optimization(options: Any) -> None:
 
 @contextmanager
 def report_invalid_model(path: Path) -> Iterator[None]:
-    """While a graph is rewritten: an error whose cause is the model at `path`, since ONNX Runtime refuses it too, is an
-    InputError that says why. Others go on: they are bugs."""
+    """Turn an exception of a rewrite into InputError if ONNX Runtime refuses the model at `path`.
+
+    Other exceptions are bugs and pass through.
+    """
     try:
         yield
     except (SdOrtError, CancelledError):
@@ -427,8 +429,11 @@ def _opening(provider: str, weights: Mapping[str, np.ndarray] | None = None) -> 
 
 
 def _with_distinct_functions(options: Any, model_path: Path, override: bytes | None = None) -> bytes | None:
-    """Return the graph to open instead of the file's, `override` as a rule: without overloads of functions if this
-    ONNX Runtime does not tell them apart. `options` then name the folder of the file's data."""
+    """Return the graph to open instead of the file's; None to open the file.
+
+    It is `override` or, if this ONNX Runtime does not distinguish overloads of functions, a graph without overloads.
+    `options` then get the folder of the file's data.
+    """
     if supports_overloads(runtime().__version__):
         return override
     graph = without_overloads(override or model_path)
