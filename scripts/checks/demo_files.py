@@ -1,4 +1,4 @@
-"""What hosts load of the demo model: its checkpoint in one file, and two LoRAs of made-up weights."""
+"""Files of the demo model for hosts: its checkpoint in one file, and two LoRAs with random weights."""
 
 from __future__ import annotations
 

@@ -14,8 +14,11 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 class ClipTokenizer:
-    """Text -> token ids with the start and the end token. Other attributes are those of transformers' tokenizer, which
-    is loaded on first access and encodes from then on: a caller may change it."""
+    """CLIP tokenizer: text -> token ids with the start and the end token.
+
+    Other attributes are those of transformers' tokenizer, which is loaded at the first access and encodes from then on,
+    since callers may change it.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises InputError for a folder that holds no CLIP tokenizer."""

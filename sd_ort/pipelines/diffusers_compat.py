@@ -295,8 +295,10 @@ class DiffusersCompatMixin(PipelineState):
         negative_prompt: Prompt | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Embeddings (N * images, S, C) of prompts and negative prompts and, for SDXL, their pooled ones (N * images,
-        D): what `__call__` takes as prompt_embeds and so on. `more`: what diffusers' takes, of the same names."""
+        """Return embeddings (N * images, S, C) of prompts and negative prompts, and SDXL's pooled ones (N * images, D).
+
+        `__call__` takes them as prompt_embeds and so on. more: other arguments of diffusers' `encode_prompt`.
+        """
         import torch
 
         more.pop("lora_scale", None)

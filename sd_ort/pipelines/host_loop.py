@@ -92,8 +92,10 @@ class Denoiser:
         return outputs["out_sample"].astype(np.float32)
 
     def _control_inputs(self, control: ControlNetInput) -> dict[str, np.ndarray]:
-        """Return the inputs of a ControlNet that all steps share; in guess mode those of the positive rows, the last
-        ones."""
+        """Return the inputs of a ControlNet that do not change between steps; in guess mode those of the positive rows.
+
+        The positive rows are the last ones.
+        """
         controlnet = self.models[control.name]
         inputs = {name: value[-len(control.image) :] for name, value in self.conditioning.items()}
         inputs["controlnet_cond"] = control.image
@@ -251,8 +253,10 @@ class StepState:
         return 1 + (self.guidance is not None) + self.is_perturbed
 
     def call_back(self, pipeline: Any, request: Request, index: int, timestep: Any) -> None:
-        """Call callback_on_step_end with the tensors that it reads. Apply its changes of tensors and of the pipeline's
-        `_guidance_scale` and `_guidance_rescale`."""
+        """Call callback_on_step_end and apply its changes.
+
+        These are tensors, and the pipeline's `_guidance_scale` and `_guidance_rescale`.
+        """
         import torch
 
         assert request.callback_on_step_end is not None
