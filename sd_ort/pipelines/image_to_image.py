@@ -255,9 +255,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         return VaeImageProcessor(self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
 
     def _pictures(self, request: Request) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the generated region; None if it is the
-        image.
-        """
+        """Return pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the generated region or None."""
         channels, (height, width) = self.vae.latent_channels, request.size
         if request.padding_mask_crop is None:
             pixels = preprocess(request.image, height, width, latent_channels=channels)

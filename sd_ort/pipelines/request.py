@@ -239,16 +239,16 @@ def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mappi
         if name not in known and name not in UNSUPPORTED_ARGUMENTS:
             near = difflib.get_close_matches(name, known, 1)
             raise InputError(f"{name} is no argument of a pipeline{f': {near[0]} is' if near else ''}.")
-    given = {name: value for name, value in arguments.items() if name in known}
+    values = {name: value for name, value in arguments.items() if name in known}
     for name, value in defaults.items():
-        if given.get(name) is None:
-            given[name] = value
-    for name, value in given.items():  # None says "as it is" in diffusers, whatever the default is
+        if values.get(name) is None:
+            values[name] = value
+    for name, value in values.items():  # in diffusers, None stands for the default
         if value is None and known[name].default not in (None, MISSING):
-            given[name] = known[name].default
-    made = Request(**given)
-    check_types(made)
-    return made
+            values[name] = known[name].default
+    request = Request(**values)
+    check_types(request)
+    return request
 
 
 def _listed(texts: Prompt | None) -> list[str]:

@@ -155,12 +155,12 @@ class Vae:
             return options
         memory = VaeMemory(channels, self._itemsize, component == "vae_decoder")
         owner, largest = self.largest_calls.get(component, (0, 0))
-        held = largest if owner == id(model) else 0
-        if memory.bytes(size, options) <= held:
+        arena_bytes = largest if owner == id(model) else 0
+        if memory.bytes(size, options) <= arena_bytes:
             return options
-        available = self.models.activation_bytes(component, held)
+        available = self.models.activation_bytes(component, arena_bytes)
         layout = memory.layout(size, options, available, self.tile, LEAST_TILE * self.scale_factor)
-        self.largest_calls[component] = id(model), max(held, memory.bytes(size, layout))
+        self.largest_calls[component] = id(model), max(arena_bytes, memory.bytes(size, layout))
         line = f"{component}: {batch} x {width}x{height} pixels"
         if layout != options and line not in self.announced:
             self.announced.add(line)

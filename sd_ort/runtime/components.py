@@ -116,16 +116,16 @@ class Components(MutableMapping[str, Model]):
         """Held while a session runs."""
         return self.target.lock
 
-    def activation_bytes(self, name: str, held: int = 0) -> float:
+    def activation_bytes(self, name: str, arena_bytes: int = 0) -> float:
         """Return the device memory that a call of an open component can take; infinity for the CPU.
 
-        It is the free memory and, with the provider option memory_limit, at most the limit less the weights. `held`:
-        bytes that an earlier call took and that the session keeps for the next one. Before the first call twice the
-        weights are set aside, for transformed filters and workspaces.
+        It is the free memory and, with the provider option memory_limit, at most the limit less the weights.
+        `arena_bytes`: memory of earlier calls that the session reuses. Before the first call twice the weights are set
+        aside, for transformed filters and workspaces.
         """
         if name in self.placed:
-            return self.placed[name].activation_bytes(name, held)
-        return self.target.activation_bytes(self.files.weight_bytes(name), held)
+            return self.placed[name].activation_bytes(name, arena_bytes)
+        return self.target.activation_bytes(self.files.weight_bytes(name), arena_bytes)
 
     def open_peers(self, device_ids: Sequence[int]) -> None:
         """Open the `peers` on devices `device_ids`. Raises as `_open_on_device`."""

@@ -223,8 +223,8 @@ class OrtTransformer(Component, ModelMixin, ConfigMixin):
             **{name: ids[0] if ids is not None and ids.ndim == 3 else ids
                for name, ids in (("img_ids", img_ids), ("txt_ids", txt_ids))},
         }  # fmt: skip
-        given = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
-        out = self.runner.predict({"hidden_states": hidden_states}, timestep, given)
+        tensors = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
+        out = self.runner.predict({"hidden_states": hidden_states}, timestep, tensors)
         return Transformer2DModelOutput(sample=out) if return_dict else (out,)
 
 

@@ -116,11 +116,6 @@ class DeviceLoop:
         }
         return sum(sizes.values())
 
-    @property
-    def held_bytes(self) -> int:
-        """The former name of `buffer_bytes`."""
-        return self.buffer_bytes
-
 
 class CachedUnet:
     """The U-Net of a step: the full graph, or the shallow one over the deep features that the last full step wrote."""
