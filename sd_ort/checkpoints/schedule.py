@@ -95,8 +95,11 @@ def linear_schedule(scheduler: Any, timesteps: torch.Tensor, *, eta: float = 0.0
 
 
 def _probe(scheduler: Any, timesteps: torch.Tensor, eta: float) -> LinearSchedule:
-    """Return the schedule from three runs: one that counts the draws, one on unit vectors, and one on random numbers
-    that checks the result."""
+    """Return the schedule from three runs.
+
+    The first one counts the draws, the second one runs on unit vectors, and the third one checks the result on random
+    numbers.
+    """
     count = len(timesteps)
     initial = float(scheduler.init_noise_sigma)
     with torch.random.fork_rng(devices=[]):  # a scheduler that draws otherwise must not use up the caller's numbers

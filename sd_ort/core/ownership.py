@@ -119,7 +119,7 @@ class SharedFolder:
         return self.folder / name
 
     def record(self, *names: str) -> None:
-        """Record files that were written by other means; those that do not exist are skipped."""
+        """Record files that other code wrote; missing files are skipped."""
         written = {name: record_file(self.folder / name) for name in names if (self.folder / name).is_file()}
         write_json(self.folder / RECORD, {**self._record(), **written})
 

@@ -19,7 +19,7 @@ IR_VERSION = 10  # minimum for opset 21 and overloads of functions; old exporter
 
 
 def fix_names(model: ir.Model) -> None:
-    """Remove unused nodes and initializers, and give every value the name that it is saved with."""
+    """Remove unused nodes and initializers, and set the final name of every value."""
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
 

@@ -115,7 +115,7 @@ def _operations(argument: quantized_weights.StoredArgument) -> tuple[str, ...]:
 
 
 def _argument(value: ir.Value, storage: WeightStorage) -> quantized_weights.StoredArgument | None:
-    """Return how a weight is stored, the same for all its consumers; None for one that stays as it is."""
+    """Return the storage of a weight, the same for all its consumers; None to leave the weight unchanged."""
     if value.const_value is None or value.dtype not in HALVES or value.const_value.size < MIN_ELEMENTS:
         return None
     if value.is_graph_output() or not value.uses():

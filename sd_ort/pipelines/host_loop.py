@@ -184,8 +184,9 @@ def denoise(
     channels: np.ndarray | None,
     blend: InpaintBlend | None,
 ) -> np.ndarray:
-    """Return the latents (B, C, h, w) after the last step. With guidance the UNet reads 2B rows, negative first; B
-    perturbed rows follow.
+    """Return the latents (B, C, h, w) after the last step.
+
+    With guidance the UNet reads 2B rows, negative first, and then B perturbed rows if there are any.
 
     `pipeline`: argument of callbacks. `noise`: the noise samples of a linear schedule. `channels`, `blend`: see
     `pipelines.sampling`.

@@ -1,4 +1,4 @@
-"""The installed ONNX Runtime wheel: exactly one of them, and the libraries that its providers need."""
+"""The installed ONNX Runtime wheel, of which there may be one only, and the libraries that its providers need."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def needed_libraries(library: Path) -> list[str]:
 
 
 def search_folders(library: Path) -> list[Path]:
-    """The folders of the library's DT_RUNPATH, else DT_RPATH, where the loader looks for what it needs; [] if none."""
+    """Return the folders of a library's DT_RUNPATH, else of its DT_RPATH, where the loader searches; [] if none."""
     rpath, runpath = 15, 29
     strings = _dynamic_strings(library)
     origin = str(library.resolve().parent)

@@ -200,7 +200,7 @@ def _is_float8(model_path: Path) -> bool:
 
 
 def _open_error(model: Path, provider: str, error: Exception) -> str:
-    """Return ONNX Runtime's message for a model that it cannot run, and the target that the model was optimized for."""
+    """Return ONNX Runtime's message for a model that it cannot run, with the model's target."""
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
     line = f"ONNX Runtime refuses {model}: {reason or _newer_opset(error) or first_line(error)}"
@@ -381,7 +381,7 @@ def _add_initializers(options: Any, provider: str, initializers: Mapping[str, An
 def _add_provider(
     provider: str, options: Any, settings: Mapping[str, str], record_assignment: bool = False
 ) -> dict[str, Any]:
-    """Ask for the provider with its `settings`, and for the CPU for what it lacks; return arguments of the session.
+    """Append the provider with its `settings`, and the CPU for its missing kernels; return the session's arguments.
 
     A plugin is asked for in `options`.
     """

@@ -361,7 +361,7 @@ class OrtTextEncoder(Component, ModelMixin, ConfigMixin):
 
 
 class _HiddenStates(tuple):
-    """Hidden states of which only the penultimate one, `[-2]`, may exist. Other indices raise InputError."""
+    """Hidden states with the penultimate one, `[-2]`, alone. Other indices raise InputError."""
 
     def __getitem__(self, index: Any) -> Any:
         if index == -2 and len(self):
