@@ -18,7 +18,7 @@ with tempfile.TemporaryDirectory() as work:
 
     for target in ("portable", "cpu"):
         sd_ort("optimize", model, target, "--target", target)
-    options = "--provider cpu --component unet --height 64 --width 64 --runs 5 --steps 4 --out out"
+    options = "--provider cpu --component unet --height 64 --width 64 --runs 5 --steps 4 --torch none --out out"
     sd_ort("benchmark", "portable", "cpu", *options.split())
     for row in json.loads((Path(work) / "out/benchmark.json").read_text())["engines"]:
         speedup = row.get("step_speedup", {})

@@ -24,7 +24,7 @@ ASYMMETRIC: Mapping[str, ElementFormat] = {each.name: each for each in (UINT8, U
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """How a weight is quantized.
+    """Parameters of a weight's quantization.
 
     axis: of the output channels or, with `block` elements of a scale, along which blocks lie; None for one scale.
     """

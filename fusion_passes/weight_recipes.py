@@ -276,7 +276,7 @@ def _three_taps(first: np.ndarray, others: np.ndarray, last: np.ndarray) -> np.n
 
 
 def dump(recipes: Mapping[str, WeightRecipe]) -> dict[str, str]:
-    """Return the stored form of recipes: a tensor name as it is, others as JSON."""
+    """Return the stored form of recipes: a tensor name unchanged, other recipes as JSON."""
     return {n: r if isinstance(r, str) else json.dumps(r, separators=(",", ":")) for n, r in recipes.items()}
 
 

@@ -156,7 +156,7 @@ class Entry:
 
     @property
     def model(self) -> str:
-        """The checkpoint, its target and precision, as its manifest has them."""
+        """Checkpoint, target and precision in the manifest."""
         try:
             manifest = pipeline_folder.read_manifest(self.folder)
         except InputError:
@@ -177,7 +177,7 @@ def entries() -> list[Entry]:
 
 
 def trim(limit: int) -> list[Entry]:
-    """Remove the least recently used entries until the others have at most `limit` bytes; return those that went.
+    """Remove the least recently used entries until at most `limit` bytes remain; return the removed entries.
 
     Entries that a process uses stay.
     """

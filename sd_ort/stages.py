@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from sd_ort.core.files import read_ahead
 from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.onnx_file import CONSTANT_INPUTS
 from sd_ort.core.ownership import sha256
+from sd_ort.core.package_version import package_version
 from sd_ort.core.paths import output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.staging import scratch_folder
@@ -148,7 +148,7 @@ def _manifest(source: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
     return {
         "stage": "optimize",
         "source": source,
-        "versions": {name: version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
+        "versions": {name: package_version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
         "options": options,
         "components": {},
     }

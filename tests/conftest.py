@@ -89,19 +89,33 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_exports(run_folder: Path) -> Iterator[None]:
+    """Components of presets are exported once a run; see `share_exports`."""
+    from shared_exports import share_exports
+
+    from sd_ort.export import exporter
+
+    folder = run_folder / "exports"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporter, "export_component", share_exports(exporter.export_component, folder))
+        yield
+
+
+@pytest.fixture(scope="session")
+def small_export(shared_exports: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A `sd15-small` pipeline folder with all components, by the faster exporter. Do not change it.
 
     It draws pictures of the sizes of `sd15-tiny`, which has three times the nodes: its counts are those of
     tests/fusion_passes/test_families.py, from committed graphs.
     """
-    return shared_export("sd15-small", "torchscript", run_folder, tmp_path_factory)
+    return new_export("sd15-small", "torchscript", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def default_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def default_export(shared_exports: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of `sd15-mini` by the default exporter, in a quarter of a minute: for tests of what that one makes."""
-    return shared_export("sd15-mini", "dynamo", run_folder, tmp_path_factory)
+    return new_export("sd15-mini", "dynamo", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +133,18 @@ def controlled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return export_with(small_export, tmp_path_factory.mktemp("control") / "raw", "sd15-controlnet-small", components)
 
 
+@pytest.fixture(scope="session")
+def demo_folder(run_folder: Path) -> Path:
+    """The demo model, optimized for `cpu`. Do not change it."""
+    return optimized_demo("demo", run_folder)
+
+
+@pytest.fixture(scope="session")
+def demo_dit_folder(run_folder: Path) -> Path:
+    """The demo's diffusion transformer, optimized for `cpu`. Do not change it."""
+    return optimized_demo("demo-dit", run_folder)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def small_model_cache() -> None:
     """Each change of the code adds entries to the cache of optimized checkpoints."""
@@ -131,17 +157,25 @@ def small_presets() -> None:
     PRESETS.update(smalls() | {"sd15-mini": mini(PRESETS["sd15-tiny"])})
 
 
-def shared_export(preset: str, exporter: str, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by the first worker that needs it; each has a copy, since calibration puts links to its weights."""
+def new_export(preset: str, exporter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export a preset into a folder of this process, since calibration puts links to its weights."""
     from sd_ort.export.exporter import export
 
-    first, mine = run_folder / f"{preset}-{exporter}", tmp_path_factory.mktemp(preset) / "raw"
-    with first.with_suffix(".lock").open("w") as lock:
+    out = tmp_path_factory.mktemp(preset) / "raw"
+    export(None, out, preset=preset, random_weights=True, exporter=exporter)
+    return out
+
+
+def optimized_demo(name: str, run_folder: Path) -> Path:
+    """Return the folder that the first worker optimizes for all."""
+    from sd_ort.stages import optimize
+
+    out = run_folder / name
+    with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not first.is_dir():
-            export(None, first, preset=preset, random_weights=True, exporter=exporter)
-        shutil.copytree(first, mine)
-    return mine
+        if not out.is_dir():
+            optimize(name, out, target="cpu")
+    return out
 
 
 @pytest.fixture(scope="module")

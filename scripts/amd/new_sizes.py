@@ -120,7 +120,7 @@ def _inputs(model: Model, height: int, width: int) -> dict[str, np.ndarray]:
 
 
 def _report() -> Any:
-    """What the process has done so far."""
+    """Return the report of the simulated HIP runtime on this process."""
     CDLL("libamdhip64.so.7").simulated_hip_write_report()
     return json.loads(Path(os.environ["SIMULATED_HIP_REPORT"].replace("%p", str(os.getpid()))).read_text())
 

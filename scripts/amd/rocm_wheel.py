@@ -1,5 +1,7 @@
-"""onnxruntime-rocm, the wheel that the extra `rocm` pins, in a folder of the cache: it and onnxruntime exclude each
-other in one environment."""
+"""Installation of onnxruntime-rocm, the wheel that the extra `rocm` pins, in a folder of the cache.
+
+One environment cannot have onnxruntime and onnxruntime-rocm.
+"""
 
 from __future__ import annotations
 

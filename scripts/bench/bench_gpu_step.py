@@ -69,8 +69,11 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A session: what differs from the cuda target, whether the UNet is hoisted (what depends on prompt and time alone
-    runs once, untimed), and whether the op library tunes its kernels when it first runs."""
+    """A variant of the cuda target.
+
+    target: fields that differ. hoist: whether the UNet is hoisted; its prompt and time parts run once, untimed. tune:
+    whether the op library tunes its kernels in the first run.
+    """
 
     target: Mapping[str, Any] = field(default_factory=dict)
     hoist: bool = False
@@ -252,7 +255,7 @@ def provider_engine(
 def our_engines(
     wanted: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
 ) -> list[Contender]:
-    """Those of VARIANTS whose numbers are `wanted`; one that fails is said and left out."""
+    """Open the VARIANTS with the numbers `wanted`; one that fails is reported and left out."""
     engines = []
     for number, (label, variant) in enumerate(VARIANTS.items(), 1):
         if wanted != "all" and str(number) not in wanted.split(","):
@@ -271,8 +274,11 @@ def our_engines(
 
 
 def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `queueing`
-    of the host for them, `call` of half as many single on an idle GPU, waited for, `host` of their launch alone."""
+    """Return milliseconds a call by engine and measure, one number a round.
+
+    `device`: `count` calls in a queue. `queueing`: the host's time to queue these. `call`: count / 2 single calls, each
+    waited for on an idle GPU. `host`: the launch of these alone.
+    """
     times: dict[str, dict[str, list[float]]] = {e.name: defaultdict(list) for e in engines}
     for engine in engines:
         for _ in range(count // 2):

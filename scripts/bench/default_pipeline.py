@@ -285,7 +285,7 @@ def call(pipeline: Any, arguments: dict[str, Any], dtype: torch.dtype) -> Callab
 
 
 def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Where the plain call's image goes: steps queued, UNet calls alone, the rest; and the other tasks' steps."""
+    """Return seconds of parts of a plain call (queued steps, UNet calls, the rest) and of steps of the other tasks."""
     from PIL import Image
 
     from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline

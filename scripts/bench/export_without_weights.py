@@ -68,7 +68,7 @@ def graph(source: Checkpoint, component: str) -> onnx.ModelProto:
 
 
 def refer(value: ir.Value, weights: Mapping[bytes, str]) -> None:
-    """Makes a constant that holds a parameter, reshaped or transposed as exporters fold them, a reference to it.
+    """Replace a constant that holds a parameter, reshaped or transposed, by a reference to the parameter.
 
     Raises SystemExit for one that holds a parameter's numbers in another way: it would keep those of this machine.
     """

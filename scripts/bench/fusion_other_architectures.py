@@ -1,4 +1,4 @@
-"""What the targets make of graphs that nobody tuned for: results/fusion_other_architectures.md.
+"""Write results/fusion_other_architectures.md: optimized graphs of architectures that no pass was written for.
 
     python scripts/bench/fusion_other_architectures.py [--rows FILE] [NAME ...]
 

@@ -75,7 +75,7 @@ def measure(
 
 
 def parts(loop: Any) -> dict[str, float]:
-    """Return milliseconds of a step of all rows and of a band on the first device, and the bytes that it sends."""
+    """Return milliseconds of a step of all rows and of a band on the first device, and the number of bytes sent."""
     unet = newest(loop).band_unet
     found: dict[str, float] = {}
     with loop.models.lock:

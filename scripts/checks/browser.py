@@ -18,7 +18,7 @@ def free_port() -> str:
 
 @contextmanager
 def opened(address: str, width: int, height: int, seconds: float) -> Iterator[Any]:
-    """Playwright's page at an address, of so many pixels; what it is asked to wait for may take so many seconds.
+    """Context manager of Playwright's page at an address; the timeout of all waits is `seconds`.
 
     Needs `pip install playwright` and a Chromium of this machine.
     """

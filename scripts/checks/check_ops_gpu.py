@@ -118,7 +118,7 @@ def calls(operator: CustomOperator, limit: int) -> list[tuple[OperatorCase, str,
 
 
 def covering(library: GpuLibrary, operator: CustomOperator) -> list[tuple[OperatorCase, str, int]]:
-    """The largest case under 100 000 elements, and others until every candidate of ours has met one that it takes."""
+    """Return calls that cover every candidate of ours: the largest case under 100 000 elements, then others."""
     met: set[int] = set()
     calls: list[tuple[OperatorCase, str, int]] = []
     fitting = [
@@ -137,8 +137,10 @@ def covering(library: GpuLibrary, operator: CustomOperator) -> list[tuple[Operat
 
 
 def sanitize(options: argparse.Namespace) -> int:
-    """A small call of every kernel under compute-sanitizer, each operator in a process of its own, some at once; the
-    worst exit code. What the tool says of a fault is printed whole."""
+    """Run a small call of every kernel under compute-sanitizer and return the worst exit code.
+
+    Each operator runs in a process of its own. Reports of faults are printed whole.
+    """
     tool = next(filter(None, map(shutil.which, ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"))), None)
     if tool is None:
         print("compute-sanitizer is not on this machine: it comes with the CUDA toolkit (cuda-sanitizer)")

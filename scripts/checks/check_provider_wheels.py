@@ -65,7 +65,7 @@ def environment(extra: str) -> Path:
 
 
 def check(extra: str) -> dict[str, Any]:
-    """What a session on the provider does with the real wheel; see PROBE for the keys."""
+    """Return the results of a session on the provider with the real wheel, by the keys of PROBE."""
     python = environment(extra)
     with tempfile.TemporaryDirectory() as work:
         result = subprocess.run(

@@ -1,4 +1,4 @@
-"""What ComfyUI's pictures are compared with: the same ones by our own pipelines, from the noise that it begins with."""
+"""Reference images for ComfyUI: those of our own pipelines from ComfyUI's initial noise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def euler(folder: Path) -> Any:
 
 
 def noise() -> torch.Tensor:
-    """What ComfyUI draws for the seed: (1, 4, h, w), float32."""
+    """Return ComfyUI's initial noise of the seed: (1, 4, h, w), float32."""
     return torch.randn((1, 4, SIDE // 8, SIDE // 8), generator=torch.Generator().manual_seed(SEED))
 
 
@@ -86,8 +86,11 @@ def ours_from_picture(folder: Path, picture: Image.Image) -> np.ndarray:
 
 @torch.no_grad()
 def ours_inpainted(folder: Path, picture: Image.Image, mask: np.ndarray) -> np.ndarray:
-    """The picture drawn over where `mask` (h, w) of its latents is 1, as ComfyUI inpaints with a UNet that knows of no
-    mask: what is kept goes into every step with that step's noise, and comes out of it as it was; uint8."""
+    """Return the image inpainted where `mask` (h, w) of its latents is 1, as ComfyUI does with an ordinary UNet; uint8.
+
+    Before each step the latents outside the mask are replaced by the image's with the step's noise, and after it by the
+    image's.
+    """
     pipeline = in_diffusers(folder)
     scale = pipeline.vae.config.scaling_factor
     original, over, noised = encoded(folder, picture) * scale, torch.from_numpy(mask).float(), noise()

@@ -19,7 +19,7 @@ from scripts.checks.stubs import stub_missing
 
 
 class Server:
-    """What the executor would tell a browser."""
+    """Stand-in for ComfyUI's server, whose messages nobody receives."""
 
     client_id = None
     last_node_id = None

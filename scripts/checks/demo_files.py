@@ -1,4 +1,4 @@
-"""What hosts load of the demo model: its checkpoint in one file, and two LoRAs of made-up weights."""
+"""Files of the demo model for hosts: its checkpoint in one file, and two LoRAs with random weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def save_checkpoint(path: Path) -> None:
 
 
 def save_loras(folder: Path, names: tuple[str, ...] = ("one", "two")) -> None:
-    """Write LoRAs as `folder`/NAME.safetensors under Kohya's names: linear layers and a convolution of the UNet, one
-    layer of the text encoder; rank 4, alpha 2, enough to change a picture visibly."""
+    """Write two LoRAs as `folder`/NAME.safetensors under Kohya's names.
+
+    They change linear layers and a convolution of the UNet, and one layer of the text encoder: rank 4, alpha 2, enough
+    to change an image visibly.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = diffusers.UNet2DConditionModel.from_pretrained(MODEL / "unet").state_dict()
     folder.mkdir(parents=True, exist_ok=True)

@@ -124,7 +124,7 @@ class Recorder:
             self.current.message = " ".join(str(crash.message if crash else report.longrepr).split())
 
     def recorded(self, call: Any) -> Any:
-        """Return a pipeline's `__call__` that keeps what it returns."""
+        """Return a pipeline's `__call__` that records the returned images."""
 
         @functools.wraps(call)
         def recording_call(pipeline: Any, *arguments: Any, **named: Any) -> Any:
@@ -163,8 +163,10 @@ def run(on_sd_ort: bool, checkout: Path, tests: list[str], keyword: str, cache: 
 
 
 def use_stand_ins(folder: Path) -> None:
-    """Replace the hub's files, for tests without a network: tokenizers of 1,000 tokens by one whose tokens are bytes,
-    and the text encoders of the LoRA tests by some with random weights."""
+    """Replace files of the hub, for tests without a network.
+
+    Tokenizers of 1,000 tokens become one whose tokens are bytes; text encoders of the LoRA tests get random weights.
+    """
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 

@@ -1,4 +1,4 @@
-"""Hashes of every fused graph: what a change of the house must leave as it is, node for node and byte for byte.
+"""Hashes of every fused graph, which a refactoring must not change.
 
     python scripts/checks/fused_hashes.py OUT.json [--only WORD] [--compare BEFORE.json]
 
@@ -67,7 +67,7 @@ def fused(graph: str, target: str, dtype: str) -> dict[str, Any]:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What differs between two fused graphs, in words; empty where nothing does."""
+    """Return the differences of two fused graphs in words; empty if there are none."""
     if before["all"] == after["all"]:
         return ""
     if "nodes" not in before or "nodes" not in after:

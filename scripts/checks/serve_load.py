@@ -114,7 +114,7 @@ def actors(process: int) -> list[psutil.Process]:
 
 
 def numbers(address: str) -> dict[str, float]:
-    """What /metrics says, without histograms."""
+    """Return the metrics of /metrics without histograms."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=600) as response:
         lines = [line.split() for line in response.read().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines if "bucket" not in name and "created" not in name}

@@ -41,7 +41,7 @@ def stub(name: str) -> Any:
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds those of `names`, and what lies inside of them."""
+    """Import finder of stub modules: `names` and their submodules."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names = set(names)
@@ -65,7 +65,7 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stub_missing(names: Iterable[str]) -> list[str]:
-    """Have those of `names` that are not installed be stubs; returns them."""
+    """Replace the modules of `names` that are not installed by stubs, and return their names."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, Stubs(missing))
     return missing

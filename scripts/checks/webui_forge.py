@@ -22,7 +22,7 @@ def is_forge(checkout: Path) -> bool:
 
 
 def described(checkout: Path, copy: Path) -> Path:
-    """`copy`, of the checkout: configs, tokenizer and the sizes by which it recognizes a checkpoint are the demo's."""
+    """Copy the checkout to `copy`, with the demo's configs, tokenizer and sizes in place of SD 1.5's, and return it."""
     if not (checkout / GUESSED).is_file():
         raise click.ClickException(f"{checkout} lacks {GUESSED}, which Forge's launcher clones.")
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "venv"))
@@ -46,7 +46,7 @@ def described(checkout: Path, copy: Path) -> Path:
 
 
 def choice(folder: str) -> dict[str, Any]:
-    """What its API is asked with to draw with a folder of ours, "" for its own UNet."""
+    """Return the API's arguments that select a folder of ours, or "" for Forge's own UNet."""
     return {"alwayson_scripts": {"sd-ort": {"args": [bool(folder), folder]}}}
 
 

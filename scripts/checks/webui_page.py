@@ -142,7 +142,7 @@ def drawn(address: str, chosen: dict[str, Any], prompt: str = PROMPT) -> np.ndar
 
 
 def unet_of(folder: str) -> dict[str, Any]:
-    """What AUTOMATIC1111's API is asked with to draw with a folder of ours, "" for its own UNet."""
+    """Return the API's arguments that select a folder of ours, or "" for AUTOMATIC1111's own UNet."""
     return {"override_settings": {"sd_unet": f"[sd-ort] {folder}" if folder else "None"}}
 
 

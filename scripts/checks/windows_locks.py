@@ -81,7 +81,7 @@ def check_locks(folder: Path) -> None:
 
 
 def check_folders(folder: Path) -> None:
-    """Folders that replace others, and what killed processes leave of them."""
+    """Check the replacement of folders, and the removal of a killed process's folders."""
     output = folder / "out"
     leftover = folder / ".out.partial-left"
     (leftover / "below").mkdir(parents=True)

@@ -108,7 +108,7 @@ def hip_headers() -> Path:
 
 
 def libraries(compiler: list[str], headers: Path, folder: Path, hip: Sequence[str] = ()) -> list[str]:
-    """Build both; a line each: size, how much is exported, the libraries of Windows that it needs.
+    """Build both libraries; return a line each: size, number of exports, libraries of Windows that it imports.
 
     `hip`: AMD targets of a third, libsd_ort_ep_hip.dll.
     """

@@ -1,4 +1,4 @@
-"""What a report consists of: blocks of a section, table rows, and the colors of engines."""
+"""Parts of a report: blocks of a section, table rows, and the colors of engines."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class FlowMatchSchedule:
-    """A schedule of T steps: timesteps (T,) and sigmas (T + 1,), of which the last is 0; both float32."""
+    """A schedule of T steps: timesteps (T,) and sigmas (T + 1,), both float32; the last sigma is 0."""
 
     timesteps: np.ndarray
     sigmas: np.ndarray

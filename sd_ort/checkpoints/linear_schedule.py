@@ -47,8 +47,10 @@ class LinearSchedule:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """(T + 1, 1 + T + S), float32: the latents before each step and after the last one as sums of the first noise,
-        all predictions and all noise samples."""
+        """Latents before each step and after the last one as sums of first noise, predictions and noise samples.
+
+        Shape (T + 1, 1 + T + S), float32.
+        """
         count, window = self.coefficients.shape[:2]
         states = np.zeros((count + 1, 1 + count + self.noise_count))
         states[0, 0] = self.init_noise_sigma
@@ -61,8 +63,9 @@ class LinearSchedule:
 
     @cached_property
     def shortened(self) -> LinearSchedule:
-        """An equal schedule with a window of at most `MAX_WINDOW` steps if there is one, for latents that nothing
-        replaces between two steps.
+        """Return an equal schedule with a window of at most `MAX_WINDOW` steps, or this one if there is none.
+
+        It holds for latents that are not replaced between two steps.
 
         UniPC corrects latents that it stores, so step i reads all steps before it. But its latents also depend on
         these corrected latents, so a sum over few steps gives the same result.
@@ -88,8 +91,10 @@ class LinearSchedule:
 
 
 def fixed_schedule(timetable: Any) -> LinearSchedule:
-    """Return all steps of a timetable as a linear schedule without noise samples, as a merged model takes it. Raises
-    InputError for any other scheduler."""
+    """Return all steps of a timetable as a linear schedule without noise samples, for a merged model.
+
+    Raises InputError for any other scheduler.
+    """
     schedule = timetable.schedule(0, len(timetable.timesteps))
     if not isinstance(schedule, LinearSchedule) or schedule.noise_count:
         raise InputError(
@@ -100,8 +105,11 @@ def fixed_schedule(timetable: Any) -> LinearSchedule:
 
 
 def window_of(table: np.ndarray) -> np.ndarray:
-    """Return coefficients (T, W, 2), this step's first, of a table (T, 2, T): the factors of each step's latents and
-    predictions in the latents after each step. W is the number of steps that any step reads."""
+    """Return coefficients (T, W, 2), the current step's first, from a table (T, 2, T).
+
+    The table has the factors of each step's latents and predictions in the latents after each step. W is the largest
+    number of steps that a step reads.
+    """
     count = len(table)
     read = [(i, i - j) for i in range(count) for j in range(i + 1) if table[i, :, j].any()]
     coefficients = np.zeros((count, 1 + max(back for _, back in read), 2), np.float32)

@@ -419,8 +419,11 @@ class _UniPc(_Multistep):
         return self.move(i, self.order_before, latents, self.history)
 
     def move(self, i: int, order: int, latents: Array, images: list[Array], after: Array | None = None) -> Array:
-        """Return `latents` moved from noise level i to the next one with the `images` of the steps i, i - 1, ...;
-        with the image `after` the step as well, the corrected result."""
+        """Return `latents` moved from noise level i to the next one.
+
+        images: predicted images of the steps i, i - 1, ... after: the image after the step, which gives the corrected
+        result.
+        """
         h = self.log_snr(i + 1) - self.log_snr(i)
         decay = math.expm1(-h)
         scale = -h if self.config["solver_type"] == "bh1" else decay
@@ -485,8 +488,11 @@ def _cached(name: str, config: str, steps: int, eta: float) -> _Scheduler | None
 
 
 def numpy_scheduler(name: str, config: Mapping[str, Any], steps: int, eta: float = 0.0) -> _Scheduler | None:
-    """Return diffusers' scheduler `name` with `config` after set_timesteps(steps), or None if it is not implemented
-    here: an unknown class, option or value, or a number of steps that diffusers rejects. The last 32 are cached."""
+    """Return diffusers' scheduler `name` with `config` after set_timesteps(steps), or None if it is not implemented.
+
+    Not implemented are unknown classes, options and values, and numbers of steps that diffusers rejects. The last 32
+    results are cached.
+    """
     try:
         return _cached(name, json.dumps(dict(config), sort_keys=True), steps, eta)
     except TypeError:  # a value of the config is no JSON

@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.checkpoints.checkpoint import LIBRARIES, Checkpoint, CheckpointModel, as_json, build_model, class_name
@@ -18,6 +17,7 @@ from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
 from sd_ort.checkpoints.diffusion_transformers import MISTRAL, QWEN3, QWEN3_VL, QWEN_VL, QWENS
 from sd_ort.checkpoints.signatures import READS_IMAGES, Config, levels, tapped_layers, text_config
 from sd_ort.checkpoints.unet_inputs import time_ids_split
+from sd_ort.core.package_version import package_version
 
 if TYPE_CHECKING:
     import torch
@@ -665,7 +665,7 @@ def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
         for model, config in preset.models.items()
     }
     encoders = {m.replace("text_encoder", "tokenizer"): c for m, c in preset.models.items() if "text_encoder" in m}
-    files = {"scheduler/scheduler_config.json": preset.scheduler | {"_diffusers_version": version("diffusers")}}
+    files = {"scheduler/scheduler_config.json": preset.scheduler | {"_diffusers_version": package_version("diffusers")}}
     if "processor" in preset.options:
         encoders["processor"] = preset.models["text_encoder"]
         files["processor/preprocessor_config.json"] = QWEN_PREPROCESSOR
@@ -685,7 +685,7 @@ TOKENIZERS = {"T5EncoderModel": "T5TokenizerFast", **dict.fromkeys(QWENS, "Qwen2
 
 def _index(preset: Preset) -> Config:
     """Return the model_index.json of a preset."""
-    index: Config = {"_class_name": preset.pipeline, "_diffusers_version": version("diffusers")}
+    index: Config = {"_class_name": preset.pipeline, "_diffusers_version": package_version("diffusers")}
     for model, config in preset.models.items():
         cls = class_name(config)
         index[model] = [LIBRARIES[cls], cls]

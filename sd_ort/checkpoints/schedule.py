@@ -27,8 +27,10 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class NonlinearSchedule:
-    """The steps of a scheduler that has no `LinearSchedule`, which runs itself: its remaining fields are a
-    LinearSchedule's. `reason`: why it is not linear."""
+    """Steps of a scheduler that has no `LinearSchedule` and runs itself.
+
+    reason: why the scheduler is not linear. The other fields are those of LinearSchedule.
+    """
 
     scheduler: Any
     timesteps: torch.Tensor
@@ -72,9 +74,10 @@ class DiffusersTimetable:
 
 
 def linear_schedule(scheduler: Any, timesteps: torch.Tensor, *, eta: float = 0.0) -> LinearSchedule:
-    """Return the schedule of a diffusers scheduler after `set_timesteps`, over `timesteps` (all of its own, or a range
-    that begins at its begin index). `eta`: DDIM's. The scheduler is not changed. The last `MAX_CACHED` schedules are
-    cached, by class, configuration, timesteps and eta.
+    """Return the linear schedule of a diffusers scheduler after `set_timesteps`, over `timesteps`.
+
+    timesteps: all of the scheduler's, or a range from its begin index on. eta: of DDIM. The scheduler is not changed.
+    The last `MAX_CACHED` schedules are cached by class, config, timesteps and eta.
 
     Raises InputError for a scheduler that is not linear: one that clips, or that draws otherwise than with torch.randn.
     """
@@ -92,8 +95,11 @@ def linear_schedule(scheduler: Any, timesteps: torch.Tensor, *, eta: float = 0.0
 
 
 def _probe(scheduler: Any, timesteps: torch.Tensor, eta: float) -> LinearSchedule:
-    """Return the schedule from three runs: one that counts the draws, one on unit vectors, and one on random numbers
-    that checks the result."""
+    """Return the schedule from three runs.
+
+    The first one counts the draws, the second one runs on unit vectors, and the third one checks the result on random
+    numbers.
+    """
     count = len(timesteps)
     initial = float(scheduler.init_noise_sigma)
     with torch.random.fork_rng(devices=[]):  # a scheduler that draws otherwise must not use up the caller's numbers
@@ -143,9 +149,11 @@ def _run(
     noise: torch.Tensor,
     eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the latents after each step, the input scales and the number of draws, with `predictions`
-    (T, 1, C, 1, 1) and `noise` (S, 1, C, 1, 1). `latents` (1 or T, 1, C, 1, 1): before the first step, or before each
-    step whatever the last one returned."""
+    """Return the latents after each step, the input scales and the number of draws.
+
+    predictions: (T, 1, C, 1, 1). noise: (S, 1, C, 1, 1). latents: (1, 1, C, 1, 1) before the first step, or (T, 1, C,
+    1, 1) before each step, in place of the result of the step before.
+    """
     probe = copy.deepcopy(scheduler)
     options = {"eta": eta} if "eta" in inspect.signature(probe.step).parameters else {}
     after: list[torch.Tensor] = []
@@ -160,8 +168,10 @@ def _run(
 
 
 def _factors(scheduler: Any, timesteps: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors (T + 1,) of image and noise in an image as noisy as each step expects it; NaN for a scheduler
-    that starts from no image."""
+    """Return the factors (T + 1,) of image and noise in the noisy image of each step.
+
+    They are NaN for a scheduler without `add_noise`.
+    """
     if not hasattr(scheduler, "add_noise"):
         return np.full(len(timesteps) + 1, np.nan), np.full(len(timesteps) + 1, np.nan)
     probe, one, none = copy.deepcopy(scheduler), torch.ones(1, 1), torch.zeros(1, 1)

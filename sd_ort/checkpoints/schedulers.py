@@ -14,7 +14,7 @@ STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
 
 
 def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
-    """The folder's scheduler, or one of another class with the folder's configuration; an object is taken as it is.
+    """Return the folder's scheduler, or one of another class with the folder's config; an object is returned unchanged.
 
     These schedulers never clip (`clip_sample`, the default of DDIM and DDPM): latents have no bounds, and
     diffusers' Stable Diffusion pipelines turn it off as well.
@@ -39,7 +39,7 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
 
 
 def _try_a_step(scheduler: Any) -> None:
-    """Use a scheduler as the sampling loop does, once; raises what it raises."""
+    """Run one step of a scheduler as the sampling loop does. Raises the scheduler's exceptions."""
     import torch
 
     scheduler.set_timesteps(10)
@@ -50,8 +50,10 @@ def _try_a_step(scheduler: Any) -> None:
 
 
 def set_timesteps(scheduler: Any, steps: int, **options: Any) -> int:
-    """Set the schedule and return its number of steps. `options`: `timesteps` or `sigmas` instead of `steps`, and LCM's
-    `original_inference_steps` and `strength`; None for the default.
+    """Set the schedule of a scheduler and return the number of steps.
+
+    options: `timesteps` or `sigmas` instead of `steps`, and LCM's `original_inference_steps` and `strength`; None for
+    the default.
 
     Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for, and for
     a schedule that it does not take.
@@ -78,7 +80,7 @@ def set_timesteps(scheduler: Any, steps: int, **options: Any) -> int:
 
 
 def scheduler_class(name: str) -> Any:
-    """A diffusers scheduler by class name or short form: "euler", "ddim", "dpmsolver", "euler_ancestral", "unipc"…
+    """Return a diffusers scheduler by class name or short form, such as "euler", "ddim" or "dpmsolver".
 
     Short forms are those of `numpy_schedulers.class_name`. Raises InputError listing the names when there is none.
     """

@@ -1,4 +1,4 @@
-"""diffusers' sinusoidal embedding of timesteps in a form that exporters keep as it is."""
+"""diffusers' sinusoidal embedding of timesteps in a form that exporters leave unchanged."""
 
 from __future__ import annotations
 

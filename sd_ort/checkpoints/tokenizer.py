@@ -14,8 +14,11 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 class ClipTokenizer:
-    """Text -> token ids with the start and the end token. Other attributes are those of transformers' tokenizer, which
-    is loaded on first access and encodes from then on: a caller may change it."""
+    """CLIP tokenizer: text -> token ids with the start and the end token.
+
+    Other attributes are those of transformers' tokenizer, which is loaded at the first access and encodes from then on,
+    since callers may change it.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises InputError for a folder that holds no CLIP tokenizer."""
@@ -99,7 +102,7 @@ class ClipTokenizer:
         return text.replace("</w>", " ").strip()
 
     def ids(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """Return the token ids of each text, as many as it takes; `special`: with the start and the end token."""
+        """Return the token ids of each text without padding; `special`: with the start and the end token."""
         if self._transformers is not None:
             encoded = self._transformers(list(texts), add_special_tokens=special, verbose=False).input_ids
             return [list(ids) for ids in encoded]

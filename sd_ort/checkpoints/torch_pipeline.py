@@ -1,4 +1,4 @@
-"""diffusers' pipeline of a model, in torch, and the device that it runs on beside a provider."""
+"""diffusers' pipeline of a model in torch, and its torch device for a provider."""
 
 from __future__ import annotations
 

@@ -125,8 +125,10 @@ def reject_options(names: Collection[str], source: Path) -> None:
 
 
 def own_provider(optimized: Path) -> str:
-    """Return the GPU provider of a folder's target if it runs here, else cpu, which has equivalents of GPU operators;
-    say the choice on stderr."""
+    """Return the GPU provider of a folder's target if it runs here, else cpu, which emulates GPU operators.
+
+    The choice is printed on stderr.
+    """
     from sd_ort.core.pipeline_folder import read_manifest
     from sd_ort.runtime.provider_choice import ORT_PROVIDERS, ProviderChoice, choose_provider, providers_of
 

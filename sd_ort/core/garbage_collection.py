@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Context manager that disables the garbage collector; what it was before is restored."""
+    """Context manager that disables the garbage collector and restores its state."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

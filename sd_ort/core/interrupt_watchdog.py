@@ -1,4 +1,4 @@
-"""interrupt_watchdog.py PID FOLDER TEXT: end a process that does not act on a signal, and remove what it leaves.
+"""interrupt_watchdog.py PID FOLDER TEXT: end a process that ignores a signal, and remove its incomplete output.
 
 `interrupts.with_watchdog` runs this script in a process of its own, which starts in milliseconds. The watched process's
 C code writes a byte for each signal to the pipe on standard input, which is closed when no watchdog is needed.

@@ -133,9 +133,12 @@ def defer_interrupts(on_signal: Callable[[], object] = lambda: None) -> Iterator
 
 @contextmanager
 def with_watchdog(folder: Path) -> Iterator[None]:
-    """Run a block of a command under a watchdog process, which ends this process 1.5 s after a signal and then removes
-    `folder` with its incomplete output. After an interrupt the watchdog stays until this process is gone: a thread that
-    nobody waits for can hold the GIL. There is none on Windows, which cannot wait for a pipe and a time at once."""
+    """Run a block of a command under a watchdog process.
+
+    It ends this process 1.5 s after a signal and then removes `folder` with its incomplete output. After an interrupt
+    the watchdog stays until this process has ended, since an abandoned thread can hold the GIL. Windows has no
+    watchdog: it cannot wait for a pipe with a timeout.
+    """
     if not _command or sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return

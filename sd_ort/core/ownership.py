@@ -90,7 +90,7 @@ RECORD = "sd_ort_files.json"
 
 
 class SharedFolder:
-    """A folder of the user's in which commands write single files, by the record RECORD of those that they wrote.
+    """A folder of the user in which commands write single files, listed in the file RECORD.
 
     is_older: tells of a file, in a folder without any record, whether sd-ort wrote it before there were records.
     """
@@ -119,7 +119,7 @@ class SharedFolder:
         return self.folder / name
 
     def record(self, *names: str) -> None:
-        """Record files that were written by other means; those that do not exist are skipped."""
+        """Record files that other code wrote; missing files are skipped."""
         written = {name: record_file(self.folder / name) for name in names if (self.folder / name).is_file()}
         write_json(self.folder / RECORD, {**self._record(), **written})
 

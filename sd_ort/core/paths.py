@@ -13,7 +13,7 @@ NAME_LIMIT = 255 - 32
 
 
 def real(path: Path) -> Path:
-    """`path` absolute, without links and `..`; what does not exist is taken as it is written."""
+    """Return an absolute path without links and `..`; parts that do not exist are kept as written."""
     return Path(os.path.realpath(path))
 
 
@@ -54,7 +54,7 @@ def output_path(output: Path, *sources: Path) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OutputError where a file could not be made, before the work that it is to hold is done."""
+    """Raise OutputError if a file cannot be created, before the work whose result it stores."""
     folder = next(parent for parent in real(path).parents if os.path.exists(parent))
     if not os.path.isdir(folder):
         raise OutputError(f"cannot write {path}: {folder} is no folder.")

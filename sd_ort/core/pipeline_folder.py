@@ -232,7 +232,7 @@ def standalone_model(path: Path) -> Path | None:
 
 
 def check_model(path: Path) -> Path:
-    """`path`, checked as what it is: a component of a pipeline folder (`check_component`), or a file by itself."""
+    """Return `path`, checked as a component of a pipeline folder (`check_component`) or as a single file."""
     home = path.absolute().parent
     if path.name == MODEL and (home.parent / "model_index.json").is_file():
         return check_component(home.parent, home.name)
@@ -241,7 +241,7 @@ def check_model(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """What an ONNX file is called in tables and recorded inputs: its component, or its own name without .onnx."""
+    """Return the name of an ONNX file in tables and recorded inputs: its component, or its file name without .onnx."""
     home = path.absolute().parent.name
     return home if path.name == MODEL and home else path.stem
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Keep all warnings, and what these loggers and those below them say short of errors, from the terminal."""
+    """Hide all warnings, and log lines below ERROR of these loggers and their children."""
     existing = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
     loggers = {logging.getLogger(name) for name in names} | {log for log in existing if log.name.startswith(names)}
     levels = {log: log.level for log in loggers}

@@ -19,7 +19,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ from sd_ort.core.errors import InputError, OutputError, VerificationError, first
 from sd_ort.core.files import read_json
 from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.metrics import array_errors
+from sd_ort.core.package_version import package_version
 from sd_ort.core.paths import output_path
 from sd_ort.core.pipeline_folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.core.progress import ProgressCallback, ignore_progress
@@ -324,4 +324,4 @@ def _previous(out: Path) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions in the manifest of an export."""
-    return {"python": platform.python_version(), "sd-ort": version("sd-ort"), **templates.exporter_versions()}
+    return {"python": platform.python_version(), "sd-ort": package_version("sd-ort"), **templates.exporter_versions()}

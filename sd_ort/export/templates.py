@@ -17,7 +17,6 @@ import lzma
 import os
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from sd_ort.checkpoints.signatures import MODEL_OF, READS_IMAGES, text_config, v
 from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_reachable_file
 from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.package_version import package_version
 from sd_ort.graphs.load import load as load_graph
 from sd_ort.weights.recipes import Read, fill
 
@@ -125,7 +125,7 @@ def exporter_versions() -> dict[str, str]:
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     folder = Path(__file__).resolve().parent
     code = files.code_hash(folder, folder.with_name("checkpoints"))
-    return {"sd_ort.export": code, **{name: version(name) for name in packages}}
+    return {"sd_ort.export": code, **{name: package_version(name) for name in packages}}
 
 
 def cached_path(key: str) -> Path:

@@ -6,13 +6,13 @@ import contextlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sd_ort.checkpoints.signatures import Signature, join_axis, split_axis
+from sd_ort.core.package_version import package_version
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.export import DEFAULT_OPSET as DEFAULT_OPSET
 
@@ -145,7 +145,7 @@ def normalize_exported_names(model: ir.Model, signature: Signature) -> None:
         value.metadata_props.clear()
     graph.metadata_props.clear()
     model.metadata_props.clear()
-    model.producer_name, model.producer_version = "sd-ort", version("sd-ort")
+    model.producer_name, model.producer_version = "sd-ort", package_version("sd-ort")
 
 
 def axis_symbols(inputs: Sequence[ir.Value], signature: Signature) -> dict[str, str]:

@@ -54,8 +54,10 @@ class Band:
 
 
 def offered(names: Iterable[str]) -> list[str]:
-    """Return those of a band's outputs that others read, in an order in which what each of these reads is consecutive:
-    the last rows, for the band below; keys and values, for all; the first rows, for the band above."""
+    """Return the outputs of a band that other bands read, ordered so that each other band reads consecutive ones.
+
+    These are the last rows, for the band below; keys and values, for all; the first rows, for the band above.
+    """
     names = list(names)
     return [name for kind in ((".last",), (".keys", ".values"), (".first",)) for name in names if name.endswith(kind)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import onnx_ir.passes.common as common
 
 from fusion_passes import CONTRIB, DOMAIN
 from sd_ort.core import embedded_weights
+from sd_ort.core.package_version import package_version
 from sd_ort.graphs import external_data_writer
 
 MAX_SIZES = 1 << 16  # maximum bytes of an int64 tensor that is stored in the model file
@@ -19,7 +19,7 @@ IR_VERSION = 10  # minimum for opset 21 and overloads of functions; old exporter
 
 
 def fix_names(model: ir.Model) -> None:
-    """Remove unused nodes and initializers, and give every value the name that it is saved with."""
+    """Remove unused nodes and initializers, and set the final name of every value."""
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
 
@@ -43,7 +43,7 @@ def save(
             if not output.uses() and not output.is_graph_output():
                 output.name = ""  # kernels skip optional outputs without a name
     model.ir_version = max(model.ir_version, IR_VERSION)
-    model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
+    model.producer_name, model.producer_version = "sd-ort", package_version("sd-ort")
     path.parent.mkdir(parents=True, exist_ok=True)
     if embed:
         _save_embedded(model, path)

@@ -58,12 +58,12 @@ def replace_by_input(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:
 
 def add_input(graph: ir.Graph, like: ir.Value, name: str) -> ir.Value:
     """Add an input of the type and shape of a value, in bfloat16 as float32, and return it in the type of the value."""
-    source = given = input_like(like)
-    given.name = name
-    graph.inputs.append(given)
+    source = graph_input = input_like(like)
+    graph_input.name = name
+    graph.inputs.append(graph_input)
     if like.dtype == ir.DataType.BFLOAT16:
-        given.type = ir.TensorType(ir.DataType.FLOAT)
-        cast = ir.node("Cast", [given], {"to": ir.DataType.BFLOAT16})
+        graph_input.type = ir.TensorType(ir.DataType.FLOAT)
+        cast = ir.node("Cast", [graph_input], {"to": ir.DataType.BFLOAT16})
         source = cast.outputs[0]
         source.name, source.type, source.shape = f"{name}.bfloat16", like.type, like.shape
         graph.insert_before(graph[0], cast)

@@ -93,8 +93,7 @@ def _unmet(requirement: Requirement, expected: str) -> str | None:
 
 
 def examine_provider(name: str) -> dict[str, Any]:
-    """Return whether a provider runs here, the problem if not, the shared libraries it misses, and a note on its
-    faults."""
+    """Return whether a provider runs here, the problem if not, missing shared libraries, and a note on its faults."""
     if problem := provider_problem(name):
         missing = []
         with contextlib.suppress(SdOrtError):  # without onnxruntime, which `problem` says

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.core.files import write_json
 from sd_ort.core.ownership import sha256
+from sd_ort.core.package_version import package_version
 from sd_ort.core.pipeline_folder import model_name, standalone_model
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
@@ -129,7 +129,7 @@ def record_verification(optimized: Path, source: str, result: Mapping[str, Any],
                 worst = max(outputs, key=lambda each: each["relative_error"])
                 record |= {"relative_error": worst["relative_error"], "tolerance": worst["tolerance"]}
                 record["provider"] = provider
-            entry[KEY] = record | {"sd-ort": version("sd-ort")}
+            entry[KEY] = record | {"sd-ort": package_version("sd-ort")}
     try:
         write_json(path, manifest)
     except OSError as error:

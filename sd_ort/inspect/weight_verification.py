@@ -40,7 +40,7 @@ from sd_ort.weights.recipes import Read, derived_weight, read_recipes
 
 @dataclass
 class WeightComparison:
-    """Initializers of a component's graphs: their number, those that differ from the source, and those not rebuilt."""
+    """Initializers of a component's graphs: number of all, of those that differ, and of those that were not rebuilt."""
 
     weights: int = 0
     different: list[str] = field(default_factory=list)

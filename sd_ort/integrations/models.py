@@ -134,7 +134,7 @@ class TorchComponentSessions(LoraMixin):
             self.on_weights_updated(manager.apply(self.models, {component: deltas}))
 
     def original_weight(self, component: str, name: str) -> np.ndarray:
-        """Return a weight (float32, torch layout) as it is without deltas. Raises InputError if the graph lacks it."""
+        """Return a weight (float32, torch layout) without deltas. Raises InputError if the graph lacks it."""
         return self._lora_manager().source(component, name)
 
     def on_weights_updated(self, closed: bool) -> None:

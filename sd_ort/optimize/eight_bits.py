@@ -44,7 +44,7 @@ FindRanges = Callable[[ir.Model, Sequence[str]], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class EightBits:
-    """What 8 bits a component gets: the name of its format, and a function that finds the ranges of activations."""
+    """Quantization of a component to 8 bits: the name of the format, and a function that returns activation ranges."""
 
     format: str
     find_ranges: FindRanges

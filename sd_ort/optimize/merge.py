@@ -10,7 +10,6 @@ run before the loop. Weights are copied from file to file one tensor at a time.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.denoiser_graphs import DenoiserGraphs
 from sd_ort.core.errors import InputError
+from sd_ort.core.package_version import package_version
 from sd_ort.core.paths import output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.graphs import hoist
@@ -88,7 +88,7 @@ def merge(
     manifest = {
         "stage": "merge",
         "source": {**description, "folder": str(source.resolve())},
-        "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "diffusers")},
+        "versions": {name: package_version(name) for name in ("sd-ort", "onnx", "onnx-ir", "diffusers")},
         "options": {"steps": steps, "guidance": guidance, "scheduler": type(instance).__name__},
         "components": {pipeline_folder.MERGED: {"nodes": sum(1 for _ in model.graph.all_nodes()), "merged": names}},
     }

@@ -292,8 +292,11 @@ def lower_operators(model: ir.Model, target: Target) -> list[str]:
 
 
 def _keep_fast_opset(model: ir.Model, target: Target, version: int) -> None:
-    """Declare a graph at an older opset in which an operator has a faster kernel, if its source of opset `version` had
-    that kernel and no operator needs a newer opset. Components of pipelines are joined with graphs of newer opsets."""
+    """Lower the opset of a graph to one in which an operator has a faster kernel.
+
+    The source's opset `version` must be as old, and no operator may need a newer one. Components of pipelines are
+    joined with graphs of newer opsets.
+    """
     fast = {target.fast_opsets[node.op_type] for node in model.graph if node.op_type in target.fast_opsets}
     if fast and version <= min(fast):
         lower_opset(model, min(fast))

@@ -35,7 +35,7 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """How weights are stored.
+    """Storage format of weights.
 
     dtype: in DTYPES. group: elements of a product's row that share a scale, in GROUPS; float8 has a scale a channel.
     symmetric: whether integers have no zero point. vae: whether the VAE's weights are stored too, in 8 bits.
@@ -117,7 +117,7 @@ def _operations(argument: quantized_weights.StoredArgument) -> tuple[str, ...]:
 
 
 def _argument(value: ir.Value, storage: WeightStorage) -> quantized_weights.StoredArgument | None:
-    """Return how a weight is stored, the same for all its consumers; None for one that stays as it is."""
+    """Return the storage of a weight, the same for all its consumers; None to leave the weight unchanged."""
     if value.const_value is None or value.dtype not in FLOATS or value.const_value.size < MIN_ELEMENTS:
         return None
     if value.is_graph_output() or not value.uses():

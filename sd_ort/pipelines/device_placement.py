@@ -21,8 +21,10 @@ class DevicePlacement:
     decode_on: int | None = None
 
     def check(self, separate: bool, low_memory: bool, device_loop: bool | None) -> None:
-        """Raise InputError for devices that do not go together, or with the other options. `separate`: the
-        folder has a UNet component and is not merged."""
+        """Raise InputError for devices that conflict with each other or with other options.
+
+        separate: whether the folder has a UNet component and is not merged.
+        """
         if self.decode_on is not None and not separate:
             raise InputError("a merged model is one session: decode elsewhere with the folder it was made from.")
         if self.unet_on is not None:
@@ -57,8 +59,10 @@ class DevicePlacement:
         return "split_guidance", self.split_guidance
 
     def options(self, provider: str, options: SessionOptions) -> SessionOptions:
-        """Return the session options of the first device. On a CPU each device has its share of the threads if
-        their number is not set."""
+        """Return the session options of the first device.
+
+        On a CPU each device has an equal part of the threads if their number is not set.
+        """
         _, split = self._split
         first = split or self.unet_on
         if first is None:
@@ -70,8 +74,10 @@ class DevicePlacement:
         return replace(options, threads=threads, provider_options=settings)
 
     def place(self, models: Components) -> None:
-        """Place the components on these devices. Raises ProviderError for a device that does not exist, or a provider
-        that supports only one device."""
+        """Place the components on these devices.
+
+        Raises ProviderError for a missing device, or for a provider that supports only one device.
+        """
         _, split = self._split
         if split is not None:
             models.open_peers(split[1:])

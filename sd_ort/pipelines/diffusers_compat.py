@@ -1,4 +1,4 @@
-"""What users of diffusers' pipelines call and read beside drawing: components, places, settings, other pipelines."""
+"""Methods and attributes of diffusers' pipelines other than `__call__`: components, devices, settings, saving."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class DiffusersCompatMixin(PipelineState):
 
     @property
     def components(self) -> dict[str, Any]:
-        """The parts by diffusers' names; for another pipeline of them use `from_pipe`."""
+        """Components by diffusers' names. `from_pipe` makes another pipeline of them."""
         names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet", "controlnet")
         attributes = {name: getattr(self, name) for name in names}
         parts = {name: part for name, part in attributes.items() if part is not None}
@@ -186,7 +186,7 @@ class DiffusersCompatMixin(PipelineState):
 
     @property
     def device(self) -> torch.device:
-        """Where the sessions run."""
+        """Device of the sessions."""
         import torch
 
         return torch.device("cpu" if self.models.device == "cpu" else "cuda")
@@ -295,8 +295,10 @@ class DiffusersCompatMixin(PipelineState):
         negative_prompt: Prompt | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Embeddings (N * images, S, C) of prompts and negative prompts and, for SDXL, their pooled ones (N * images,
-        D): what `__call__` takes as prompt_embeds and so on. `more`: what diffusers' takes, of the same names."""
+        """Return embeddings (N * images, S, C) of prompts and negative prompts, and SDXL's pooled ones (N * images, D).
+
+        `__call__` takes them as prompt_embeds and so on. more: other arguments of diffusers' `encode_prompt`.
+        """
         import torch
 
         more.pop("lora_scale", None)

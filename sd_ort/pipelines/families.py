@@ -187,8 +187,10 @@ class AutoPipelineMixin:
     def from_pretrained(
         cls, model: Path | str, provider: str = AUTO, scheduler: Any = None, *, enable_pag: bool = False, **options: Any
     ) -> Any:  # fmt: skip
-        """Load a model, see `StableDiffusionPipeline.from_pretrained`. `enable_pag`: with perturbed attention guidance,
-        in the layers `pag_applied_layers`."""
+        """Load a model as `StableDiffusionPipeline.from_pretrained` does.
+
+        enable_pag: whether to use perturbed attention guidance, in the layers `pag_applied_layers`.
+        """
         if enable_pag:
             guided: Any = getattr(sd_ort, f"StableDiffusionPAG{cls.TASK}Pipeline")
             return guided.from_pretrained(model, provider, scheduler, **options)

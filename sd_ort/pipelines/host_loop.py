@@ -92,8 +92,10 @@ class Denoiser:
         return outputs["out_sample"].astype(np.float32)
 
     def _control_inputs(self, control: ControlNetInput) -> dict[str, np.ndarray]:
-        """Return the inputs of a ControlNet that all steps share; in guess mode those of the positive rows, the last
-        ones."""
+        """Return the inputs of a ControlNet that do not change between steps; in guess mode those of the positive rows.
+
+        The positive rows are the last ones.
+        """
         controlnet = self.models[control.name]
         inputs = {name: value[-len(control.image) :] for name, value in self.conditioning.items()}
         inputs["controlnet_cond"] = control.image
@@ -182,8 +184,9 @@ def denoise(
     channels: np.ndarray | None,
     blend: InpaintBlend | None,
 ) -> np.ndarray:
-    """Return the latents (B, C, h, w) after the last step. With guidance the UNet reads 2B rows, negative first; B
-    perturbed rows follow.
+    """Return the latents (B, C, h, w) after the last step.
+
+    With guidance the UNet reads 2B rows, negative first, and then B perturbed rows if there are any.
 
     `pipeline`: argument of callbacks. `noise`: the noise samples of a linear schedule. `channels`, `blend`: see
     `pipelines.sampling`.
@@ -251,8 +254,10 @@ class StepState:
         return 1 + (self.guidance is not None) + self.is_perturbed
 
     def call_back(self, pipeline: Any, request: Request, index: int, timestep: Any) -> None:
-        """Call callback_on_step_end with the tensors that it reads. Apply its changes of tensors and of the pipeline's
-        `_guidance_scale` and `_guidance_rescale`."""
+        """Call callback_on_step_end and apply its changes.
+
+        These are tensors, and the pipeline's `_guidance_scale` and `_guidance_rescale`.
+        """
         import torch
 
         assert request.callback_on_step_end is not None

@@ -97,7 +97,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         return torch.from_numpy(self._start(as_array(image), request))
 
     def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
-        """Latents of all images; an image that is latents already stays as it is."""
+        """Return the latents of all images; latents that the caller passed as image are not encoded."""
         if is_latents(request.image, self.vae.latent_channels):
             return tile(pixels, request, "images")
         if isinstance(request.generator, list) and self.NOISE_FOR_EACH_IMAGE:
@@ -143,8 +143,11 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
 
 
 class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
-    """Inpaint where a mask is white. Ordinary UNets get the rest of the image back after every step; UNets of 9
-    channels (sd15-inpaint) see mask and masked image."""
+    """Inpainting where a mask is white.
+
+    For ordinary UNets, the rest of the image is restored after every step. UNets of 9 channels (sd15-inpaint) read mask
+    and masked image.
+    """
 
     NOISE_FOR_EACH_IMAGE = False
     _callback_tensor_inputs: tuple[str, ...] = (*GUIDED_TENSORS, "mask", "masked_image_latents")
@@ -252,8 +255,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         return VaeImageProcessor(self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
 
     def _pictures(self, request: Request) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the region of the image that is generated, if not
-        all of it."""
+        """Return pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the generated region or None."""
         channels, (height, width) = self.vae.latent_channels, request.size
         if request.padding_mask_crop is None:
             pixels = preprocess(request.image, height, width, latent_channels=channels)
@@ -282,7 +284,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         return output
 
     def _masked(self, pixels: np.ndarray, mask: np.ndarray, request: Request) -> np.ndarray:
-        """Latents of the image without the part under the mask, for UNets that see them."""
+        """Return the latents of the image without the masked part, for UNets of 9 channels."""
         if request.masked_image_latents is not None:
             return tile(as_array(request.masked_image_latents), request, "masked images")
         masked = self.vae.to_latents(pixels * (mask < 0.5), request.generator)

@@ -141,8 +141,10 @@ def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
 
 
 def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
-    """Tile rows to one an image, in turn and regardless of the prompts, as diffusers does. Raises InputError for a
-    count that does not divide the batch."""
+    """Repeat rows up to the batch size, in turn and regardless of the prompts, as diffusers does.
+
+    Raises InputError for a number of rows that does not divide the batch.
+    """
     if request.batch % len(x):
         raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
     return np.concatenate([x] * (request.batch // len(x)))

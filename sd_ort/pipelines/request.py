@@ -1,4 +1,4 @@
-"""What can be asked of a pipeline, under diffusers' names, and checked before anything is loaded or drawn.
+"""Arguments of a pipeline call under diffusers' names, checked before anything is loaded or generated.
 
 `Request` is the one list of arguments: the pipelines' `__call__` hand on what they got, by name. What diffusers takes
 and we do not is in `UNSUPPORTED_ARGUMENTS`, each with its reason.
@@ -200,7 +200,7 @@ class Request:
         check_generators(self.generator, self.batch)
 
     def check_text(self) -> None:
-        """Check prompts and what stands for them; sets `count`. Raises InputError."""
+        """Check prompts and prompt embeddings, and set `count`. Raises InputError."""
         if (self.prompt is None) == (self.prompt_embeds is None):
             raise InputError("no prompt was given: pass a string, a list of strings, or prompt_embeds, one of them.")
         if self.prompt is None:
@@ -240,16 +240,16 @@ def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mappi
         if name not in known and name not in UNSUPPORTED_ARGUMENTS:
             near = difflib.get_close_matches(name, known, 1)
             raise InputError(f"{name} is no argument of a pipeline{f': {near[0]} is' if near else ''}.")
-    given = {name: value for name, value in arguments.items() if name in known}
+    values = {name: value for name, value in arguments.items() if name in known}
     for name, value in defaults.items():
-        if given.get(name) is None:
-            given[name] = value
-    for name, value in given.items():  # None says "as it is" in diffusers, whatever the default is
+        if values.get(name) is None:
+            values[name] = value
+    for name, value in values.items():  # in diffusers, None stands for the default
         if value is None and known[name].default not in (None, MISSING):
-            given[name] = known[name].default
-    made = Request(**given)
-    check_types(made)
-    return made
+            values[name] = known[name].default
+    request = Request(**values)
+    check_types(request)
+    return request
 
 
 def _listed(texts: Prompt | None) -> list[str]:

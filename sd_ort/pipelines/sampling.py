@@ -121,9 +121,11 @@ class SamplingMixin(StepCacheMixin):
         return self._finish(result, request)
 
     def _prepare_unet(self, request: Request) -> None:
-        """Choose the UNet of a call: the folder's, or an edited graph of it for perturbed attention, for sizes that do
-        not halve evenly and for shallow steps, which runs from the host. Raises InputError if the graph cannot be
-        edited, or the call has too few steps for shallow ones."""
+        """Choose the UNet of a call: the folder's, or an edited graph, which runs in the host loop.
+
+        Edits are for perturbed attention, sizes that do not halve evenly, and shallow steps. Raises InputError if the
+        graph cannot be edited, or if a call has too few steps for shallow ones.
+        """
         edits: list[tuple[str, Edit]] = []
         if any(side % self.size_multiple for side in request.size) and self.HAS_SEPARATE_COMPONENTS:
             edits.append(("odd sizes", _crop_upsampling))

@@ -55,8 +55,11 @@ class PipelineScheduler:
         return int(self.config.get("num_train_timesteps", 1000))
 
     def timetable(self, request: Request, with_strength: bool = False) -> Timetable:
-        """Return the timesteps of a call. Raises InputError for a schedule or a number of steps that the scheduler
-        does not take. `with_strength`: the scheduler follows `request.strength`, as LCMScheduler can."""
+        """Return the timesteps of a call.
+
+        with_strength: whether the scheduler reads `request.strength`, as LCMScheduler can. Raises InputError for a
+        schedule or a number of steps that the scheduler does not support.
+        """
         names = ("timesteps", "sigmas", "original_inference_steps", *(["strength"] if with_strength else []))
         options = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
         if not options.keys() - {"strength"} and (not options or self.name == "LCMScheduler"):

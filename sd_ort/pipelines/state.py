@@ -1,4 +1,4 @@
-"""The state of a pipeline that its mixins read: one list of attributes for all of them."""
+"""Attributes of a pipeline that its mixins read, declared once."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class PipelineState:
 
     @property
     def size_multiple(self) -> int:
-        """Pixels of which heights and widths are multiples if they halve evenly at every level of the UNet."""
+        """Divisor of heights and widths, in pixels, that halve evenly at every level of the UNet."""
         raise NotImplementedError

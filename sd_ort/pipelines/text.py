@@ -250,8 +250,10 @@ class PromptEncoder:
         return Conditioning(conditioning.embeddings, {**conditioning.added, "time_ids": rows})
 
     def _sizes(self, request: Request) -> tuple[list[float], list[float]]:
-        """Return SDXL's time_ids of the positive and the negative rows: original size, crop corner, target size, each
-        (height, width); for the refiner the aesthetic score instead of the target size.
+        """Return SDXL's time_ids of the positive and the negative rows.
+
+        These are original size, crop corner and target size, each (height, width). The refiner has the aesthetic score
+        instead of the target size.
 
         As in diffusers, text to image uses the negative sizes only if both are set; image to image always does.
         """

@@ -212,7 +212,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @classmethod
     def _class_for(cls, index: Mapping[str, Any], models: Components, is_sdxl: bool) -> type:
-        """Return the public class of this one's task for a folder's family; a class of others is returned as it is.
+        """Return the public class of the same task for a folder's family; other classes unchanged.
 
         model_index.json decides about latent consistency models for the classes AutoPipeline.
         """
@@ -328,7 +328,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return request.height or height, request.width or width
 
     def draw_each(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[PipelineOutput]:
-        """Yield the output of each call, which are arguments of `__call__`, in their order.
+        """Yield the output of each call, in order; a call is a mapping of the arguments of `__call__`.
 
         With the loop on the device or `decode_on`, a thread works while a call is on the device: it draws the first
         noise of the next call, and makes the images of the one before, which are yielded then.
@@ -375,7 +375,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return host.submit(lambda: replace(output, images=pil_images(output.images)))
 
     def _draw(self, request: Request) -> PipelineOutput:
-        """What the call asks for, once it was checked."""
+        """Return the output of a checked request."""
         conditioning = self._condition(request)
         schedule = request.timetable.schedule(0, self._end(request))
         noise = self._noise(request, request.latents) * np.float32(schedule.init_noise_sigma)
@@ -383,7 +383,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
-        """The defaults of `__call__`, which stand for None; the folder's where it has its own."""
+        """Default values of `__call__`, which replace None; those of the demo model if the folder holds it."""
         parameters = inspect.signature(type(self).__call__).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default not in (None, inspect.Parameter.empty)}
         if own := demo_defaults(self.folder):
@@ -434,7 +434,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request) -> int:
-        """The number of steps before `denoising_end`. Raises InputError if there is none."""
+        """Return the number of steps before `denoising_end`. Raises InputError for 0 steps."""
         timesteps = request.timetable.timesteps
         if not request.denoising_end or request.denoising_end == 1:  # so does diffusers
             return len(timesteps)
@@ -490,13 +490,13 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     # --- Images -----------------------------------------------------------------------------------------------------
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (B, C, h, w) as the scheduler leaves them -> images (B, 3, H, W), float32, about -1..1."""
+        """Return the images (B, 3, H, W), float32 in about -1..1, of final latents (B, C, h, w)."""
         import torch
 
         return torch.from_numpy(self.vae.to_pixels(as_array(latents)))
 
     def _finish(self, latents: np.ndarray, request: Request) -> PipelineOutput:
-        """Latents as the scheduler leaves them -> what the caller asked for."""
+        """Return the output of final latents: decoded, checked for safety and converted to the requested type."""
         if request.output_type == "latent":
             import torch
 
@@ -513,5 +513,5 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
 
 def cutoff_timestep(timetable: Any, share: float) -> int:
-    """The timestep at which `share` of the noise, as trained, is gone: a base model stops there, a refiner begins."""
+    """Return the timestep at which `share` of the noise of training is removed: a base model ends there."""
     return round(timetable.trained - share * timetable.trained)

@@ -28,8 +28,10 @@ ENCODER_OF = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
 
 @dataclass
 class LearnedTokens:
-    """Words of one text encoder: the id of the `first` new token, the number of vectors by word, and the rows (n, C) of
-    the words, float32."""
+    """Textual inversion tokens of one text encoder.
+
+    first: id of the first new token. counts: number of vectors by word. rows: embeddings (n, C), float32.
+    """
 
     first: int
     counts: dict[str, int] = field(default_factory=dict)

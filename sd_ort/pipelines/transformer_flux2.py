@@ -118,7 +118,7 @@ class Flux2Pipeline(TransformerPipeline):
     # --- Reference images -------------------------------------------------------------------------------------------
 
     def _references(self, call: SimpleNamespace) -> list[np.ndarray]:
-        """Return the pixels (1, 3, H, W) of the reference images, of which the first sets the size of the image."""
+        """Return the pixels (1, 3, H, W) of the reference images; the first one sets the size of the image."""
         if call.image is None:
             return []
         self.models.require("vae_encoder")

@@ -444,7 +444,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     def _embedded(
         self, embeds: Any, encode: Any, others: Sequence[Any] = (), what: str = "prompt_embeds"
     ) -> tuple[np.ndarray, ...]:
-        """Return given embeddings as arrays, or those that `encode` returns.
+        """Return the prompt embeddings of the call as arrays, or the result of `encode` without them.
 
         Raises InputError if only some of the embeddings are given.
         """

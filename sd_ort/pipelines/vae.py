@@ -144,8 +144,10 @@ class Vae:
         return batch, height * self.scale_factor, width * self.scale_factor
 
     def _layout(self, component: str, batch: int, height: int, width: int) -> Layout:
-        """Return the layout of a call for images of `height` x `width` pixels: the options', or one that takes less
-        if less device memory is free, with one line in the log for each size."""
+        """Return the layout of a call for images of `height` x `width` pixels: that of the options if memory suffices.
+
+        Else it is one that takes less device memory. The log has one line for each size.
+        """
         options, size = Layout(self.use_slicing, self.tile if self.use_tiling else None), (batch, height, width)
         model = self.models[component]  # open, so that its weights are not free memory
         channels = self.config.get("block_out_channels")
@@ -153,12 +155,12 @@ class Vae:
             return options
         memory = VaeMemory(channels, self._itemsize, component == "vae_decoder")
         owner, largest = self.largest_calls.get(component, (0, 0))
-        held = largest if owner == id(model) else 0
-        if memory.bytes(size, options) <= held:
+        arena_bytes = largest if owner == id(model) else 0
+        if memory.bytes(size, options) <= arena_bytes:
             return options
-        available = self.models.activation_bytes(component, held)
+        available = self.models.activation_bytes(component, arena_bytes)
         layout = memory.layout(size, options, available, self.tile, LEAST_TILE * self.scale_factor)
-        self.largest_calls[component] = id(model), max(held, memory.bytes(size, layout))
+        self.largest_calls[component] = id(model), max(arena_bytes, memory.bytes(size, layout))
         line = f"{component}: {batch} x {width}x{height} pixels"
         if layout != options and line not in self.announced:
             self.announced.add(line)

@@ -13,7 +13,7 @@ LEAST_TILE = 16  # latents a side; smaller tiles change the image too much
 
 @dataclass(frozen=True)
 class Layout:
-    """How a call runs: `slices`, one image of a batch after the other; `tile`, pixels a side or None."""
+    """Split of a VAE call: `slices`, one image of a batch after the other; `tile`, pixels of a tile's side or None."""
 
     slices: bool = False
     tile: int | None = None
@@ -50,8 +50,9 @@ class VaeMemory:
         return 2 * (1 if layout.slices else batch) * largest * self.itemsize + OTHER_ACTIVATIONS
 
     def layout(self, size: tuple[int, int, int], options: Layout, available: float, tile: int, least: int) -> Layout:
-        """Return `options` if a call takes at most `available` bytes so, else the layout with the fewest parts that
-        does, else the one with the smallest parts.
+        """Return `options` if a call takes at most `available` bytes, else the layout with the fewest parts that does.
+
+        If none does, it is the one with the smallest parts.
 
         `tile`: pixels a side of the VAE's own tile, which is halved down to `least`.
         """

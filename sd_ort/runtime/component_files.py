@@ -10,7 +10,7 @@ from sd_ort.core.pipeline_folder import MODEL, check_component, components
 
 
 class ComponentFiles:
-    """Where the files of each component are. `names`: of all components.
+    """Locations of the files of each component. `names`: of all components.
 
     `others`: ControlNets by name, each the component `controlnet` of another folder.
     """

@@ -116,30 +116,33 @@ class Components(MutableMapping[str, Model]):
         """Held while a session runs."""
         return self.target.lock
 
-    def activation_bytes(self, name: str, held: int = 0) -> float:
+    def activation_bytes(self, name: str, arena_bytes: int = 0) -> float:
         """Return the device memory that a call of an open component can take; infinity for the CPU.
 
-        It is the free memory and, with the provider option memory_limit, at most the limit less the weights. `held`:
-        bytes that an earlier call took and that the session keeps for the next one. Before the first call twice the
-        weights are set aside, for transformed filters and workspaces.
+        It is the free memory and, with the provider option memory_limit, at most the limit less the weights.
+        `arena_bytes`: memory of earlier calls that the session reuses. Before the first call twice the weights are set
+        aside, for transformed filters and workspaces.
         """
         if name in self.placed:
-            return self.placed[name].activation_bytes(name, held)
-        return self.target.activation_bytes(self.files.weight_bytes(name), held)
+            return self.placed[name].activation_bytes(name, arena_bytes)
+        return self.target.activation_bytes(self.files.weight_bytes(name), arena_bytes)
 
     def open_peers(self, device_ids: Sequence[int]) -> None:
         """Open the `peers` on devices `device_ids`. Raises as `_open_on_device`."""
         self.peers = [self._open_on_device(device_id) for device_id in device_ids]
 
     def run_on_device(self, name: str, number: int) -> None:
-        """Run a component on device `number` from now on. Another thread may run it there while others run here.
-        Raises as `_open_on_device`."""
+        """Run a component on device `number` from now on.
+
+        Another thread may run it there while others run here. Raises as `_open_on_device`.
+        """
         self.placed[name] = self._open_on_device(number)
 
     def partition_over(self, name: str, device_ids: Sequence[int], cut: Cut) -> None:
-        """Run the partitions of a component's graph that `cut` returns on this device and then on devices
-        `device_ids`.
-        Raises as `_open_on_device`."""
+        """Run the partitions of a component's graph on this device and then on devices `device_ids`.
+
+        `cut` returns the partitions. Raises as `_open_on_device`.
+        """
         self.partitioned[name] = [self, *(self._open_on_device(device_id) for device_id in device_ids)], cut
 
     def stream_weights(self, name: str, cut: Cut) -> None:
@@ -160,8 +163,10 @@ class Components(MutableMapping[str, Model]):
         announce(f"{name} does not fit in {budget / 1e9:.2f} GB of device memory: {plan.describe(weights)}.")
 
     def _open_on_device(self, number: int) -> Components:
-        """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
-        ProviderError for a device that is not there, or a provider that drives one device."""
+        """Return the same components with the same weights on device `number`; on a CPU, with sessions of their own.
+
+        Raises ProviderError for a missing device, or for a provider that supports only one device.
+        """
         options = self.target.options_on(number)
         self.overrides.finish()
         peer = Components(self.folder, self.provider, options, graph=self.graph, others=self.files.others)
@@ -190,7 +195,7 @@ class Components(MutableMapping[str, Model]):
         return frozenset() if self.target.supports_in_place_update("NhwcConv") else frozenset({"NhwcConv"})
 
     def require(self, *names: str) -> None:
-        """As `ComponentFiles.require`."""
+        """Raise InputError as `ComponentFiles.require` does."""
         self.files.require(*names)
 
     def __getitem__(self, name: str) -> Model:
@@ -212,9 +217,11 @@ class Components(MutableMapping[str, Model]):
         return self.opened[name]
 
     def open(self, names: Sequence[str]) -> None:
-        """Open components at once, and those that were closed for their weights' sake: most of that time each reads its
-        own file. The last one, a U-Net where it is among them, is opened by this thread: of threads only the main one
-        finds again what was freed (`retain_heap`). Raises what opening one of them raises."""
+        """Open several components in parallel, and those that were closed to replace their weights.
+
+        Reading files takes most of the time. This thread opens the last one, the U-Net if there is one: only the main
+        thread reuses memory that was freed (`retain_heap`). Raises the first exception of an opening.
+        """
         every = sorted({*names, *self.closed}, key=lambda name: (_kind(name) in STEP_COMPONENTS, name))
         memory = nullcontext() if self.provider != "cpu" else retain_heap() if self.closed else return_heap()
         was_kept, self.closed = bool(self.closed), set()
@@ -289,8 +296,11 @@ class Components(MutableMapping[str, Model]):
             raise InputError(f"{name} is streamed from host memory, which {label} cannot: leave low_memory out.")
 
     def variant(self, name: str, label: str, make: Callable[[Path], bytes], *, captured: bool = False) -> Model:
-        """A component with another graph over its own weights: `make` is given the path of its model and returns the
-        graph. Cached under `label` until `drop_variants`. `captured`: its runs are captured as the component's are."""
+        """Return a component with another graph over the component's own weights.
+
+        `make` takes the path of the component's model and returns the graph. The session is cached under `label` until
+        `drop_variants`. `captured`: runs are captured as GPU graphs, as those of the component.
+        """
         key = f"{name} {label}"
         if key not in self.opened:
             self._refuse_streamed(name, label)
@@ -301,8 +311,9 @@ class Components(MutableMapping[str, Model]):
         return self.opened[key]
 
     def edit(self, name: str, label: str, make: Callable[[Path], bytes | None], *, captured: bool = False) -> str:
-        """Return the key of a component with another graph over its own weights, as `variant`; `name` if `make` returns
-        None. A graph that is `captured` computes no weights from updatable ones.
+        """Register an edited graph over a component's own weights and return its key; `name` if `make` returns None.
+
+        `make` and `captured` are those of `variant`. A captured graph computes no weights from updatable ones.
 
         For components that are too large to be open twice: opening one of the two closes the other.
         Raises InputError for a component that several devices share, and what `make` raises.
@@ -320,7 +331,7 @@ class Components(MutableMapping[str, Model]):
         return key
 
     def _replaces(self, name: str, other: str) -> bool:
-        """Return whether opening `name` closes `other`: one of them is a component, the other an edited graph of it."""
+        """Return whether opening `name` closes `other`: one is a component, the other its edited graph."""
         same = name != other and name.partition(" ")[0] == other.partition(" ")[0]
         return same and bool({name, other} & self.edited_graphs.keys())
 

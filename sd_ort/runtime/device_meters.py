@@ -32,7 +32,7 @@ class Meter:
     note = NOT_READABLE
 
     def used_MB(self, pid: int) -> float | None:
-        """Device memory that a process holds now, its context and the kernels' code included."""
+        """Return the device memory of a process in MB, with its context and the kernels' code; None if unknown."""
         return None
 
     def energy_J(self) -> float | None:

@@ -53,7 +53,7 @@ def builds() -> list[Build]:
 
 
 def trim_builds(limit: int, keep: Path | None = None) -> list[Build]:
-    """Remove the least recently used builds until the others have at most `limit` bytes; return those that went.
+    """Remove the least recently used builds until at most `limit` bytes remain; return the removed builds.
 
     `keep` stays. A process that has loaded a library keeps it.
     """

@@ -99,8 +99,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """$SD_ORT_COMMIT, for machines without git, or the short hash of the commit this package runs from, with "+" when
-    tracked files were changed; None outside git."""
+    """Return the short hash of the package's commit, with "+" if tracked files were changed; None outside git.
+
+    $SD_ORT_COMMIT takes precedence, for machines without git.
+    """
     if named := os.environ.get("SD_ORT_COMMIT"):
         return named
 

@@ -1,4 +1,4 @@
-"""The installed ONNX Runtime wheel: exactly one of them, and the libraries that its providers need."""
+"""The installed ONNX Runtime wheel, of which there may be one only, and the libraries that its providers need."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FATAL_ONLY = 4
 
 @cache
 def runtime() -> Any:
-    """The module `onnxruntime`, which from then on says errors only, and tells nobody what it runs.
+    """Return the module `onnxruntime`, with errors as its only log lines and without telemetry.
 
-    Looked for once a process: reading all wheels' metadata takes a millisecond. Raises ProviderError when it is
-    absent, or when two of its wheels lie in one folder.
+    The installed wheels are read once a process, in a millisecond. Raises ProviderError if ONNX Runtime is not
+    installed, or if two of its wheels are.
     """
     if importlib.util.find_spec("onnxruntime") is None:
         raise ProviderError("onnxruntime is not installed: pip install 'sd-ort[cpu]' (or [cuda], [rocm], [migraphx]).")
@@ -62,7 +62,7 @@ def needed_libraries(library: Path) -> list[str]:
 
 
 def search_folders(library: Path) -> list[Path]:
-    """The folders of the library's DT_RUNPATH, else DT_RPATH, where the loader looks for what it needs; [] if none."""
+    """Return the folders of a library's DT_RUNPATH, else of its DT_RPATH, where the loader searches; [] if none."""
     rpath, runpath = 15, 29
     strings = _dynamic_strings(library)
     origin = str(library.resolve().parent)

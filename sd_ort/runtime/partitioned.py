@@ -36,8 +36,10 @@ class PlacedPartition:
 
 
 class PartitionedModel(Model):
-    """The partitions as one function of NumPy arrays, which transfers values through the host. `bind` transfers them
-    from device to device."""
+    """A partitioned component as one model. Calls on NumPy arrays transfer values through the host.
+
+    `bind` transfers them from device to device.
+    """
 
     def __init__(self, partitions: Sequence[PlacedPartition]) -> None:
         self.partitions = partitions

@@ -49,7 +49,7 @@ class ProviderChoice:
 
     @property
     def line(self) -> str:
-        """What to tell the user of an automatic choice."""
+        """Return the message about an automatic choice."""
         return f"provider {self.provider}: {self.reason} (--provider or provider= names another)."
 
 
@@ -179,8 +179,11 @@ def provider_for(folder: Path, name: str = AUTO) -> ProviderChoice:
 
 
 def resolve_device(name: str) -> ProviderChoice:
-    """Return the provider of a name: itself, or for the device `cuda` or `rocm` whose ONNX Runtime provider is not
-    installed, sd-ort's own of the same GPUs if it is built. Raises ProviderError for an unknown name."""
+    """Return the provider of a name.
+
+    For the device `cuda` or `rocm` without an ONNX Runtime provider, it is sd-ort's own provider of these GPUs if it is
+    built. Raises ProviderError for an unknown name.
+    """
     if name.startswith(PLUGIN):
         return ProviderChoice(name)
     provider, own = provider_named(name), SAME_DEVICE.get(name)

@@ -1,4 +1,4 @@
-"""Kernels of the ROCm provider in onnxruntime-rocm 1.22.2: what it cannot run, and at which opset its kernels end.
+"""Missing kernels of the ROCm provider in onnxruntime-rocm 1.22.2, and the last opsets of the others.
 
 ONNX Runtime takes a kernel without an upper version for operators of exactly its first version. An operator whose
 definition is newer runs on the CPU, between two copies, and its graph cannot be captured. At opset 21 that is Reshape,

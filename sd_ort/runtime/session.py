@@ -194,7 +194,7 @@ def _open(
 
 
 def _open_error(model: Path, provider: str, error: Exception) -> str:
-    """Return ONNX Runtime's message for a model that it cannot run, and the target that the model was optimized for."""
+    """Return ONNX Runtime's message for a model that it cannot run, with the model's target."""
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
     line = f"ONNX Runtime refuses {model}: {reason or _newer_opset(error) or first_line(error)}"
@@ -269,8 +269,10 @@ def _skip_optimization(options: Any) -> None:
 
 @contextmanager
 def report_invalid_model(path: Path) -> Iterator[None]:
-    """While a graph is rewritten: an error whose cause is the model at `path`, since ONNX Runtime refuses it too, is an
-    InputError that says why. Others go on: they are bugs."""
+    """Turn an exception of a rewrite into InputError if ONNX Runtime refuses the model at `path`.
+
+    Other exceptions are bugs and pass through.
+    """
     try:
         yield
     except (SdOrtError, CancelledError):
@@ -359,7 +361,7 @@ def _add_initializers(options: Any, provider: str, initializers: Mapping[str, An
 def _add_provider(
     provider: str, options: Any, settings: Mapping[str, str], record_assignment: bool = False
 ) -> dict[str, Any]:
-    """Ask for the provider with its `settings`, and for the CPU for what it lacks; return arguments of the session.
+    """Append the provider with its `settings`, and the CPU for its missing kernels; return the session's arguments.
 
     A plugin is asked for in `options`.
     """
@@ -407,8 +409,11 @@ def _opening(provider: str, weights: Mapping[str, np.ndarray] | None = None) -> 
 
 
 def _with_distinct_functions(options: Any, model_path: Path, override: bytes | None = None) -> bytes | None:
-    """Return the graph to open instead of the file's, `override` as a rule: without overloads of functions if this
-    ONNX Runtime does not tell them apart. `options` then name the folder of the file's data."""
+    """Return the graph to open instead of the file's; None to open the file.
+
+    It is `override` or, if this ONNX Runtime does not distinguish overloads of functions, a graph without overloads.
+    `options` then get the folder of the file's data.
+    """
     if supports_overloads(runtime().__version__):
         return override
     graph = without_overloads(override or model_path)

@@ -72,13 +72,13 @@ class SessionDevice:
         """Return the free memory of the device; infinity for the CPU."""
         return math.inf if self.stream is None else self.stream.free_bytes()
 
-    def activation_bytes(self, weights: int, held: int = 0) -> float:
+    def activation_bytes(self, weights: int, arena_bytes: int = 0) -> float:
         """Return the memory that a call of a component can take: see `Components.activation_bytes`."""
         if self.stream is None:
             return math.inf
         if (limit := self.options.provider_options.get("memory_limit")) is not None:
-            return min(self.free_bytes() + held, int(limit) - weights)
-        return self.free_bytes() + held - (0 if held else 2 * weights)
+            return min(self.free_bytes() + arena_bytes, int(limit) - weights)
+        return self.free_bytes() + arena_bytes - (0 if arena_bytes else 2 * weights)
 
     def supports_in_place_update(self, operation: str = "MatMul") -> bool:
         """Return whether open sessions follow an update of a weight of this operation."""

@@ -32,7 +32,7 @@ PCIE_BYTES = 25e9  # a second, of pinned memory over 16 lanes of PCIe 4.0
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How a component is streamed: its partitions, and how many of them stay on the device.
+    """Plan of a streamed component: number of partitions, and number of those that stay on the device.
 
     The number of streamed ones is even, so that the last one of a step and the first one of the next have different
     buffers.
@@ -116,7 +116,7 @@ class PartitionWeights:
 
 
 class PinnedWeights:
-    """The weights of the streamed partitions in pinned memory, and what copies them: it outlives closed sessions."""
+    """Weights of the streamed partitions in pinned host memory, with the stream that copies them. Outlives sessions."""
 
     def __init__(
         self, partitions: Sequence[Partition], plan: StreamPlan, model: Path, replaced: Mapping[str, np.ndarray],

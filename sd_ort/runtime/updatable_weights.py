@@ -1,5 +1,7 @@
-"""Weights in memory of ours, on a provider's device, where open sessions read them: the next run, or the next replay of
-a captured graph, sees what was written. ONNX Runtime takes them in place of those in the file (`AddInitializer`)."""
+"""Weights in device memory of ours that open sessions read in place (`AddInitializer`).
+
+The next run, or the next replay of a captured graph, reads the new values.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,10 @@ class UpdatableWeights:
 
     @contextmanager
     def written(self, name: str) -> Iterator[Any]:
-        """Context manager of a weight's OrtValue for writing into it. No session may run meanwhile; the next run reads
-        the new values."""
+        """Context manager for writing to a weight's OrtValue, which it yields.
+
+        No session may run meanwhile; the next run reads the new values.
+        """
         yield self.values[name]
         self.on_update(self.values[name])
 

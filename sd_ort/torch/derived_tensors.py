@@ -163,7 +163,7 @@ _lock = threading.RLock()
 
 
 class _CachedValue:
-    """A tensor with the weight that it was computed from. A graph keeps the one that it was captured with.
+    """A derived tensor and its source weight. A graph keeps the one that was current at capture.
 
     versions: the weight's storage and version counter at the last computation; None if the tensor is stale.
     """

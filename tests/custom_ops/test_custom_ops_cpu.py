@@ -28,6 +28,7 @@ from custom_ops.operator_spec import (
     output_dtype,
 )
 from scripts.fixtures import graph_fixtures
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
@@ -376,7 +377,7 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     }
     wanted = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
     got = session(tmp_path / MODEL, library).run(None, feeds)[0]
-    assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1e-5
+    assert relative_l2_error(got, wanted) < 1e-5
     counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["op_counts"]
     assert (counts["Bfloat16Conv"], counts["Conv"]) == (96, 2)  # all but the first and the last
     assert counts["Bfloat16Attention"] == 32
@@ -384,7 +385,7 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     weights = onnx.load(tmp_path / "narrow" / MODEL, load_external_data=False).graph.initializer
     assert sum(weight.data_type == TensorProto.BFLOAT16 for weight in weights) > 200
     got = session(tmp_path / "narrow" / MODEL, library).run(None, feeds)[0]
-    assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 0.02
+    assert relative_l2_error(got, wanted) < 0.02
 
 
 def test_instruction_sets_stay_apart(library: Path) -> None:

@@ -18,6 +18,7 @@ from provider_sessions import placed, session_of
 from fusion_passes.operators import function_bodies
 from fusion_passes.quantized_weights import FORMATS
 from sd_ort import demo
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.demo.styles import lora_path
 from sd_ort.runtime.components import Components
 from sd_ort.stages import optimize
@@ -133,10 +134,6 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path) -> None:
     }
     optimize("demo", tmp_path / "out", target="gpu", inputs=tmp_path / "runs.npz", **options)
 
-    def error(predicted: np.ndarray, expected: np.ndarray) -> float:
-        difference = predicted.astype(np.float64) - expected
-        return float(np.linalg.norm(difference) / np.linalg.norm(expected))
-
     def expected() -> np.ndarray:
         with torch.no_grad():
             result: np.ndarray = unet(**{name: torch.from_numpy(array) for name, array in feed.items()}).sample.numpy()
@@ -145,7 +142,7 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path) -> None:
     models, manager = Components(tmp_path / "out", provider), LoraManager(tmp_path / "out")
     inputs = {name: array.astype(models["unet"].dtype(name)) for name, array in feed.items()}
     plain = models["unet"](**inputs)["out_sample"].copy()
-    rounding = error(plain, expected())
+    rounding = relative_l2_error(plain, expected())
     assert 1e-4 < rounding < 0.1
     unet.load_lora_adapter(lora_path("night"), prefix="unet")
     manager.add("night", read_adapter(lora_path("night"), {}), "night")
@@ -153,7 +150,7 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path) -> None:
     with_lora, wanted = models["unet"](**inputs)["out_sample"].copy(), expected()
     assert models.in_place
     assert any(array.dtype == ml_dtypes.float8_e4m3fn for array in models.overrides.weights["unet"].values())
-    assert error(with_lora, wanted) < 1.5 * rounding
-    assert error(plain, wanted) > 2 * rounding
+    assert relative_l2_error(with_lora, wanted) < 1.5 * rounding
+    assert relative_l2_error(plain, wanted) > 2 * rounding
     manager.apply(models, {})
     np.testing.assert_array_equal(models["unet"](**inputs)["out_sample"], plain)

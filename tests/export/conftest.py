@@ -16,7 +16,7 @@ from sd_ort.stages import optimize
 
 
 @pytest.fixture(scope="session", autouse=True)
-def mini_presets():
+def mini_presets(shared_exports: None):
     """Add `sd15-mini` and the like to the presets."""
     presets = minis()
     PRESETS.update(presets)

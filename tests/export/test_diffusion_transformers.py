@@ -89,12 +89,12 @@ def test_the_check_sees_positions_and_guidance(exported):
 
 
 # Nodes of the fused transformers: SD 3 has joint attention in each block, 3.5 medium a second one of the image in the
-# first; FLUX.1 has one double block and two single blocks.
+# first; FLUX.1 has one double block and two single blocks, FLUX.2 one of each.
 FUSED = {
     SD3: {"MultiHeadAttention": 3, "RMSNormalization": 10, "LayerNormalization": 9, "Transpose": 2},
     LARGE: {"MultiHeadAttention": 2, "RMSNormalization": 8, "LayerNormalization": 8, "Transpose": 2},
     FLUX: {"MultiHeadAttention": 3, "RotaryEmbedding": 6, "RMSNormalization": 8, "LayerNormalization": 7, "Neg": 0},
-    KLEIN: {"MultiHeadAttention": 3, "RotaryEmbedding": 6, "RMSNormalization": 8, "Neg": 0},
+    KLEIN: {"MultiHeadAttention": 2, "RotaryEmbedding": 4, "RMSNormalization": 6, "Neg": 0},
 }
 
 

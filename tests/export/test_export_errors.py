@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import resource
@@ -20,6 +21,12 @@ from small_presets import MINI
 from sd_ort.checkpoints.presets import PRESETS, Preset
 from sd_ort.core.errors import InputError, OutputError, VerificationError
 from sd_ort.export import exporter
+
+
+@pytest.fixture(autouse=True)
+def new_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied from an earlier export."""
+    monkeypatch.setattr(exporter, "export_component", inspect.unwrap(exporter.export_component))
 
 
 def export_error(sd_ort: Callable, tmp_path: Path, *arguments: object, code: int = 2) -> str:

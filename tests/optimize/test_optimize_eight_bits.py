@@ -24,6 +24,7 @@ from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
 from sd_ort.cli.optimize import command
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.demo.scenes import is_unseen, parse, training_prompts
 from sd_ort.demo.styles import lora_path
 from sd_ort.graphs.load import load
@@ -198,13 +199,9 @@ def test_operators_of_the_cpu(recorded: Path, reference: Path, tmp_path: Path, f
     inputs = list(load(reference / "unet" / pipeline_folder.MODEL).graph.inputs)
     feed = load_recorded_inputs(recorded, "unet", inputs, required=True)[0]
 
-    def error(predicted: np.ndarray, expected: np.ndarray) -> float:
-        difference = predicted.astype(np.float64) - expected.astype(np.float64)
-        return float(np.linalg.norm(difference) / np.linalg.norm(expected))
-
     models = Components(out, "cpu")
     plain, expected = (model(**feed)["out_sample"] for model in (models["unet"], open_component(reference, "unet")))
-    rounding = error(plain, expected)
+    rounding = relative_l2_error(plain, expected)
     assert 1e-4 < rounding < 0.1
     unet = diffusers_pipeline("night").unet
     tensors = {name: torch.from_numpy(np.asarray(feed[name], np.float32)) for name in feed}
@@ -213,9 +210,9 @@ def test_operators_of_the_cpu(recorded: Path, reference: Path, tmp_path: Path, f
     manager = LoraManager(out)
     manager.add("night", read_adapter(lora_path("night"), {}), "night")
     manager.apply(models, manager.deltas({"night": 1.0}))
-    with_lora = error(models["unet"](**feed)["out_sample"], expected)
+    with_lora = relative_l2_error(models["unet"](**feed)["out_sample"], expected)
     assert with_lora < 1.5 * rounding  # the same formats; the ranges of activations are those without the LoRA
-    assert error(plain, expected) > 10 * rounding
+    assert relative_l2_error(plain, expected) > 10 * rounding
     manager.apply(models, {})
     np.testing.assert_array_equal(models["unet"](**feed)["out_sample"], plain)
 

@@ -231,9 +231,8 @@ def test_which_components_are_stored() -> None:
     assert storage.of_component("safety_checker") is None
 
 
-def test_the_demo(sd_ort: Cli, tmp_path: Path) -> None:
+def test_the_demo(sd_ort: Cli, demo_folder: Path, tmp_path: Path) -> None:
     """Optimized, verified against the checkpoint, generated with; a LoRA is stored in fewer bits as well."""
-    optimize("demo", tmp_path / "plain", target="cpu")
     out = tmp_path / "stored"
     options = ("--target", "cpu", "--weights", "int8", "--weight-group", "32", "--vae-weights")
     code, _, err = sd_ort("optimize", "demo", out, *options)
@@ -241,18 +240,18 @@ def test_the_demo(sd_ort: Cli, tmp_path: Path) -> None:
     assert read_manifest(out)["options"]["weights"] == {"dtype": "int8", "group": 32, "symmetric": True, "vae": True}
     assert sd_ort("verify", "demo", out)[0] == 0
     for name in ("unet", "vae_decoder"):
-        sizes = [(folder / name / "model.onnx.data").stat().st_size for folder in (tmp_path / "plain", out)]
+        sizes = [(folder / name / "model.onnx.data").stat().st_size for folder in (demo_folder, out)]
         assert sizes[1] < 0.33 * sizes[0]
     latents = {"latent_sample": RANDOM.normal(size=(1, 4, 16, 16))}
     plain_vae, vae = (
-        open_component(folder, "vae_decoder", options=SessionOptions(threads=1)) for folder in (tmp_path / "plain", out)
+        open_component(folder, "vae_decoder", options=SessionOptions(threads=1)) for folder in (demo_folder, out)
     )
     (expected,), (decoded,) = plain_vae(**latents).values(), vae(**latents).values()
     assert 1e-5 < relative_l2_error(decoded, expected) < 0.02
     call: dict[str, Any] = {"prompt": "a red circle", "generator": 3, "progress": False, "num_inference_steps": 8}
     pipeline = StableDiffusionPipeline.from_pretrained(out, "cpu", threads=1)
     image = np.asarray(pipeline(**call).images[0])
-    plain = StableDiffusionPipeline.from_pretrained(tmp_path / "plain", "cpu", threads=1)
+    plain = StableDiffusionPipeline.from_pretrained(demo_folder, "cpu", threads=1)
     assert 25 < psnr(image, np.asarray(plain(**call).images[0])) < 90
     for each in (pipeline, plain):
         each.load_lora_weights(lora_path("gold"), "gold")

@@ -26,7 +26,7 @@ OWN = {"prompt_syntax", "progress"}  # arguments that diffusers' classes have no
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(shared_exports: None, tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("parity"))
 
 

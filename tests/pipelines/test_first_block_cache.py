@@ -32,10 +32,8 @@ THRESHOLD = 0.2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cache") / "demo"
-    optimize("demo-dit", out, target="cpu")
-    return out
+def folder(demo_dit_folder: Path) -> Path:
+    return demo_dit_folder
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.export import templates
 from sd_ort.export.exporter import export
 from sd_ort.optimize.merge import merge
@@ -112,7 +113,7 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
 
 def error(drawn: np.ndarray, expected: np.ndarray) -> float:
     assert drawn.shape == expected.shape
-    return float(np.linalg.norm(drawn - expected) / np.linalg.norm(expected))
+    return relative_l2_error(drawn, expected)
 
 
 # --- As diffusers ---------------------------------------------------------------------------------------------------

@@ -26,10 +26,8 @@ CALL: dict[str, Any] = {"prompt": "a red circle", "num_inference_steps": 12, "ou
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cache") / "demo"
-    optimize("demo", out, target="cpu")
-    return out
+def folder(demo_folder: Path) -> Path:
+    return demo_folder
 
 
 @pytest.fixture(scope="module")

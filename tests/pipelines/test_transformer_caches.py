@@ -23,7 +23,6 @@ from sd_ort.pipelines.taylor_seer_cache import TaylorSeerCacheConfig
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import Model, ModelOverride
-from sd_ort.stages import optimize
 
 STEPS = 12
 CALL: dict[str, Any] = {
@@ -37,10 +36,8 @@ MAG: dict[str, Any] = {"threshold": 0.1, "num_inference_steps": STEPS, "mag_rati
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cache") / "demo"
-    optimize("demo-dit", out, target="cpu")
-    return out
+def folder(demo_dit_folder: Path) -> Path:
+    return demo_dit_folder
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ from sd_ort.serving.dispatch import Dispatcher
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 from sd_ort.serving.server import PAGE, PAGE_HEADERS, Service, bind_socket, serve
-from sd_ort.stages import optimize
 
 JSON = {"content-type": "application/json"}
 IMAGES = "/v1/images/generations"
@@ -174,13 +173,12 @@ def test_a_replica_scales_its_loras_when_they_change(folder: Path, monkeypatch: 
     assert calls == [(["night", "gold"], [0.0, 0.5]), (["night", "gold"], [1.0, 0.5])]
 
 
-def test_variants(tmp_path: Path, one_thread: None) -> None:
+def test_variants(demo_folder: Path, one_thread: None) -> None:
     """A request may name another pipeline, ONNX graphs or torch weights that diffusers runs: the image is the same."""
-    optimize("demo", tmp_path / "fused", target="cpu")
-    variants = (("again", tmp_path / "fused"), ("torch", MODEL_DIR))
+    variants = (("again", demo_folder), ("torch", MODEL_DIR))
     setup = functools.partial(load_adapters, (f"{MODEL_DIR.parent}/loras/night.safetensors:0.5",), (), names=["night"])
     options = {"provider": "cpu", "threads": 1}
-    config = ReplicaConfig(tmp_path / "fused", options, setup=setup, loras=(("night", 0.5),), variants=variants)
+    config = ReplicaConfig(demo_folder, options, setup=setup, loras=(("night", 0.5),), variants=variants)
     replica = PipelineReplica(config)
     assert replica.model.variants == ("again", "torch")
     for loras in ((("night", 0.5),), (("night", 0.0),)):

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from scripts.fixtures.parity_models import TRANSFORMERS
 from sd_ort.checkpoints.presets import PRESETS, Preset
 
 MINI = ("--preset", "sd15-mini", "--random-weights")
@@ -17,8 +18,10 @@ def mini(preset: Preset) -> Preset:
     def cut(name: str, config: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("text_encoder"):
             return config if {"d_model", "head_dim"} & config.keys() else config | {"num_hidden_layers": 2}
+        if name == "transformer" and (narrow := TRANSFORMERS.get(config["_class_name"])):
+            return config | narrow
         if name == "transformer":
-            return config | {"num_layers": 1 if "num_single_layers" in config else 2}
+            return config | {"num_layers": 1}
         small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}
         if name == "vae":
             return small | {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import folder_paths
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MANIFEST
+from sd_ort.core.progress import ProgressCallback
 from sd_ort.integrations.models import default_provider
 
 KIND = "sd_ort"
-ProgressCallback = Callable[[str], None]
 
 
 def root() -> Path:

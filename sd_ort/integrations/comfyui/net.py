@@ -1,4 +1,4 @@
-"""What the `diffusion_model`s of UNets and diffusion transformers share."""
+"""Base of the `diffusion_model`s of UNets and diffusion transformers."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from sd_ort.core.errors import InputError, describe_error
 from sd_ort.core.pipeline_folder import read_manifest
+from sd_ort.core.progress import ProgressCallback
 from sd_ort.integrations.comfyui import folders
 from sd_ort.integrations.models import TorchComponentSessions, default_provider
 
@@ -30,7 +31,7 @@ def one_line_errors() -> Iterator[None]:
         raise RuntimeError(f"sd-ort: {describe_error(error)[0]}") from error
 
 
-def _progress_callback(steps: int) -> folders.ProgressCallback:
+def _progress_callback(steps: int) -> ProgressCallback:
     """Return a callback that writes progress to ComfyUI's log and the node's progress bar of `steps` steps."""
     bar = comfy.utils.ProgressBar(steps)
 

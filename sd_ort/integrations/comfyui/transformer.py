@@ -74,9 +74,9 @@ class TransformerNet(GraphNet):
         patches = FAMILIES[str(self.config["_class_name"])].max_patches(self.config)
         if patches is not None and max(size) > 2 * patches:
             raise InputError(f"the image is too large for this model: at most {16 * patches} pixels a side.")
-        given = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
+        tensors = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
         key = prompt_key(options or {}, *size)
-        return self.runner.predict({"hidden_states": hidden_states}, timesteps, given, key)
+        return self.runner.predict({"hidden_states": hidden_states}, timesteps, tensors, key)
 
 
 class Sd3Net(TransformerNet):

@@ -223,8 +223,8 @@ class OrtTransformer(Component, ModelMixin, ConfigMixin):
             **{name: ids[0] if ids is not None and ids.ndim == 3 else ids
                for name, ids in (("img_ids", img_ids), ("txt_ids", txt_ids))},
         }  # fmt: skip
-        given = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
-        out = self.runner.predict({"hidden_states": hidden_states}, timestep, given)
+        tensors = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
+        out = self.runner.predict({"hidden_states": hidden_states}, timestep, tensors)
         return Transformer2DModelOutput(sample=out) if return_dict else (out,)
 
 
@@ -361,7 +361,7 @@ class OrtTextEncoder(Component, ModelMixin, ConfigMixin):
 
 
 class _HiddenStates(tuple):
-    """Hidden states of which only the penultimate one, `[-2]`, may exist. Other indices raise InputError."""
+    """Hidden states with the penultimate one, `[-2]`, alone. Other indices raise InputError."""
 
     def __getitem__(self, index: Any) -> Any:
         if index == -2 and len(self):

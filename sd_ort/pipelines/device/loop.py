@@ -63,8 +63,9 @@ class DeviceLoop:
         self.sessions.wait = value
 
     def run(self, job: SamplingJob) -> np.ndarray:
-        """Return latents (B, C, h, w) float32 after the last step or, with `decode`, images (B, H, W, 3) uint8 if these
-        fit in memory.
+        """Return latents (B, C, h, w) float32 after the last step or, with `decode`, images (B, H, W, 3) uint8.
+
+        Images that do not fit in memory are not decoded.
 
         One thread samples at a time. Raises SdOrtError when ONNX Runtime fails, and for results that are not finite,
         with the component's name.
@@ -114,11 +115,6 @@ class DeviceLoop:
             for value in values
         }
         return sum(sizes.values())
-
-    @property
-    def held_bytes(self) -> int:
-        """The former name of `buffer_bytes`."""
-        return self.buffer_bytes
 
 
 class CachedUnet:

@@ -51,7 +51,7 @@ class DeviceSessions:
     def graph(
         self, build: Callable[[Any], bytes], key: Any, values: Mapping[str, Any], *, capture: bool = False
     ) -> BoundRun:
-        """Bind the graph `build(key)` to those of `values` that it has as inputs and outputs.
+        """Bind the graph `build(key)` to the `values` of its inputs and outputs.
 
         A session is opened once per graph. `capture`: replay the run, because launching its kernels takes longer than
         they run.

@@ -1,0 +1,49 @@
+"""Exports of components with random weights that all tests of a run share: tracing one takes seconds."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sd_ort.checkpoints.checkpoint import Checkpoint
+from sd_ort.checkpoints.signatures import MODEL_OF
+from sd_ort.export import templates
+from sd_ort.export.exporter import ExportOptions
+
+ExportComponent = Callable[[Checkpoint, str, Path, ExportOptions], dict[str, Any]]
+
+
+def share_exports(export: ExportComponent, folder: Path) -> ExportComponent:
+    """Return an `export_component` that copies what it exported before, in this process or another one of the run.
+
+    folder: of the exports, by a hash of what determines the graph and the weights. Those of files are not shared.
+    """
+
+    @functools.wraps(export)
+    def export_component(source: Checkpoint, component: str, out: Path, options: ExportOptions) -> dict[str, Any]:
+        model = MODEL_OF.get(component, component)
+        if source.seed is None or source.models[model].files:
+            return export(source, component, out, options)
+        graph = templates.component_key(source, component, options.opset, options.exporter)
+        content = [graph, component, source.index[model], source.configs[model], source.seed, vars(options)]
+        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        first, entry = folder / key, folder / f"{key}.json"
+        with (folder / f"{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if entry.is_file():
+                shutil.copytree(first, out)
+            else:
+                exported = export(source, component, out, options)
+                shutil.rmtree(first, ignore_errors=True)  # of an export that was interrupted
+                shutil.copytree(out, first)
+                entry.write_text(json.dumps(exported))
+        loaded: dict[str, Any] = json.loads(entry.read_text())
+        return loaded
+
+    return export_component
