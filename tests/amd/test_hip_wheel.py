@@ -57,7 +57,7 @@ def test_the_wheel_carries_the_libraries(wheel: Path, tmp_path: Path) -> None:
     assert kernel_targets(provider) == sorted(TARGETS)
     assert operators.stat().st_size < 20_000  # loads the provider, whose functions these are
     assert GpuLibrary(operators).c.sd_ort_op_count() == GpuLibrary(provider).c.sd_ort_op_count() > 0
-    assert wheel_size.main(wheel, tmp_path / "wheel.md") == 0  # small, and no library needs a newer glibc
+    assert wheel_size.main([wheel], tmp_path / "wheel.md") == 0  # small, and no library needs a newer glibc
     written = (tmp_path / "wheel.md").read_text()
     assert f"| libsd_ort_ep_hip.so | {', '.join(sorted(TARGETS))} |" in written
 
