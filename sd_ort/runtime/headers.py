@@ -23,9 +23,10 @@ from sd_ort.runtime.debian import DownloadError, unpack_packages
 from sd_ort.runtime.library import BuildError
 
 HEADER = "onnxruntime_c_api.h"
+SYSTEM_FOLDERS = (Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime"))
 # Files of release 1.29.0 and their SHA-256: as npm's package served them in November 2026. Those of the tag on GitHub,
 # which is not reached from here, have the same in a list of another project.
-_RELEASE = {
+RELEASE = {
     HEADER: "acc0cf4b3f28d39339c76770d76164bb7a0637dc89f5fde764b4017b632f6743",
     "onnxruntime_ep_c_api.h": "e6c986c9e98583f8113b2c6bc3864814883b806d501cf24da4d239c45753e235",
     "onnxruntime_error_code.h": "5ce3b054e798eced8d14f5b86e98692fd33470463f96194ce0700a2d53dd8721",
@@ -61,7 +62,7 @@ def find_headers(folder: Path | None = None, on_progress: ProgressCallback = ign
         if found is None:
             raise BuildError(f"{folder} has no {HEADER} of API {api} or later; give the include folder of ONNX Runtime")
         return found
-    found = _folder_of_header([Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime")], api)
+    found = _folder_of_header(SYSTEM_FOLDERS, api)
     if found is not None:
         return found
     sources = [source for source in _sources() if source.api >= api]
@@ -92,9 +93,9 @@ def find_headers(folder: Path | None = None, on_progress: ProgressCallback = ign
 def _sources() -> tuple[_Source, ...]:
     """Return all sources, in the order in which they are asked."""
     return (
-        _Source("GitHub", 29, _from_github, _RELEASE),
+        _Source("GitHub", 29, _from_github, RELEASE),
         _Source("Debian", 21, _from_debian, _DEBIAN),
-        _Source("npm", 29, _from_npm, _RELEASE),
+        _Source("npm", 29, _from_npm, RELEASE),
     )
 
 
@@ -145,7 +146,7 @@ def _save(source: _Source, files: Files) -> Path:
 def _from_github() -> Files:
     files = {}
     try:
-        for name in _RELEASE:
+        for name in RELEASE:
             with urllib.request.urlopen(_RAW + name, timeout=10) as response:
                 files[name] = response.read()
     except (urllib.error.URLError, OSError) as error:

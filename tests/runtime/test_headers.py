@@ -21,9 +21,9 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], 
     """Return a function that lets GitHub serve a content, on a machine with nothing else, and returns the addresses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ORT_INCLUDE_DIR", raising=False)
-    monkeypatch.setattr(headers, "_folder_of_header", lambda roots, api: None)
+    monkeypatch.setattr(headers, "SYSTEM_FOLDERS", ())
     monkeypatch.setattr(headers.shutil, "which", lambda name: None)
-    monkeypatch.setattr(headers, "_RELEASE", dict.fromkeys(headers._RELEASE, hashlib.sha256(CONTENT).hexdigest()))
+    monkeypatch.setattr(headers, "RELEASE", dict.fromkeys(headers.RELEASE, hashlib.sha256(CONTENT).hexdigest()))
     asked: list[str] = []
 
     def serving(content: bytes) -> list[str]:
@@ -41,8 +41,8 @@ def test_a_machine_without_npm_takes_the_release(serve: Callable[[bytes], list[s
     """Those of the plugin API, once."""
     asked = serve(CONTENT)
     folder = headers.find_headers(api=29)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict.fromkeys(headers._RELEASE, CONTENT)
-    assert [address.rpartition("/")[2] for address in asked] == list(headers._RELEASE)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict.fromkeys(headers.RELEASE, CONTENT)
+    assert [address.rpartition("/")[2] for address in asked] == list(headers.RELEASE)
     assert all(
         address.startswith("https://raw.githubusercontent.com/microsoft/onnxruntime/v1.29.0/") for address in asked
     )
