@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
+from fusion_passes.graph_edits import new_initializer, unique_name
+
+
+class _Repetition(NamedTuple):
+    """Heads `single` that are repeated: `count` of them, `times` each."""
+
+    single: ir.Value
+    count: int
+    times: int
 
 
 def unrepeated(value: ir.Value | None, axis: int) -> ir.Value | None:
     """Return x for the value Reshape(Expand(x [.., M, 1, ..] to [.., M, g, ..])), which repeats M heads g times each.
 
-    None if `value` does not repeat heads, or its sizes are unknown.
+    Expand may be a Tile. None if `value` does not repeat heads, or its sizes are unknown.
 
     Args:
         axis: of the heads, 1 in [B,N,S,D] and 2 in [B,S,N,D]. For 2, the value and x may be [B,S,N*D] and [B,S,M*D].
     """
+    repetition = _repetition(value, axis)
+    return None if repetition is None else repetition.single
+
+
+def _repetition(value: ir.Value | None, axis: int) -> _Repetition | None:
+    """Return how `value` repeats heads, or None; see `unrepeated`."""
     reshape = None if value is None else value.producer()
-    expand = _producer(reshape, "Reshape")
-    view = _producer(expand, "Expand")
-    if reshape is None or expand is None or view is None or view.op_type not in ("Reshape", "Unsqueeze"):
+    repeat = _producer(reshape, "Reshape")
+    view = _producer(repeat, "Expand") or _producer(repeat, "Tile")
+    if reshape is None or repeat is None or view is None or view.op_type not in ("Reshape", "Unsqueeze"):
         return None
-    before, after = values.dims(expand.inputs[0]) or [], values.dims(reshape.inputs[0]) or []
+    before, after = values.dims(repeat.inputs[0]) or [], values.dims(reshape.inputs[0]) or []
     if len(before) != 5 or len(after) != 5 or before[axis + 1] != 1:
         return None
     heads, groups, size = after[axis], after[axis + 1], after[4]
@@ -34,7 +51,53 @@ def unrepeated(value: ir.Value | None, axis: int) -> ir.Value | None:
     if axis == 2:
         flat = ([*one[:2], heads * size], [*one[:2], heads * groups * size])
         shapes = [(a, b) for a in (one, flat[0]) for b in (many, flat[1])]
-    return view.inputs[0] if (values.dims(view.inputs[0]), values.dims(value)) in shapes else None
+    single = view.inputs[0]
+    if single is None or (values.dims(single), values.dims(value)) not in shapes:
+        return None
+    return _Repetition(single, heads, groups)
+
+
+def shared_heads(node: ir.Node, axis: int) -> int | None:
+    """Return how many heads the key and value of an attention have before these are repeated for the query heads.
+
+    None if they are not both repeated from the same number of heads; `axis` as in `unrepeated`.
+    """
+    key, value = (_repetition(each, axis) for each in node.inputs[1:3])
+    if key is None or value is None or key[1:] != value[1:]:
+        return None
+    # a flat key may be split into other heads than those that are repeated
+    return key.count if axis == 1 or key.count * key.times == node.attributes["num_heads"].as_int() else None
+
+
+def single_keys(graph: ir.Graph, node: ir.Node, axis: int) -> list[ir.Value | None]:
+    """Return key and value of an attention before their heads are repeated; as they are if `shared_heads` is None.
+
+    Heads at axis 2 are flattened: [B,L,M*D].
+    """
+    if shared_heads(node, axis) is None:
+        return list(node.inputs[1:3])
+    single = [unrepeated(value, axis) for value in node.inputs[1:3]]
+    return single if axis == 1 else [_flat(graph, node, value) for value in single if value is not None]
+
+
+def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value) -> ir.Value:
+    """Return [B,L,M,D] as [B,L,M*D]."""
+    shape = values.dims(value) or []
+    if len(shape) == 3:
+        return value
+    heads, size = shape[2:]
+    assert isinstance(heads, int)
+    assert isinstance(size, int)
+    view = value.producer()
+    if view is not None and view.op_type == "Reshape" and values.dims(view.inputs[0]) == [*shape[:2], heads * size]:
+        assert view.inputs[0] is not None
+        return view.inputs[0]
+    name = unique_name(node.outputs[0], "flat")
+    flat = ir.node("Reshape", [value, new_initializer(graph, name, [0, 0, -1])])
+    flat.outputs[0].name, flat.outputs[0].type = f"{name}.tokens", value.type
+    flat.outputs[0].shape = ir.Shape([*shape[:2], heads * size])
+    graph.insert_before(node, flat)
+    return flat.outputs[0]
 
 
 def _producer(node: ir.Node | None, op_type: str) -> ir.Node | None:

@@ -27,7 +27,7 @@ from fusion_passes.canonicalize.attention.masks import ZERO_ROWS
 from fusion_passes.cleanup import remove_unused
 from fusion_passes.graph_edits import new_initializer, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
-from fusion_passes.repeated_heads import unrepeated
+from fusion_passes.repeated_heads import shared_heads, single_keys
 
 OPSET = 23
 VIEWS = ("Expand", "Reshape", "Unsqueeze", "Squeeze", "Slice")  # operators whose elements are those of the first input
@@ -57,8 +57,7 @@ def grouped_sdpa() -> Pass:
 
 def _ungrouped(node: ir.Node) -> str | None:
     axis = 1 if node.op_type == "ScaledDotProductAttention" else 2
-    grouped = None not in (unrepeated(value, axis) for value in node.inputs[1:3])
-    return None if grouped else "each query has keys of its own"
+    return None if shared_heads(node, axis) else "each query has keys of its own"
 
 
 def standard_sdpa(unsupported_reason: KernelConstraint) -> Pass:
@@ -179,50 +178,6 @@ def _mask_input(masks: Masks, graph: ir.Graph, node: ir.Node, mask: ir.Value, ax
     return expanded.outputs[0]
 
 
-def _single_keys(graph: ir.Graph, node: ir.Node, axis: int) -> list[ir.Value | None]:
-    """Return keys and values before their heads are repeated, or as they are; flattened if the heads are at axis 2."""
-    single = [unrepeated(value, axis) for value in node.inputs[1:3]]
-    counts = {_heads(value, axis, size) for value, size in zip(single, _sizes(node, axis), strict=True)}
-    if None in single or len(counts) != 1 or None in counts:
-        return list(node.inputs[1:3])
-    return single if axis == 1 else [_flat(graph, node, value) for value in single if value is not None]
-
-
-def _sizes(node: ir.Node, axis: int) -> list[int | None]:
-    """Return the head sizes of key and value."""
-    many = 1 if axis == 1 else node.attributes["num_heads"].as_int()
-    widths = [values.size(value, -1) for value in node.inputs[1:3]]
-    return [None if width is None else width // many for width in widths]
-
-
-def _heads(value: ir.Value | None, axis: int, size: int | None) -> int | None:
-    """Return the number of heads of keys [B,M,L,D], [B,L,M,D] or [B,L,M*D]."""
-    if values.rank(value) == 4:
-        return values.size(value, axis)
-    width = None if value is None else values.size(value, 2)
-    return None if width is None or not size else width // size
-
-
-def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value) -> ir.Value:
-    """Return [B,L,M,D] as [B,L,M*D]."""
-    shape = values.dims(value) or []
-    if len(shape) == 3:
-        return value
-    heads, size = shape[2:]
-    assert isinstance(heads, int)
-    assert isinstance(size, int)
-    view = value.producer()
-    if view is not None and view.op_type == "Reshape" and values.dims(view.inputs[0]) == [*shape[:2], heads * size]:
-        assert view.inputs[0] is not None
-        return view.inputs[0]
-    name = unique_name(node.outputs[0], "flat")
-    flat = ir.node("Reshape", [value, new_initializer(graph, name, [0, 0, -1])])
-    flat.outputs[0].name, flat.outputs[0].type = f"{name}.tokens", value.type
-    flat.outputs[0].shape = ir.Shape([*shape[:2], heads * size])
-    graph.insert_before(node, flat)
-    return flat.outputs[0]
-
-
 def _replace(node: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int | float]) -> None:
     node.op_type, node.domain, node.overload = "Attention", "", ""
     node.metadata_props.pop(ZERO_ROWS, None)
@@ -237,11 +192,11 @@ def _replace(node: ir.Node, inputs: list[ir.Value | None], attributes: dict[str,
 def _rewrite(masks: Masks, graph: ir.Graph, node: ir.Node) -> None:
     mask, heads = _mask(node), node.attributes["num_heads"].as_int()
     masked = [] if mask is None else [_mask_input(masks, graph, node, mask, 1)]
-    size = _sizes(node, 2)[0]
-    keys = _single_keys(graph, node, 2)
+    kv_heads = shared_heads(node, 2) or heads
+    keys = single_keys(graph, node, 2)
     attributes = {
         "q_num_heads": heads,
-        "kv_num_heads": heads if keys[0] is node.inputs[1] else _heads(keys[0], 2, size) or heads,
+        "kv_num_heads": kv_heads,
         "is_causal": node.attributes.get_int("unidirectional", 0),
         "scale": node.attributes["scale"].as_float(),
     }
@@ -258,7 +213,7 @@ def _rewrite_four_axes(masks: Masks, graph: ir.Graph, node: ir.Node) -> None:
         ir.convenience.replace_all_uses_with(factor.outputs[0], node.outputs[0], replace_graph_outputs=True)
         mask = keep
     masked = [] if mask is None else [_mask_input(masks, graph, node, mask, 2)]
-    _replace(node, [node.inputs[0], *_single_keys(graph, node, 1), *masked], attributes)
+    _replace(node, [node.inputs[0], *single_keys(graph, node, 1), *masked], attributes)
 
 
 def _row_factor(node: ir.Node, mask: ir.Value) -> tuple[ir.Node, ir.Value] | None:
@@ -320,6 +275,14 @@ CASES = [
 GROUPED_CASES = [
     _grouped("two queries for each key", "q, kr, vr", body=_REPEATED),
     _grouped("two queries for each key, and a mask", "q, kr, vr, , , m", body=_REPEATED + _CHOICE.format(low="low")),
+    _grouped(
+        "heads of 2 repeated, heads of 1 split",
+        "q, kr, vr",
+        body=_REPEATED,
+        heads=8,
+        rejection="keys of its own",
+        ops={"Expand": 2},
+    ),
     _grouped(
         "keys repeated, values of other heads",
         "q, kr, vo",

@@ -3,8 +3,8 @@
     ScaledDotProductAttention(q, k, v, mask?)
         =>  Transpose(Reshape(MultiHeadAttention(*Reshape(Transpose(q, k, v)), -, -, mask)))
 
-The scores [B,N,S,L] are then not in memory. Transposes cancel with those around the attention. Rejected: capped scores,
-heads that the kernel's tiles do not support.
+with kv_num_heads instead of repeated heads of k and v. The scores [B,N,S,L] are then not in memory. Transposes cancel
+with those around the attention. Rejected: capped scores, heads that the kernel's tiles do not support.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fusion_passes.canonicalize import transposes
 from fusion_passes.canonicalize.attention.masks import expanded_mask
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome
+from fusion_passes.repeated_heads import shared_heads, single_keys
 from fusion_passes.rule import Rule, apply_rules
 
 SWAP = [0, 2, 1, 3]
@@ -51,11 +52,14 @@ class TransposedAttention(Rule):
             op.initializer(ir.tensor(target, dtype=ir.DataType.INT64), name=unique_name(out, name))
             for target, name in (([0, 0, -1], "flat"), ([0, 0, heads or 0, size or 0], "split"))
         )
-        inputs = [op.Reshape(op.Transpose(x, perm=SWAP), flat) for x in (q, k, v)]
+        assert isinstance(node.graph, ir.Graph)
+        kv_heads, keys = shared_heads(node, 1), single_keys(node.graph, node, 1)
+        inputs = [op.Reshape(op.Transpose(x, perm=SWAP), flat) for x in (q, *keys)]
         attention = op.MultiHeadAttention(
             *inputs,
             *([] if mask is None else [None, None, expanded_mask(op, mask, q, k, out, 2)]),
             num_heads=heads,
+            **({} if kv_heads is None else {"kv_num_heads": kv_heads}),
             scale=node.attributes["scale"].as_float(),
             unidirectional=node.attributes.get_int("is_causal", 0),
             _domain=DOMAIN,
@@ -72,16 +76,25 @@ def transposed_attention(model: ir.Model) -> PassOutcome:
 
 
 def _case(
-    name: str, inputs: str, ops: dict[str, int] | None = None, rejection: str | None = None, **attributes: Any
-) -> PassCase:
+    name: str, inputs: str, ops: dict[str, int] | None = None, rejection: str | None = None, body: str = "",
+    **attributes: Any,
+) -> PassCase:  # fmt: skip
     size, scale = attributes.pop("size", 8), {"scale": 0.3, "is_causal": 0} | attributes
     graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
         g (float[B,2,S,{size}] q, float[B,2,L,{size}] k, float[B,2,L,{size}] v, float[B,1,S,L] m, float[B,1,1,L] row)
-          => (float[B,2,S,{size}] y) {{
+          => (float[B,2,S,{size}] y)
+        <int64[1] at2 = {{2}}, int64[5] by2 = {{1, 1, 2, 1, 1}}, int64[4] all = {{0, 2, -1, {size}}}> {{
+            {body}
             y = sd_ort.ScaledDotProductAttention <{", ".join(f"{n} = {x}" for n, x in scale.items())}> ({inputs})
         }}"""
     rewrites = int(rejection is None)
     return PassCase(name, graph, rewrites, {"MultiHeadAttention": rewrites} | (ops or {}), rejection, _SIZES)
+
+
+def _repeated(name: str) -> str:
+    """Statements that repeat the first of the two heads of `name` as {name}r."""
+    return f"""  {name}1, {name}2 = Split <axis = 1, num_outputs = 2> ({name})  {name}5 = Unsqueeze ({name}1, at2)
+        {name}e = Expand ({name}5, by2)  {name}r = Reshape ({name}e, all)"""
 
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
@@ -90,6 +103,8 @@ CASES = [
     _case("causal", "q, k, v", is_causal=1),
     _case("a mask", "q, k, v, m", {"Expand": 0}),
     _case("a mask a key", "q, k, v, row", {"Expand": 1}),
+    _case("one head of keys", "q, kr, vr", {"Expand": 0, "Reshape": 4}, body=_repeated("k") + _repeated("v")),
+    _case("one head of keys alone", "q, kr, v", {"Expand": 1}, body=_repeated("k")),
     _case("capped scores", "q, k, v", rejection="caps", softcap=2.0),
     _case("heads of 6", "q, k, v", rejection="no heads of 6", size=6),
 ]

@@ -1,4 +1,4 @@
-"""Bfloat16Attention(query, key?, value?; num_heads, scale): MultiHeadAttention, packed or not, without a mask.
+"""Bfloat16Attention(query, key?, value?; num_heads, kv_num_heads?, scale): MultiHeadAttention without a mask.
 
 query, key, value and the output are all float32 or all bfloat16. Inputs and the softmax weights are rounded to
 bfloat16, and sums are in float32. Function bodies keep the softmax weights in float32.
@@ -23,5 +23,5 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 OPERATOR = FusedOperator(
-    "Bfloat16Attention", multi_head_attention.shape, body, ("num_heads", "scale"), has_cpu_kernel=never
+    "Bfloat16Attention", multi_head_attention.shape, body, ("num_heads", "kv_num_heads", "scale"), has_cpu_kernel=never
 )

@@ -28,6 +28,7 @@ from fusion_passes.lower import (
     conv_relu,
     fold_bias,
     fused_conv,
+    grouped_heads,
     layer_norm,
     linear_add,
     linear_split_gelu,
@@ -207,6 +208,7 @@ CPU = Target(
     bfloat16_passes=(
         _NO_SDPA,
         bfloat16_attention.PASS,
+        grouped_heads.BFLOAT16_PASS,
         pack_qkv.BFLOAT16_PASS,
         standard_attention(_long_keys),
         bfloat16_matmul_conv.PASS,
@@ -303,6 +305,7 @@ HIP = Target(
     fusions=(*FUSIONS, *TRANSFORMER_FUSIONS),
     lowering_passes=(
         transposed_attention.PASS,
+        grouped_heads.PASS,
         _NO_SDPA,
         swiglu.PASS,
         split_product.PASS,

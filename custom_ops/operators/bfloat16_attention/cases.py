@@ -32,9 +32,11 @@ OUTPUTS = ("output",)
 _WEIGHTS = 2.0**15
 
 
-def _case(*sizes: int, packed: str = "", distribution: str = "normal", scale: float = 0.0) -> OperatorCase:
+def _case(
+    *sizes: int, packed: str = "", distribution: str = "normal", scale: float = 0.0, **attributes: int
+) -> OperatorCase:
     """Batch, heads, sequence, kv_sequence and head size; a scale of 0 is the default."""
-    case = attention_case(*sizes, packed=packed, distribution=distribution, roundoffs=_WEIGHTS)
+    case = attention_case(*sizes, packed=packed, distribution=distribution, roundoffs=_WEIGHTS, **attributes)
     if scale:
         case = replace(case, name=f"{case.name}-scale{scale}", attributes={**case.attributes, "scale": scale})
     return replace(case, dtypes=("float32", "bfloat16"))
@@ -54,6 +56,8 @@ CASES = [
     _case(1, 1, 64, 200, 64, distribution="peaked"),
     _case(1, 1, 20, 150, 48, scale=1e-6),
     _case(1, 1, 70, 131, 512),
+    _case(2, 6, 40, 77, 40, kv_num_heads=2),
+    _case(1, 4, 33, 40, 64, kv_num_heads=1, packed="kv"),
 ]
 
 

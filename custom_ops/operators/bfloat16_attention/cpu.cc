@@ -256,21 +256,22 @@ void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
   if (p.batch == 0 || p.heads == 0 || p.sequence == 0 || p.head_size == 0) return;
   static thread_local ThreadScratch<uint16_t> scratch;
   const Sizes sizes(p);
-  const int64_t heads = p.batch * p.heads, key_blocks = sizes.keys / kBlockDepth;
-  uint16_t* keys = scratch.get(2 * heads * sizes.elements());
-  uint16_t* values = keys + heads * sizes.elements();
+  const int64_t heads = p.batch * p.heads, kv_heads = p.batch * p.kv_heads, key_blocks = sizes.keys / kBlockDepth;
+  uint16_t* keys = scratch.get(2 * kv_heads * sizes.elements());
+  uint16_t* values = keys + kv_heads * sizes.elements();
   if (key_blocks > 0) {
-    parallel(heads * key_blocks, [&](size_t task) {
+    parallel(kv_heads * key_blocks, [&](size_t task) {
       const int64_t head = task / key_blocks, at = head * sizes.elements();
-      pack_keys_and_values<T>(p, sizes, head / p.heads, head % p.heads, task % key_blocks * kBlockDepth, keys + at,
-                              values + at);
+      pack_keys_and_values<T>(p, sizes, head / p.kv_heads, head % p.kv_heads, task % key_blocks * kBlockDepth,
+                              keys + at, values + at);
     });
   }
   const int64_t groups = ceil_div(p.sequence, kGroup * kQueries);
   parallel(heads * groups, [&](size_t task) {
     const TileScope tiles;
-    const int64_t head = task / groups, at = head * sizes.elements();
-    attend<T>(p, sizes, head / p.heads, head % p.heads, task % groups * kGroup * kQueries, keys + at, values + at);
+    const int64_t head = task / groups, batch = head / p.heads;
+    const int64_t at = (batch * p.kv_heads + p.kv_head(head % p.heads)) * sizes.elements();
+    attend<T>(p, sizes, batch, head % p.heads, task % groups * kGroup * kQueries, keys + at, values + at);
   });
 }
 

@@ -22,6 +22,9 @@ struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_h
     Params params{};
     params.heads = attributes.required_integer("num_heads");
     require(params.heads > 0, "MultiHeadAttention: num_heads must be positive");
+    params.kv_heads = attributes.integer("kv_num_heads", params.heads);
+    require(params.kv_heads > 0 && params.heads % params.kv_heads == 0,
+            "MultiHeadAttention: kv_num_heads must divide num_heads");
     params.scale = attributes.real("scale", 0.f);
     params.quantized.scale = attributes.real("quantized_scale", 0.f);
     params.causal = attributes.integer("unidirectional", 0) != 0;
@@ -44,7 +47,7 @@ struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_h
     require(!tensors.input(4), "MultiHeadAttention: key_padding_mask is not supported; use attention_bias");
     if (query.shape.size() == 5) {
       require(
-          !key && !value && query.shape[2] == params.heads && query.shape[3] == 3,
+          !key && !value && query.shape[2] == params.heads && query.shape[3] == 3 && params.kv_heads == params.heads,
           "MultiHeadAttention: a packed query is (batch, sequence, num_heads, 3, head_size), without key and value");
       params.head_size = query.shape[4];
       params.query = packed(query, params, 0);
@@ -57,14 +60,14 @@ struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_h
       params.head_size = query.shape[2] / params.heads;
       params.query = separate(query, params);
       if (key.shape.size() == 5) {
-        require(!value && key.has_shape({query.shape[0], key.shape[1], params.heads, 2, params.head_size}),
-                "MultiHeadAttention: a packed key is (batch, sequence, num_heads, 2, head_size), without value");
+        require(!value && key.has_shape({query.shape[0], key.shape[1], params.kv_heads, 2, params.head_size}),
+                "MultiHeadAttention: a packed key is (batch, sequence, kv_num_heads, 2, head_size), without value");
         params.key = packed(key, params, 0);
         params.value = packed(key, params, 1);
       } else {
-        require(key.shape.size() == 3 && key.has_shape({query.shape[0], key.shape[1], query.shape[2]}) &&
-                    value.shape == key.shape,
-                "MultiHeadAttention: key and value must be (batch, kv_sequence, num_heads * head_size)");
+        require(key.shape.size() == 3 && value.shape == key.shape &&
+                    key.has_shape({query.shape[0], key.shape[1], params.kv_heads * params.head_size}),
+                "MultiHeadAttention: key and value must be (batch, kv_sequence, kv_num_heads * head_size)");
         params.key = separate(key, params);
         params.value = separate(value, params);
       }
@@ -85,10 +88,10 @@ struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_h
     return {tensor.data, tensor.shape[1] * tensor.shape[2], tensor.shape[2], params.head_size};
   }
 
-  // Slice `part` of a packed tensor (batch, sequence, heads, parts, head_size).
+  // Slice `part` of a packed tensor (batch, sequence, heads or kv_heads, parts, head_size).
   static HeadsView packed(const Tensor& tensor, const Params& params, int64_t part) {
     if (tensor.size() == 0) return {tensor.data, 0, 0, 0};
-    const int64_t parts = tensor.shape[3], row = params.heads * parts * params.head_size;
+    const int64_t parts = tensor.shape[3], row = tensor.shape[2] * parts * params.head_size;
     const int64_t offset = part * params.head_size * static_cast<int64_t>(size_of(tensor.dtype()));
     return {static_cast<const char*>(tensor.data) + offset, tensor.shape[1] * row, row, parts * params.head_size};
   }

@@ -82,7 +82,7 @@ class GemmAttention {
   BlasLt::Gemm scores(int64_t batch, int64_t head, int64_t row, int64_t rows, void* to) const {
     BlasLt::Gemm gemm{p_.dtype,
                       at(p_.query, batch, head, row),
-                      at(p_.key, batch, head, 0),
+                      at(p_.key, batch, p_.kv_head(head), 0),
                       nullptr,
                       nullptr,
                       to,
@@ -99,7 +99,7 @@ class GemmAttention {
   BlasLt::Gemm sums(int64_t batch, int64_t head, int64_t row, int64_t rows, const void* weights) const {
     const HeadsView output = {p_.output, p_.sequence * p_.heads * p_.head_size, p_.heads * p_.head_size, p_.head_size};
     void* const to = const_cast<char*>(at(output, batch, head, row));
-    BlasLt::Gemm gemm{p_.dtype,       weights,     at(p_.value, batch, head, 0), nullptr, nullptr, to, rows,
+    BlasLt::Gemm gemm{p_.dtype,       weights,     at(p_.value, batch, p_.kv_head(head), 0), nullptr, nullptr, to, rows,
                       p_.kv_sequence, p_.head_size};
     gemm.weight_stride = p_.value.row_stride;
     gemm.y_stride = output.row_stride;

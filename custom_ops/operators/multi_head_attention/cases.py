@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from math import prod
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class Params(ctypes.Structure):
         (INT32, "dtype"),
         (HeadsView, "query key value"),
         (POINTER, "attention_bias output"),
-        (INT64, "batch heads sequence kv_sequence head_size bias_batch_stride bias_head_stride"),
+        (INT64, "batch heads kv_heads sequence kv_sequence head_size bias_batch_stride bias_head_stride"),
         (FLOAT32, "scale"),
         (INT32, "causal"),
         (Float8Output, "quantized"),
@@ -57,11 +58,15 @@ def _sizes(case: OperatorCase) -> tuple[int, int, int, int, int]:
     return query[0], heads, query[1], case.inputs["key"][1], query[2] // heads
 
 
-def _view(address: int, shape: Shape, heads: int, part: int, itemsize: int) -> HeadsView:
+def kv_heads(attributes: Mapping[str, int | float]) -> int:
+    """Number of heads of key and value."""
+    return int(attributes.get("kv_num_heads", attributes["num_heads"]))
+
+
+def _view(address: int, shape: Shape, head_size: int, part: int, itemsize: int) -> HeadsView:
     """Part `part` of a tensor (B, S, N * H) or (B, S, N, parts, H) at `address`."""
-    head_size = shape[-1] if len(shape) == 5 else shape[2] // heads
     parts = shape[3] if len(shape) == 5 else 1
-    row = heads * parts * head_size
+    row = prod(shape[2:])
     return HeadsView(address + part * head_size * itemsize, shape[1] * row, row, parts * head_size)
 
 
@@ -75,7 +80,7 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         sources = [("query", 0), ("key", 0), ("key", 1)]
     else:
         sources = [("query", 0), ("key", 0), ("value", 0)]
-    query, key, value = (_view(address[name], shapes[name], heads, part, itemsize) for name, part in sources)
+    query, key, value = (_view(address[name], shapes[name], head_size, part, itemsize) for name, part in sources)
     bias = shapes.get("attention_bias", (1, 1, sequence, kv_sequence))
     return Params(
         dtype=DTYPES[dtype][0],
@@ -86,6 +91,7 @@ def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params
         output=address.get("output"),
         batch=batch,
         heads=heads,
+        kv_heads=kv_heads(case.attributes),
         sequence=sequence,
         kv_sequence=kv_sequence,
         head_size=head_size,
@@ -103,11 +109,12 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     return dict.fromkeys(case.outputs or ("output",), (batch, sequence, heads * head_size))
 
 
-def heads_view(inputs: Mapping[str, Array], heads: int) -> tuple[Array, Array, Array]:
-    """Query (B, S, N, H), key and value (B, L, N, H) out of separate or packed inputs, without copies.
+def heads_view(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> tuple[Array, Array, Array]:
+    """Query (B, S, N, H), key and value (B, L, M, H) out of separate or packed inputs, without copies.
 
-    Packed: query (B, S, N, 3, H) alone, or query (B, S, N * H) with key (B, L, N, 2, H), as com.microsoft takes them.
+    Packed: query (B, S, N, 3, H) alone, or query (B, S, N * H) with key (B, L, M, 2, H), as com.microsoft takes them.
     """
+    heads = int(attributes["num_heads"])
     query = inputs["query"]
     if query.ndim == 5:
         return query[..., 0, :], query[..., 1, :], query[..., 2, :]
@@ -117,15 +124,16 @@ def heads_view(inputs: Mapping[str, Array], heads: int) -> tuple[Array, Array, A
     if key.ndim == 5:
         return split, key[..., 0, :], key[..., 1, :]
     value = inputs["value"]
-    shape = (batch, key.shape[1], heads, hidden // heads)
+    shape = (batch, key.shape[1], kv_heads(attributes), hidden // heads)
     return split, key.reshape(shape), value.reshape(shape)
 
 
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
     """Output (B, S, N * H) in float64; a row whose scores are all -infinity is zero."""
-    views = heads_view(inputs, int(attributes["num_heads"]))
+    views = heads_view(inputs, attributes)
     query, key, value = (x.transpose(0, 2, 1, 3).astype(np.float64) for x in views)  # products of a BLAS, not einsum's
     batch, heads, sequence, head_size = query.shape
+    key, value = (np.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
     scale = attributes.get("scale", 0.0) or head_size**-0.5
     scores = query @ key.swapaxes(2, 3) * scale
     if "attention_bias" in inputs:
@@ -177,16 +185,18 @@ def attention_case(
 ) -> OperatorCase:
     """`packed` is "", "kv" or "qkv"; `bias` gives the batch and head axes of attention_bias. `roundoffs`: of float32,
     for a kernel that computes in a narrower type. `quantized`: the outputs, one of them in float8."""
-    query, keys = (batch, sequence, heads * head_size), (batch, kv_sequence, heads * head_size)
+    groups = int(attributes.get("kv_num_heads", heads))
+    query, keys = (batch, sequence, heads * head_size), (batch, kv_sequence, groups * head_size)
     inputs: dict[str, Shape] = {"query": query, "key": keys, "value": keys}
     if packed == "qkv":
         inputs = {"query": (batch, sequence, heads, 3, head_size)}
     elif packed == "kv":
-        inputs = {"query": query, "key": (batch, kv_sequence, heads, 2, head_size)}
+        inputs = {"query": query, "key": (batch, kv_sequence, groups, 2, head_size)}
     if bias is not None:
         inputs["attention_bias"] = (*bias, sequence, kv_sequence)
     words = [f"{batch}x{heads}x{sequence}x{kv_sequence}x{head_size}", packed, *attributes]
-    words = [f"scale{attributes['scale']}" if word == "scale" else word for word in words]
+    valued = ("scale", "kv_num_heads")
+    words = [f"{word}{attributes[word]}" if word in valued else word for word in words]
     words += [distribution] if distribution != "normal" else []
     words += [f"bias{bias[0]}{bias[1]}"] if bias else []
     if quantized:
@@ -245,6 +255,14 @@ CASES = [
     attention_case(1, 2, 40, 90, 64, bias=(1, 1), distribution="hidden_rows"),
     attention_case(1, 1, 33, 70, 512, bias=(1, 1), distribution="hidden_rows"),
     attention_case(1, 1, 33, 70, 37, bias=(1, 1), distribution="hidden_rows"),
+    # fewer heads of keys and values than of queries
+    attention_case(2, 6, 21, 40, 64, kv_num_heads=2),
+    attention_case(1, 4, 67, 64, 40, kv_num_heads=1),
+    attention_case(2, 6, 33, 70, 40, kv_num_heads=3, bias=(2, 6)),
+    attention_case(1, 4, 40, 40, 128, kv_num_heads=2, unidirectional=1),
+    attention_case(2, 6, 21, 24, 192, kv_num_heads=2, packed="kv"),
+    attention_case(1, 7, 9, 33, 37, kv_num_heads=1),
+    attention_case(1, 2, 19, 23, 64, kv_num_heads=2),
     # scores: other scales, all weight on one key, all keys alike
     attention_case(1, 1, 40, 50, 64, scale=1.0),
     attention_case(1, 1, 40, 50, 64, scale=-0.125),
@@ -254,7 +272,7 @@ CASES = [
     attention_case(1, 1, 20, 50, 64, scale=1e-6),
     # outputs in float8: of every kernel, and of products of a library by a kernel after them
     attention_case(2, 2, 70, 77, 40, packed="kv", quantized=("output", QUANTIZED)),
-    attention_case(1, 2, 131, 192, 64, packed="qkv" if False else "", quantized=(QUANTIZED,)),
+    attention_case(1, 2, 131, 192, 64, quantized=(QUANTIZED,)),
     attention_case(2, 2, 33, 70, 40, bias=(2, 1), quantized=(QUANTIZED,)),
     attention_case(1, 2, 29, 31, 37, quantized=("output", QUANTIZED)),
     attention_case(1, 1, 70, 131, 512, quantized=(QUANTIZED,)),
@@ -277,6 +295,7 @@ CASES = [
         for keys, packed in ((queries, "qkv"), (77, "kv"))
     ),
     attention_case(2, 12, 77, 77, 64, unidirectional=1, benchmark=True),
+    attention_case(1, 48, 4608, 4608, 128, kv_num_heads=12, benchmark=True),  # Krea 2 at 1024 x 1024
     attention_case(1, 1, 4096, 4096, 512, benchmark=True),
     attention_case(1, 1, 16384, 16384, 512, benchmark=True),
 ]

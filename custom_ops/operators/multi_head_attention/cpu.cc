@@ -235,8 +235,9 @@ void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int6
   const int64_t end = p.causal && first + count < p.kv_sequence ? first + count : p.kv_sequence;
   for (int64_t key = 0; key < end; key += kKeys) {
     const int64_t keys = end - key < kKeys ? end - key : kKeys, padded_keys = round_up(keys, kLanes);
-    pack_keys(head_of<T>(p.key, batch, head, key), p.key.row_stride, keys, p.head_size, buffers.keys);
-    pack_values(head_of<T>(p.value, batch, head, key), p.value.row_stride, keys, p.head_size, buffers.values);
+    pack_keys(head_of<T>(p.key, batch, p.kv_head(head), key), p.key.row_stride, keys, p.head_size, buffers.keys);
+    pack_values(head_of<T>(p.value, batch, p.kv_head(head), key), p.value.row_stride, keys, p.head_size,
+                buffers.values);
     multiply<false>(buffers.query, padded, rows, buffers.keys, p.head_size, padded_keys, p.head_size, buffers.scores,
                     kKeys);
     for (int64_t r = 0; r < count; ++r) {

@@ -43,10 +43,11 @@ class CudnnAttention {
     return text;
   }
 
-  // The operations that cuDNN recognizes as flash attention, including the unused logarithm of the sums.
+  // The operations that cuDNN recognizes as flash attention, including the unused logarithm of the sums. Fewer heads of
+  // key and value are broadcast over the query heads of a group, or no plan is proposed.
   Cudnn::Build build() const {
     return [this](Graph& graph) {
-      const int64_t b = p_.batch, n = p_.heads, s = p_.sequence, l = p_.kv_sequence, h = p_.head_size;
+      const int64_t b = p_.batch, n = p_.heads, m = p_.kv_heads, s = p_.sequence, l = p_.kv_sequence, h = p_.head_size;
       const HeadsView out = {nullptr, s * n * h, n * h, h};
       const Graph::Sizes scores = {b, n, s, l}, scores_strides = {n * s * l, s * l, l, 1};
       const Graph::Sizes rows = {b, n, s, 1}, rows_strides = {n * s, s, 1, 1}, one = {1, 1, 1, 1};
@@ -56,8 +57,8 @@ class CudnnAttention {
       const auto row_tensor = [&]() -> const Cudnn::Descriptor& { return graph.intermediate(rows, rows_strides); };
       const Cudnn::Descriptor& query = graph.tensor(kQuery, p_.dtype, {b, n, s, h}, strides(p_.query));
       const Cudnn::Descriptor& key =
-          graph.tensor(kKey, p_.dtype, {b, n, h, l}, {p_.key.batch_stride, p_.key.head_stride, 1, p_.key.row_stride});
-      const Cudnn::Descriptor& value = graph.tensor(kValue, p_.dtype, {b, n, l, h}, strides(p_.value));
+          graph.tensor(kKey, p_.dtype, {b, m, h, l}, {p_.key.batch_stride, p_.key.head_stride, 1, p_.key.row_stride});
+      const Cudnn::Descriptor& value = graph.tensor(kValue, p_.dtype, {b, m, l, h}, strides(p_.value));
       const Cudnn::Descriptor& output = graph.tensor(kOutput, p_.dtype, {b, n, s, h}, strides(out));
       const Cudnn::Descriptor& scale = graph.tensor(kScale, DType::kFloat32, one, one, Graph::Place::kHost);
 

@@ -1,6 +1,7 @@
 // MultiHeadAttention: softmax(scale * Q K^T + attention_bias) V per head, as com.microsoft::MultiHeadAttention.
 //
-// Query (B, S, N * H), key and value (B, L, N * H); or one packed (B, S, N, 3, H); or query and packed (B, L, N, 2, H).
+// Query (B, S, N * H), key and value (B, L, M * H); or one packed (B, S, N, 3, H); or query and packed (B, L, M, 2, H).
+// With fewer heads of keys than of queries, M < N, adjacent N / M query heads share one (grouped-query attention).
 // Kernels get three pointers with strides, which read packed tensors in place. The second output is the first one
 // / quantized_scale in float8.
 // A row whose scores are all -infinity (every key masked) gives zeros.
@@ -21,12 +22,13 @@ struct HeadsView {
 struct MultiHeadAttentionParams {
   DType dtype;
   HeadsView query;             // (batch, sequence, heads, head_size)
-  HeadsView key;               // (batch, kv_sequence, heads, head_size)
+  HeadsView key;               // (batch, kv_sequence, kv_heads, head_size)
   HeadsView value;             // as key
   const void* attention_bias;  // added to the scores: a row of kv_sequence per query; or null
   void* output;                // (batch, sequence, heads * head_size), contiguous; or null
   int64_t batch;
   int64_t heads;
+  int64_t kv_heads;  // divides heads
   int64_t sequence;
   int64_t kv_sequence;
   int64_t head_size;
@@ -36,9 +38,13 @@ struct MultiHeadAttentionParams {
   int32_t causal;          // a query attends to keys up to its own position
   Float8Output quantized;  // as output
 
+  // Head of key and value that a query head attends to.
+  int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }
+
   std::string signature() const {
     std::string text = name_of(dtype);
     for (int64_t size : {batch, heads, sequence, kv_sequence, head_size}) text += "_" + std::to_string(size);
+    if (kv_heads != heads) text += "_kv" + std::to_string(kv_heads);
     if (query.row_stride != heads * head_size) text += "_qkv";
     if (attention_bias != nullptr) text += "_bias";
     if (causal) text += "_causal";

@@ -4,6 +4,7 @@
 // Launch: block (256, 1, 1), grid (ceil(count / (256 * kMoved)), 1, 1), no LDS.
 #pragma once
 
+#include "common/divisor.h"
 #include "provider/kernels/for_each.h"
 
 namespace sd_ort {
@@ -58,21 +59,5 @@ const char* move_each(int64_t count, const Function& function, void* stream) {
   return count < kMany ? with(move_kernel<T, 1, Function>, 1) : with(move_kernel<T, 4, Function>, 4);
 }
 #endif
-
-// i / divisor by a multiplication, for i below 2^31 (Granlund and Montgomery, "Division by Invariant Integers using
-// Multiplication", 1994): with 2^shift the power of two not below the divisor, (i * multiplier / 2^32 + i) / 2^shift.
-class Divisor {
- public:
-  explicit Divisor(uint32_t divisor) {
-    while ((uint64_t{1} << shift_) < divisor) ++shift_;
-    multiplier_ = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift_) - divisor) / divisor + 1);
-  }
-  SD_ORT_DEVICE uint32_t divide(uint32_t i) const {
-    return (static_cast<uint32_t>(static_cast<uint64_t>(i) * multiplier_ >> 32) + i) >> shift_;
-  }
-
- private:
-  uint32_t multiplier_, shift_ = 0;
-};
 
 }  // namespace sd_ort

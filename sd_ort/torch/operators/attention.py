@@ -46,7 +46,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
             bias_strides = (bias.stride(0) * (bias.shape[0] > 1), bias.stride(1) * (bias.shape[1] > 1))
         params = Params(
             DTYPE_CODES[q.dtype], _view(q), _view(k), _view(v), pointer(bias), pointer(y),
-            batch, heads, sequence, length, size, *bias_strides, scale, int(causal),
+            batch, heads, heads, sequence, length, size, *bias_strides, scale, int(causal),
         )  # fmt: skip
         kernels.run("MultiHeadAttention", params, q.device)
     return y if length else y.zero_()

@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "common/divisor.h"
 #include "common/gpu.h"
 #include "common/math.h"
 #include "common/mma.h"
@@ -34,6 +35,7 @@ struct AttentionShape {
   int64_t value_head_stride;
   int64_t bias_batch_stride;
   int64_t bias_head_stride;
+  Divisor group{1};  // query heads per head of key and value
 };
 
 namespace {
@@ -436,21 +438,22 @@ struct Head {
   ScoreEdges<T> edges;
 
   __device__ Head(const T* query, const T* key, const T* value, const T* attention_bias, const AttentionShape& shape)
-      : query{query + at(shape.query_batch_stride, shape.query_head_stride),
+      : query{query + at(shape.query_batch_stride, shape.query_head_stride, blockIdx.y),
               static_cast<uint32_t>(shape.query_row_stride), shape.sequence, shape.head_size},
-        key{key + at(shape.key_batch_stride, shape.key_head_stride), static_cast<uint32_t>(shape.key_row_stride),
-            shape.kv_sequence, shape.head_size},
-        value{value + at(shape.value_batch_stride, shape.value_head_stride),
+        key{key + at(shape.key_batch_stride, shape.key_head_stride, kv_head(shape)),
+            static_cast<uint32_t>(shape.key_row_stride), shape.kv_sequence, shape.head_size},
+        value{value + at(shape.value_batch_stride, shape.value_head_stride, kv_head(shape)),
               static_cast<uint32_t>(shape.value_row_stride), shape.kv_sequence, shape.head_size},
-        edges{attention_bias + at(shape.bias_batch_stride, shape.bias_head_stride),
+        edges{attention_bias + at(shape.bias_batch_stride, shape.bias_head_stride, blockIdx.y),
               attention_bias != nullptr,
               shape.sequence,
               shape.kv_sequence,
               shape.scale,
               shape.causal} {}
 
-  __device__ static int64_t at(int64_t batch_stride, int64_t head_stride) {
-    return blockIdx.z * batch_stride + blockIdx.y * head_stride;
+  __device__ static uint32_t kv_head(const AttentionShape& shape) { return shape.group.divide(blockIdx.y); }
+  __device__ static int64_t at(int64_t batch_stride, int64_t head_stride, uint32_t head) {
+    return blockIdx.z * batch_stride + head * head_stride;
   }
 };
 
@@ -492,6 +495,7 @@ const char* launch_attention(AttentionKernel<T>* kernel, const MultiHeadAttentio
   // Canonical NaN: AMD's rounding to bfloat16 turns NaNs with low bits into numbers.
   shape.scale = p.scale == p.scale ? p.scale : std::numeric_limits<float>::quiet_NaN();
   shape.causal = p.causal;
+  shape.group = Divisor(static_cast<uint32_t>(p.heads / p.kv_heads));
   return launch(kernel, dim3(blocks_per_head, p.heads, p.batch), dim3(threads), lds_bytes, stream,
                 static_cast<const T*>(p.query.data), static_cast<const T*>(p.key.data),
                 static_cast<const T*>(p.value.data), static_cast<const T*>(p.attention_bias),

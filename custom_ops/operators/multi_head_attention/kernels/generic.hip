@@ -25,13 +25,13 @@ __global__ __launch_bounds__(256, 1) void generic_attention_kernel(const T* quer
   const int column_blocks = (shape.head_size + kTile * kColumnTiles - 1) / (kTile * kColumnTiles);
   const int first_column = blockIdx.x % column_blocks * kTile * kColumnTiles;
   const int first_query = blockIdx.x / column_blocks * kTile;
-  const int head = blockIdx.y, batch = blockIdx.z;
   const int thread = threadIdx.x;
   const int row = thread / 16 * 4, column = thread % 16 * 4;  // of the thread's 4 x 4
-  query += batch * shape.query_batch_stride + head * shape.query_head_stride;
-  key += batch * shape.key_batch_stride + head * shape.key_head_stride;
-  value += batch * shape.value_batch_stride + head * shape.value_head_stride;
-  const ScoreEdges<T> edges = Head<T>(query, key, value, attention_bias, shape).edges;
+  const Head<T> head(query, key, value, attention_bias, shape);
+  const ScoreEdges<T>& edges = head.edges;
+  query = head.query.data;
+  key = head.key.data;
+  value = head.value.data;
   const int sequence = shape.sequence, kv_sequence = shape.kv_sequence, head_size = shape.head_size;
 
   float out[kColumnTiles][4][4] = {};
