@@ -389,7 +389,7 @@ def with_loadgen(
 
     for count in (1, len(loaded)):
         cluster = contextlib.nullcontext(SimpleNamespace(replicas=loaded[:count]))
-        with ReplicaBackend(cluster, prompts, benchmark, 1) as backend:
+        with ReplicaBackend(cluster, prompts, benchmark, [1]) as backend:
             backend.warm_up()
             if count == 1:
                 single = run(backend, count, "SingleStream")

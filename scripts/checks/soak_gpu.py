@@ -10,7 +10,8 @@ were optimized with one), LoRA rounds (load, two scales, unload), pipelines that
 pipelines that open, generate and close. Device memory, process memory and open file descriptors are read after each
 stage, and device memory after each call: `device_growth` names the calls after which more was in use than ever before.
 --scale shrinks the sizes for small models. The exit code is 1 if an image differs, a call fails, a run that should be
-captured is not, or memory or descriptors grow when a stage runs again.
+captured is not, or memory or descriptors grow when a stage runs again. For each run that was not captured, `uncaptured`
+has the sessions that threads opened in the last seconds, the stacks of all threads, and the device memory in use.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,12 +44,14 @@ from sd_ort import (
     StableDiffusionPipeline,
 )
 from sd_ort.core.files import write_json
+from sd_ort.runtime import bound_run, components
 from sd_ort.runtime.bound_run import failed_captures
 from sd_ort.runtime.machine import commit, machine, versions
 
 SIZES = ((512, 512), (768, 512), (512, 768), (640, 640), (1024, 1024), (256, 256), (448, 576), (704, 512))
 PROMPT = "a red circle left of a small blue square on a white background"
 THREADS = 4
+RECENT_S = 5.0  # sessions that were opened at most so long before a run was not captured are recorded
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,46 @@ class Soak:
     tasks: list[str] = field(default_factory=list)
     device_growth: list[dict[str, Any]] = field(default_factory=list)
     largest_MB: int = 0  # of device memory in use after a call
+    openings: list[dict[str, Any]] = field(default_factory=list)  # sessions, with begin and end, None while it opens
+    uncaptured: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def record_failed_captures(self) -> Iterator[None]:
+        """Record in `uncaptured` the runs that are not captured meanwhile, and what other threads did."""
+        opener: Any = components  # which imports the function
+        report, create_session = bound_run.report_failed_capture, opener.create_session
+
+        def create(path: Path, *arguments: Any, **options: Any) -> Any:
+            thread, begin = threading.current_thread().name, time.monotonic()
+            row = {"session": path.parent.name, "thread": thread, "begin": begin, "end": None}
+            self.openings.append(row)
+            try:
+                return create_session(path, *arguments, **options)
+            finally:
+                row["end"] = time.monotonic()
+
+        def failed(error: Exception) -> None:
+            now, names = time.monotonic(), {each.ident: each.name for each in threading.enumerate()}
+            recent = [row for row in self.openings if row["end"] is None or now - row["end"] < RECENT_S]
+            stacks = {
+                names.get(ident, str(ident)): [
+                    f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(top)
+                ]
+                for ident, top in sys._current_frames().items()
+            }
+            row = {"reason": str(error), "stage_number": len(self.stages), "device_MB": device_megabytes()}
+            openings = [
+                each | {key: each[key] and round(each[key] - now, 4) for key in ("begin", "end")} for each in recent
+            ]
+            thread = threading.current_thread().name
+            self.uncaptured.append(row | {"thread": thread, "openings": openings, "stacks": stacks})
+            report(error)
+
+        bound_run.report_failed_capture, opener.create_session = failed, create
+        try:
+            yield
+        finally:
+            bound_run.report_failed_capture, opener.create_session = report, create_session
 
     def watch(self, call: object) -> None:
         """Record `call` if more device memory is in use than after all calls before it."""
@@ -246,6 +290,26 @@ def main() -> int:
     warnings.simplefilter("error")
     soak, earlier = Soak(options.folder, options.provider, options.steps), len(failed_captures())
     all_requests = list(requests(options.scale))[: options.requests]
+    with soak.record_failed_captures():
+        changes = run_stages(soak, all_requests, options)
+    limits = {"device_MB": 64, "rss_MB": 512, "descriptors": 4}
+    soak.failures += filter(None, (growth(soak.stages, name, allowed) for name, allowed in limits.items()))
+    soak.failures += [f"a run was not captured: {reason}" for reason in failed_captures()[earlier:]]
+    report = {
+        "folder": options.folder.name, "provider": options.provider, "requests": len(all_requests),
+        "steps": options.steps, "other_tasks": soak.tasks,
+        "stages": soak.stages, "device_growth": soak.device_growth, "uncaptured": soak.uncaptured,
+        "lora_seconds": changes, "failures": soak.failures, "load_average": os.getloadavg()[0],
+        "machine": machine(), "versions": versions(), "commit": commit(),
+    }  # fmt: skip
+    if options.out:
+        write_json(options.out, report)
+    print(json.dumps({"lora_seconds": changes, "failures": soak.failures}, indent=1))
+    return 1 if soak.failures else 0
+
+
+def run_stages(soak: Soak, all_requests: list[Request], options: argparse.Namespace) -> dict[str, float]:
+    """Run all stages; return the median seconds of changes of LoRAs."""
     pipeline = soak.open()
     for name in ("sizes", "sizes captured", "sizes again"):  # a size is captured when it comes for the second time
         soak.stage(name, lambda: in_series(soak, pipeline, all_requests))
@@ -259,20 +323,7 @@ def main() -> int:
     soak.stage("pipelines open while one captures", lambda: open_while_generating(soak, all_requests[::4]))
     soak.stage("pipelines", lambda: open_and_close(soak, all_requests[0], options.pipelines))
     soak.stage("pipelines again", lambda: open_and_close(soak, all_requests[0], options.pipelines))
-    limits = {"device_MB": 64, "rss_MB": 512, "descriptors": 4}
-    soak.failures += filter(None, (growth(soak.stages, name, allowed) for name, allowed in limits.items()))
-    soak.failures += [f"a run was not captured: {reason}" for reason in failed_captures()[earlier:]]
-    report = {
-        "folder": options.folder.name, "provider": options.provider, "requests": len(all_requests),
-        "steps": options.steps, "other_tasks": soak.tasks,
-        "stages": soak.stages, "device_growth": soak.device_growth, "lora_seconds": changes,
-        "failures": soak.failures, "load_average": os.getloadavg()[0],
-        "machine": machine(), "versions": versions(), "commit": commit(),
-    }  # fmt: skip
-    if options.out:
-        write_json(options.out, report)
-    print(json.dumps({"lora_seconds": changes, "failures": soak.failures}, indent=1))
-    return 1 if soak.failures else 0
+    return changes
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.demo import FOLDERS, fidelity
 from sd_ort.runtime import device_meters
+from sd_ort.serving.dispatch import largest_size
 
 CAPTION_LIMIT = 2000  # characters; COCO's longest caption has 251
 # Captions in the style of COCO's, written for sd-ort, for models that generate more than the demo's shapes.
@@ -220,7 +221,7 @@ def _backend(
 class WorkerBackend:
     """Generates prompts by index on a worker, one or as many of `sizes` at once; `images`: the last of each prompt.
 
-    Other numbers are split, since tuning or compiling for a size takes longer than any query may wait.
+    Other numbers are split as by `serving.dispatch`.
     """
 
     callers = 1
@@ -242,7 +243,7 @@ class WorkerBackend:
         """Generate uint8 images (H, W, 3) in batches. Raises SdOrtError if the engine fails."""
         images: list[np.ndarray] = []
         while rest := indices[len(images) :]:
-            size = max(size for size in self.sizes if size <= len(rest))
+            size = largest_size(self.sizes, len(rest))
             images += self._batches(rest[: len(rest) // size * size], size)
         return images
 

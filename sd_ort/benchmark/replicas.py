@@ -45,14 +45,20 @@ def replica_configs(
 class ReplicaBackend:
     """Generates prompts by index on replicas; `images`: the last image of each prompt. A context manager.
 
-    `batch`: maximum number of images per call of a replica. `callers`: threads that keep all replicas busy.
+    A replica generates 1 image or as many of `sizes` per call. `callers`: threads that keep all replicas busy.
     """
 
     def __init__(
-        self, cluster: AbstractContextManager[Any], prompts: Sequence[str], settings: BenchmarkSettings, batch: int
+        self,
+        cluster: AbstractContextManager[Any],
+        prompts: Sequence[str],
+        settings: BenchmarkSettings,
+        sizes: Sequence[int],
     ) -> None:
         """`cluster`: on entry it has `replicas` (see `dispatch.ReplicaProcess`), not loaded yet."""
-        self.cluster, self.prompts, self.settings, self.batch = cluster, prompts, settings, batch
+        self.cluster, self.prompts, self.settings = cluster, prompts, settings
+        self.sizes = sorted({1, *sizes})
+        self.batch = self.sizes[-1]
         self.images: dict[int, np.ndarray] = {}
         self.counted = (0, 0)  # images and batches at the last call of mean_batch
         self.loop = asyncio.new_event_loop()
@@ -61,7 +67,7 @@ class ReplicaBackend:
     def __enter__(self) -> Self:
         """Start and load the replicas. Raises SdOrtError if one fails."""
         replicas: Sequence[ReplicaProcess] = self.cluster.__enter__().replicas
-        self.dispatcher = Dispatcher(replicas, self.batch)
+        self.dispatcher = Dispatcher(replicas, self.batch, sizes=self.sizes)
         self.callers = 2 * self.batch * len(replicas)  # as many images wait as are in work
         self.thread.start()
         try:
@@ -84,14 +90,9 @@ class ReplicaBackend:
         self.cluster.__exit__(kind, value, at)
 
     def warm_up(self) -> None:
-        """Let each replica generate one image, and the largest batch."""
-
-        async def generate() -> None:
-            for count in dict.fromkeys((1, self.batch)):
-                jobs = [self._job(i % len(self.prompts)) for i in range(count)]
-                await asyncio.gather(*(each.generate(jobs) for each in self.dispatcher.replicas))
-
-        self._result(generate())
+        """Let each replica generate a batch of each size."""
+        jobs = [self._job(index) for index in range(min(self.batch, len(self.prompts)))]
+        self._result(self.dispatcher.warm_up(jobs))
 
     def __call__(self, indices: Sequence[int]) -> list[np.ndarray]:
         """Generate uint8 images (H, W, 3); thread-safe. Raises SdOrtError if no replica could."""
@@ -126,7 +127,7 @@ def on_ray(
 ) -> ReplicaBackend:
     """Return a backend of Ray actors. Raises InputError as `replica_configs`, or if Ray is not installed."""
     cluster = RayCluster(replica_configs(engine, settings, gpus, count))
-    return ReplicaBackend(cluster, prompts, settings, max(settings.batches))
+    return ReplicaBackend(cluster, prompts, settings, settings.batches)
 
 
 def _pixels(file: bytes) -> np.ndarray:

@@ -103,7 +103,8 @@ class ClipTokenizer:
         if self._transformers is not None:
             encoded = self._transformers(list(texts), add_special_tokens=special, verbose=False).input_ids
             return [list(ids) for ids in encoded]
-        return [encoding.ids for encoding in self._rules.encode_batch(list(texts), add_special_tokens=special)]
+        # encode_batch takes as long for a call's prompts where cores are idle, and waits for threads where they are not
+        return [self._rules.encode(text, add_special_tokens=special).ids for text in texts]
 
 
 FILES = ("vocab.json", "merges.txt")

@@ -199,6 +199,7 @@ CPU = Target(
         conv_factor.PASS,
         fused_conv.PASS,
         contrib_kernels.PASS,
+        linear_add.CPU,
     ),
     contrib_constraints={"QuickGelu": _any, "MultiHeadAttention": _square_if_causal, "RotaryEmbedding": _any},
     half_storage_only=True,  # its kernels compute half precision in float32, with casts around each

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from fusion_passes import DOMAIN, quantized_weights
 from fusion_passes.graph_edits import tensor_values
 from fusion_passes.graph_pass import Pass
-from fusion_passes.lower import winograd_conv
+from fusion_passes.lower import linear_add, winograd_conv
 from fusion_passes.weight_recipes import contiguous, record_recipe
 from sd_ort.core.errors import InputError
 
@@ -69,7 +69,7 @@ class WeightStorage:
 
     def passes(self, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
         """Return the lowering passes without those whose kernels keep weights in another form."""
-        return tuple(each for each in passes if each is not winograd_conv.PASS)
+        return tuple(each for each in passes if each not in (winograd_conv.PASS, linear_add.CPU))
 
     def entry(self) -> dict[str, Any]:
         """Return the settings for manifest and graph."""

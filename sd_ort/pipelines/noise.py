@@ -58,10 +58,10 @@ class Normals:
         full = size // BLOCK * BLOCK
         wide = np.empty(CACHED // 2)
         for begin in range(0, full, CACHED):
-            _to_normal(samples[begin : min(begin + CACHED, full)], wide)
+            to_normal(samples[begin : min(begin + CACHED, full)], wide)
         if full < size:
             samples[-BLOCK:] = self._uniform(BLOCK)
-            _to_normal(samples[-BLOCK:], wide)
+            to_normal(samples[-BLOCK:], wide)
         return samples.reshape(tuple(shape))
 
     def _uniform(self, count: int) -> np.ndarray:
@@ -124,7 +124,7 @@ def _is_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def _to_normal(uniform: np.ndarray, wide: np.ndarray) -> None:
+def to_normal(uniform: np.ndarray, wide: np.ndarray) -> None:
     """Replace blocks of uniform samples by standard normal ones (Box and Muller, 1958). `wide`: see `multiply_add`."""
     blocks = uniform.reshape(-1, 2, BLOCK // 2)
     wide = wide[: uniform.size // 2]

@@ -1,8 +1,8 @@
 """Memory and energy of the device a provider runs on, read where the vendors' own tools read them.
 
-    cuda             NVML (what nvidia-smi shows): memory of a process, energy since the driver was loaded
-    rocm, migraphx   the amdgpu driver's files in /sys/class (what amd-smi shows): memory of a process, average power
-    cpu              RAPL, /sys/class/powercap: energy of the processor packages; its memory is the host's
+    NVIDIA       NVML (what nvidia-smi shows): memory of a process, energy since the driver was loaded
+    AMD          the amdgpu driver's files in /sys/class (what amd-smi shows): memory of a process, average power
+    processor    RAPL, /sys/class/powercap: energy of the processor packages; its memory is the host's
 
 Energy is that of the whole device, idle power and other processes included.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from custom_ops import rocm
 from sd_ort.runtime.machine import MEGABYTE
+from sd_ort.runtime.visible_devices import NVIDIA, VARIABLE
 
 NOT_READABLE = "not readable"
 UNKNOWN = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
@@ -125,7 +126,7 @@ def open_meter(provider: str) -> Meter:
     try:
         if provider == "cpu":
             return Rapl()
-        if provider == "cuda":
+        if VARIABLE.get(provider) == NVIDIA:
             return Nvml()
         return AmdGpu(amd_device())
     except OSError as error:

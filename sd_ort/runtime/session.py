@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion_passes import DOMAIN
 from sd_ort.core import embedded_weights
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line, is_out_of_memory
-from sd_ort.core.onnx_file import EMBEDDED_LIMIT, all_nodes
+from sd_ort.core.onnx_file import EMBEDDED_LIMIT
 from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
@@ -86,8 +85,7 @@ class ModelOverride:
     """Replacements for the weights and the graph of a model file.
 
     weights: values of initializers by name, with the shape and dtype of the file's. shared: those of them for
-    whose values no graph optimizer asks; the CPU provider reads them where they are, and packs none that the op library
-    multiplies (`is_read_by_runs`).
+    whose values no graph optimizer asks; the CPU provider reads them where they are, or prepacks them without a copy.
     updatable: initializers in memory of the provider's device, read there at every run (`updatable_weights`). graph:
     serialized model over the file's data.
     """
@@ -126,8 +124,7 @@ def create_session(
     if options.capture and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
     _warn_of_missing_units(model_path, provider)
-    multiplied = override.shared if provider == "cpu" and op_library.op_library(options.library, provider) else ()
-    graph, external = _replace_weights(model_path, override.graph, override.weights, multiplied)
+    graph, external = _embed_weights(model_path, override.graph, override.weights)
 
     def opened(prefetched: PrefetchedWeights | None) -> ort.InferenceSession:
         return _open(model_path, provider, options, replace(override, graph=graph, weights=external), prefetched)
@@ -305,18 +302,10 @@ def _ort_options(provider: str, options: SessionOptions = DEFAULT_OPTIONS) -> An
     return ort_options
 
 
-def is_read_by_runs(shape: Sequence[int], dtype: np.dtype) -> bool:
-    """Return whether the op library's LinearAdd multiplies by a shared weight in place of MatMul, and packs nothing."""
-    return len(shape) == 2 and dtype == np.float32
-
-
-def _replace_weights(
-    model_path: Path, graph: bytes | None, weights: Mapping[str, np.ndarray], multiplied: Collection[str]
+def _embed_weights(
+    model_path: Path, graph: bytes | None, weights: Mapping[str, np.ndarray]
 ) -> tuple[bytes | None, Mapping[str, np.ndarray]]:
     """Write `weights` into the initializers whose values are in the graph itself, which sessions replace by no option.
-
-    `multiplied`: those of them by which the op library multiplies. ONNX Runtime packs the right side of a MatMul when a
-    session is opened, in one thread: of an SD 1.5 UNet half a second.
 
     Returns the graph to open, None for the file's, and the weights that are in the data file.
     """
@@ -336,13 +325,7 @@ def _replace_weights(
             tensor.ClearField(typed)
         tensor.raw_data = value.tobytes()
     external = {name: value for name, value in weights.items() if name not in embedded}
-    right_sides = {n for n in multiplied if n in external and is_read_by_runs(external[n].shape, external[n].dtype)}
-    products = [n for n in all_nodes(model.graph.node) if n.op_type == "MatMul" and n.input[1] in right_sides]
-    for node in products:
-        node.domain, node.op_type = DOMAIN, "LinearAdd"
-    if products and all(opset.domain != DOMAIN for opset in model.opset_import):
-        model.opset_import.add(domain=DOMAIN, version=1)
-    return (model.SerializeToString() if embedded or products else graph), external
+    return (model.SerializeToString() if embedded else graph), external
 
 
 def _add_weights(options: Any, provider: str, override: ModelOverride) -> dict[str, Any]:

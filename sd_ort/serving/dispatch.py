@@ -2,16 +2,20 @@
 
 An idle replica takes the image that waits longest and others with the same settings. The images of a replica that died
 are generated again, one at a time, since one of them may have ended the replica.
+
+Batches have few sizes: a size that is new to a replica is tuned, compiled or captured first, which takes longer than an
+image may wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle, islice
 from typing import Protocol
 
 from sd_ort.core.errors import SdOrtError, describe_error
@@ -63,12 +67,23 @@ class Counts:
     restarts: int = 0
 
 
+def batch_sizes(batch: int) -> list[int]:
+    """Return the sizes of batches of at most `batch` images where nobody warms up: powers of two, and `batch`."""
+    return [*(1 << power for power in range((batch - 1).bit_length())), batch]
+
+
+def largest_size(sizes: Sequence[int], count: int) -> int:
+    """Return the largest of the sorted `sizes` for `count` images; the smallest size is 1."""
+    return sizes[bisect_right(sizes, count) - 1]
+
+
 @dataclass
 class Dispatcher:
     """Distributes images to replicas, within one event loop.
 
     batch: the maximum number of images in a batch. queue: the maximum number of waiting images; None for no limit.
-    timeout: seconds after which a replica that generates or loads counts as dead.
+    timeout: seconds after which a replica that generates or loads counts as dead. sizes: the sizes of batches, sorted,
+    from 1 to `batch`; by default `batch_sizes`.
     """
 
     replicas: Sequence[ReplicaProcess]
@@ -76,8 +91,10 @@ class Dispatcher:
     queue: int | None = None
     timeout: float = 600.0
     counts: Counts = field(default_factory=Counts)
+    sizes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        self.sizes = self.sizes or batch_sizes(self.batch)
         self.waiting: deque[QueuedImage] = deque()
         self.states = ["starting"] * len(self.replicas)  # then "idle", "drawing" or "restarting"
         self._arrived = asyncio.Event()
@@ -98,6 +115,15 @@ class Dispatcher:
                 load.cancel()
         self._tasks = [asyncio.create_task(self._serve_replica(index)) for index in range(len(self.replicas))]
         return models[0]
+
+    async def warm_up(self, jobs: Sequence[ImageJob]) -> None:
+        """Let each replica generate a batch of each size, of `jobs`, at least one, over and over.
+
+        Raises SdOrtError or ReplicaDied.
+        """
+        for size in self.sizes:
+            some = list(islice(cycle(jobs), size))
+            await asyncio.gather(*(replica.generate(some) for replica in self.replicas))
 
     def submit(self, jobs: Sequence[ImageJob]) -> list[asyncio.Future[bytes]]:
         """Queue images and return the futures of their PNG files, which may raise SdOrtError.
@@ -169,7 +195,7 @@ class Dispatcher:
         if not first.attempts:
             idle = self.states.count("idle")  # includes this replica; the idle ones share the images evenly
             batch = list(islice(filter(lambda image: self._can_batch(image, first), self.waiting), self.batch * idle))
-            batch = batch[: min(self.batch, -(-len(batch) // idle))]
+            batch = batch[: largest_size(self.sizes, -(-len(batch) // idle))]
         ids = {id(image) for image in batch}
         self.waiting = deque(image for image in self.waiting if id(image) not in ids)
         return batch

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fusion_passes import DOMAIN
 from sd_ort.core import onnx_file
 
 if TYPE_CHECKING:
     import onnx
+
+PRODUCTS = frozenset({("", "MatMul"), (DOMAIN, "LinearAdd")})
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def read_initializers(path: Path) -> dict[str, Initializer]:
     for node in onnx_file.all_nodes(graph.node):
         for index, name in enumerate(node.input):
             if name in initializers:
-                multiplies = (node.domain, node.op_type, index) == ("", "MatMul", 1) and node.input[0] in computed
+                product = (node.domain, node.op_type) in PRODUCTS and index == 1
+                multiplies = product and node.input[0] in computed
                 initializers[name].consumers.append(Consumer(node.domain, node.op_type, multiplies))
         if node.op_type != "Constant":
             computed.update(node.output)

@@ -6,9 +6,8 @@ of a delta is the delta of the initializer.
     GPU    sessions are opened once over updatable weights. Each delta is computed on the device into their memory
            (`weights.update_graph`): no session is reopened, GPU graphs stay valid, and steps take as long as before
     CPU    sessions are reopened with the new weights, prepacked like those on disk: kernels that read unpacked weights
-           took 7 to 12 % longer per step (`Components.in_place`). Weights that the op library multiplies, in
-           WinogradConv and in LinearAdd instead of MatMul, are neither copied nor prepacked, and computed while the
-           sessions are opened
+           took 7 to 12 % longer per step (`Components.in_place`). Weights of the op library's WinogradConv and
+           LinearAdd are neither copied nor prepacked, and computed while the sessions are opened
 
 Deltas are added to the weights on disk, never to earlier sums: without deltas the weights are those on disk.
 
@@ -41,7 +40,7 @@ from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
-from sd_ort.runtime.session import DTYPES, is_read_by_runs, open_graph
+from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
 from sd_ort.weights import update_graph
 from sd_ort.weights.checkpoint_weights import CheckpointWeights
@@ -56,6 +55,8 @@ BLOCK_ELEMENTS = 1 << 16  # elements of up @ down that are computed at once
 # ai.onnx operators whose kernels read a weight unchanged if prepacking is off. Weights that other operators read, such
 # as Cast, may be folded into other constants when a session is opened.
 UNCHANGED_OPS = frozenset({"MatMul", "Gemm", "Conv"})
+# Operators of the op library that read their weights on the CPU when they run, and not before.
+READ_BY_RUNS = frozenset({"WinogradConv", "LinearAdd"})
 
 
 class WeightUpdater:
@@ -281,7 +282,7 @@ class WeightUpdater:
             for name, weight in weights.items()
             if weight.tensor.external_data  # values in the graph itself are copied when it is opened
             and _is_only_multiplied(weight, has_operators=True)
-            and (is_read_by_runs(weight.shape, weight.dtype) or all(map(_is_winograd_conv, weight.consumers)))
+            and all(map(_is_read_by_runs, weight.consumers))
             and self._factors(component, part, deltas, name) is not None
         }
 
@@ -475,16 +476,16 @@ def _add_low_rank(weight: np.ndarray, delta: LowRankDelta, out: np.ndarray | Non
 def _is_only_multiplied(weight: Initializer, has_operators: bool) -> bool:
     """Return whether ONNX Runtime's graph optimizers do not ask for the values of a weight.
 
-    Its consumers are MatMuls of a computed value by it (a product of two constants would be folded), or the op
-    library's WinogradConv; without the library (`has_operators`) that is inlined, and its Conv transformed.
+    Its consumers are products of a computed value by it (that of two constants would be folded), or the op library's
+    WinogradConv; without the library (`has_operators`) that is inlined, and its Conv transformed.
     """
     return bool(weight.consumers) and all(
-        consumer.multiplies or (has_operators and _is_winograd_conv(consumer)) for consumer in weight.consumers
+        consumer.multiplies or (has_operators and _is_read_by_runs(consumer)) for consumer in weight.consumers
     )
 
 
-def _is_winograd_conv(consumer: Consumer) -> bool:
-    return (consumer.domain, consumer.op_type) == (DOMAIN, "WinogradConv")
+def _is_read_by_runs(consumer: Consumer) -> bool:
+    return consumer.domain == DOMAIN and consumer.op_type in READ_BY_RUNS
 
 
 def compute_sums(sums: Sequence[Callable[[], np.ndarray]]) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from hip_library import hip_library
 from safetensors.numpy import save_file
 from simulation import ROOT, simulate
 
+from scripts.checks import soak_gpu
 from sd_ort.checkpoints.presets import open_preset
+from sd_ort.core.errors import SdOrtError
+from sd_ort.runtime import bound_run, components
 from sd_ort.stages import optimize
 
 SOAK = str(ROOT / "scripts/checks/soak_gpu.py")
@@ -47,6 +51,37 @@ def check(folder: Path, result: subprocess.CompletedProcess[str], tasks: list[st
     assert report["other_tasks"] == tasks
     assert set(report["lora_seconds"]) == {"load", "scale", "unload"}
     assert len(report["stages"]) == 10
+
+
+def test_what_threads_did_when_a_run_was_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that another thread opens at that moment, and one that is open by then, are named with their times."""
+    reasons: list[str] = []
+    monkeypatch.setattr(bound_run, "report_failed_capture", lambda error: reasons.append(str(error)))
+    opens, ends = threading.Event(), threading.Event()
+
+    def create_session(path: Path) -> None:
+        if path.parent.name == "unet":
+            opens.set()
+            ends.wait()
+
+    monkeypatch.setattr(components, "create_session", create_session)
+    monkeypatch.setattr(soak_gpu, "device_megabytes", lambda: None)
+    state = soak_gpu.Soak(Path(), "sdcuda", 1)
+    with state.record_failed_captures():
+        components.create_session(Path("text_encoder/model.onnx"))
+        thread = threading.Thread(target=components.create_session, args=[Path("unet/model.onnx")], name="opens")
+        thread.start()
+        opens.wait()
+        bound_run.report_failed_capture(SdOrtError("no memory"))
+        ends.set()
+        thread.join()
+    (row,) = state.uncaptured
+    assert (row["reason"], row["thread"], reasons) == ("no memory", "MainThread", ["no memory"])
+    text, unet = row["openings"]
+    assert (text["session"], unet["session"], unet["thread"], unet["end"]) == ("text_encoder", "unet", "opens", None)
+    assert text["begin"] <= text["end"] <= unet["begin"] <= 0
+    assert any("create_session" in line for line in row["stacks"]["opens"])
+    assert components.create_session is create_session
 
 
 def test_cpu(small_export: Path, controlled: Path, adapter: Path, tmp_path: Path) -> None:

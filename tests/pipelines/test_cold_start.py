@@ -63,7 +63,7 @@ def test_noise_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [generator.draw(each).tobytes() for each in (other, shape)] == [
             plain.draw(each).tobytes() for each in (other, shape)
         ]
-        monkeypatch.setattr(noise, "_to_normal", lambda *_: 1 / 0)
+        monkeypatch.setattr(noise, "to_normal", lambda *_: 1 / 0)
         (generator,) = noise.start_noise([5], shape, executor)
         with pytest.raises(ZeroDivisionError):
             generator.draw(shape)

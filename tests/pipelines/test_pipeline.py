@@ -131,6 +131,8 @@ def test_output_types(pipeline: Any) -> None:
     assert isinstance(image, Image.Image)
     pixels = draw(pipeline, generator=1)[0]
     np.testing.assert_array_equal(np.asarray(image), (pixels * 255).round().astype(np.uint8))
+    (rounded,) = pipeline(PROMPTS[0], generator=1, output_type="uint8", **SETTINGS).images
+    assert (rounded.dtype, rounded.tobytes()) == (np.uint8, np.asarray(image).tobytes())
     latents = pipeline(PROMPTS[0], generator=1, output_type="latent", **SETTINGS).images
     decoded = pipeline.decode(latents)[0].permute(1, 2, 0).numpy() / 2 + 0.5
     np.testing.assert_allclose(decoded.clip(0, 1), pixels, atol=1e-6)

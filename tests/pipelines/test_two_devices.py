@@ -151,7 +151,7 @@ def test_host_works_while_the_next_batch_is_generated(small_export: Path, monkey
     monkeypatch.setattr(noise, "_is_x86", lambda: True)
     monkeypatch.delitem(sys.modules, "torch")  # whose generators draw, if it is imported
     expected = [pipeline(**call).images for call in calls]
-    monkeypatch.setattr(noise, "_to_normal", recording("noise", noise._to_normal))
+    monkeypatch.setattr(noise, "to_normal", recording("noise", noise.to_normal))
     monkeypatch.setattr(text_to_image, "pil_images", recording("images", pil_images))
     drawn = pipeline.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
     for wanted in expected:

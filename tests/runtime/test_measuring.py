@@ -156,6 +156,13 @@ def test_energy_of_the_processor(tmp_path: Path) -> None:
     assert device_meters.Rapl(tmp_path).energy_J() == 2
 
 
+@pytest.mark.parametrize("provider", ["cuda", "sdcuda"])
+def test_meter_of_an_nvidia_gpu(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML's, for ONNX Runtime's provider and for ours."""
+    monkeypatch.setattr(device_meters, "Nvml", lambda: device_meters.Meter())
+    assert device_meters.open_meter(provider).note == device_meters.NOT_READABLE  # without an amdgpu driver's reason
+
+
 def test_device_that_is_not_there() -> None:
     meter = device_meters.open_meter("rocm")
     if not meter.note.startswith(device_meters.NOT_READABLE) or meter.energy_J() is not None:

@@ -70,16 +70,20 @@ def test_weights_in_bfloat16_are_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", [True, False])
 def test_shared_weights_are_multiplied_where_they_are(tmp_path: Path, library: bool) -> None:
-    """The op library reads them when it runs. ONNX Runtime packs them when it opens the session, and copies others."""
+    """The op library reads them when it runs. ONNX Runtime packs them when it opens the session."""
     path = tmp_path / "unet" / MODEL
     path.parent.mkdir()
-    header = '<ir_version: 9, opset_import: ["" : 20]> g (float[N, 2, 40] x) => (float[N, 2, 48] y, float[N, 2, 48] z)'
-    model = onnx.parser.parse_model(f"{header} {{ y = MatMul (x, w)  z = MatMul (x, v) }}")
+    model = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["" : 20, "sd_ort" : 1]>
+        g (float[N, 2, 40] x) => (float[N, 2, 48] y, float[N, 2, 48] z)
+        { y = sd_ort.LinearAdd (x, w)  z = MatMul (x, v) }
+        <domain: "sd_ort", opset_import: ["" : 20]> LinearAdd (x, w) => (y) { y = MatMul (x, w) }"""
+    )
     rng = np.random.default_rng(0)
     weights = {name: rng.standard_normal((40, 48), np.float32) for name in "wv"}
     model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
     onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=0)
-    override = session.ModelOverride(weights, shared=["w"])
+    override = session.ModelOverride(weights, shared=["w", "v"])
     options = session.SessionOptions(library=library)
     opened = session.Model(session.create_session(path, options=options, override=override))
     x = rng.standard_normal((3, 2, 40), np.float32)

@@ -115,9 +115,37 @@ async def test_idle_replicas_share_a_request() -> None:
     dispatcher.close()
 
 
+@pytest.mark.parametrize(
+    ("batch", "sizes", "expected"),
+    [
+        (6, (), [["a", "b", "c", "d"], ["e"]]),
+        (5, (), [["a", "b", "c", "d", "e"]]),
+        (4, (1, 3, 4), [["a", "b", "c", "d"], ["e"]]),
+        (3, (1, 3), [["a", "b", "c"], ["d"], ["e"]]),
+    ],
+)
+@in_event_loop
+async def test_batches_have_sizes_that_were_warmed_up(batch: int, sizes: Sequence[int], expected: list) -> None:
+    dispatcher = Dispatcher([replica := FakeReplica()], batch, sizes=sizes)
+    await dispatcher.start()
+    replica.gate.set()
+    await dispatcher.warm_up(jobs("u", "v"))
+    warm = [len(each) for each in replica.batches]
+    assert warm == list(sizes or dispatch.batch_sizes(batch))
+    await asyncio.gather(*dispatcher.submit(jobs("a", "b", "c", "d", "e")))
+    assert replica.batches[len(warm) :] == expected
+    dispatcher.close()
+
+
+def test_sizes_of_batches() -> None:
+    assert [dispatch.batch_sizes(batch) for batch in (1, 2, 3, 4, 7, 8)] == [
+        [1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 7], [1, 2, 4, 8]
+    ]  # fmt: skip
+
+
 @in_event_loop
 async def test_images_of_a_dead_replica_are_generated_again_alone() -> None:
-    dispatcher = Dispatcher([replica := FakeReplica()], batch=4)
+    dispatcher = Dispatcher([replica := FakeReplica()], batch=3)
     replica.gate.set()
     await dispatcher.start()
     deadly, *others = dispatcher.submit(jobs("deadly", "a", "b"))

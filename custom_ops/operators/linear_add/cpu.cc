@@ -2,9 +2,9 @@
 // multiplies them by its rows of X, a tile of kRows x kPanel sums in registers at a time, and continues with the next
 // rows of W.
 //
-// W is packed in every call, while the rows that are packed next are fetched. ONNX Runtime packs it when a session is
-// opened, which takes a second copy of the weights. An SD 1.5 UNet takes 0.96 times as long as with ONNX Runtime's
-// MatMul at 64 x 64 latents and 0.99 times at 32 x 32 (AVX-512, one thread).
+// W is packed in every call, while the rows that are packed next are fetched, at last those of the next task. ONNX
+// Runtime packs it when a session is opened, which takes a second copy of the weights. An SD 1.5 UNet takes 0.98 times
+// as long as with ONNX Runtime's MatMul at 64 x 64 latents and 1.004 times at 32 x 32 (AVX-512, one thread).
 #include "common/cpu.h"
 
 #include "operators/linear_add/op.h"
@@ -18,11 +18,11 @@ constexpr int64_t kRows = 12;
 #else
 constexpr int64_t kRows = 6;
 #endif
-constexpr int64_t kPanel = 2 * kLanes;                     // columns of a tile
-constexpr int64_t kDepth = 256;                            // rows of W that are packed at a time
-constexpr int64_t kRowStride = kDepth + 16;                // of copied rows of X: no multiple of a page
-constexpr int64_t kMaxWidth = 256, kMinWidth = 64;         // columns of a task
-constexpr int64_t kRowsPerTask = 40 * kRows, kTasks = 16;  // a task's rows at most; tasks to aim at
+constexpr int64_t kPanel = 2 * kLanes;                    // columns of a tile
+constexpr int64_t kDepth = 256;                           // rows of W that are packed at a time
+constexpr int64_t kRowStride = kDepth + 16;               // of copied rows of X: no multiple of a page
+constexpr int64_t kMaxWidth = 256, kMinWidth = 64;        // columns of a task
+constexpr int64_t kRowsPerTask = 44 * kRows, kTasks = 8;  // a task's rows at most; tasks to aim at
 
 template <class T>
 Floats load_columns(const T* from, int64_t count) {
@@ -109,25 +109,28 @@ class Product {
     float* panels = panel_scratch.get(kDepth * kMaxWidth);
     const bool in_place = kIsFloat && columns % kPanel == 0, packs = !in_place || rows > kRows;
     const bool copies = !kIsFloat || p.inner % 1024 == 0;  // such rows share a few sets of the first cache
-    float* copied = copies ? rows_scratch.get(rows * kRowStride) : nullptr;
+    float* copied = copies ? rows_scratch.get(kRows * kRowStride) : nullptr;
     float* sums = in_place ? reinterpret_cast<float*>(y + row * p.columns + column) : sums_scratch.get(rows * width);
     const int64_t sums_stride = in_place ? p.columns : width;
     for (int64_t k = 0; k == 0 || k < p.inner; k += kDepth) {
       const int64_t left = p.inner - k, depth = left < kDepth ? left : kDepth;
-      const int64_t ahead = left - depth < kDepth ? left - depth : kDepth;  // rows of W to fetch
       const int64_t tiles = ceil_div(rows, kRows) * ceil_div(columns, kPanel);
-      const T* from = weight + k * p.columns + column;
+      const T *from = weight + k * p.columns + column, *next = from + kDepth * p.columns;
+      int64_t ahead = left - depth < kDepth ? left - depth : kDepth;  // rows of W to fetch
+      if (ahead == 0 && row + rows == p.rows && column + columns + width <= p.columns) {
+        next = weight + column + columns;  // of the next task
+        ahead = p.inner < kDepth ? p.inner : kDepth;
+      }
       if (packs) pack(from, depth, columns, panels);
-      if (copies) copy_rows(row, rows, k, depth, copied);
       int64_t tile = 0;
-      for (int64_t c = 0; c < columns; c += kPanel) {
-        for (int64_t r = 0; r < rows; r += kRows, ++tile) {
-          const int64_t count = rows - r < kRows ? rows - r : kRows;
+      for (int64_t r = 0; r < rows; r += kRows) {
+        const int64_t count = rows - r < kRows ? rows - r : kRows;
+        if (copies) copy_rows(row + r, count, k, depth, copied);
+        const float* of_x = copies ? copied : reinterpret_cast<const float*>(x + (row + r) * p.inner + k);
+        for (int64_t c = 0; c < columns; c += kPanel, ++tile) {
           for (int64_t d = tile * ahead / tiles; d < (tile + 1) * ahead / tiles; ++d) {
-            prefetch(from + (kDepth + d) * p.columns, columns);
+            prefetch(next + d * p.columns, columns);
           }
-          const float* of_x =
-              copies ? copied + r * kRowStride : reinterpret_cast<const float*>(x + (row + r) * p.inner + k);
           const float* panel = packs ? panels + c * depth : reinterpret_cast<const float*>(from + c);
           float* to = sums + r * sums_stride + c;
           multiply(count, {of_x, copies ? kRowStride : p.inner, panel, packs ? kPanel : p.columns, depth, k > 0, to,
