@@ -109,16 +109,19 @@ def test_a_wheel_for_windows_has_its_libraries_and_tag(tmp_path: Path) -> None:
         archive.writestr("sd_ort-1.0.0.dist-info/WHEEL", "Root-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(record, "custom_ops/rocm.py,sha256=old,1\n")
     libraries = [tmp_path / name for name in (windows_wheel.LIBRARY, windows_wheel.HIP_LIBRARY)]
-    for library in libraries:
-        library.write_bytes(b"MZ")
+    contents = [b"MZ", b"MZ hipv4-amdgcn-amd-amdhsa--gfx1200 "]
+    for library, content in zip(libraries, contents, strict=True):
+        library.write_bytes(content)
     wheel = windows_wheel.add_libraries(portable, libraries, tmp_path / "out")
     assert wheel.name == "sd_ort-1.0.0-py3-none-win_amd64.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = [f"custom_ops/{library.name}" for library in libraries]
-        assert [archive.read(name) for name in names] == [b"MZ", b"MZ"]
+        assert [archive.read(name) for name in names] == contents
         metadata = archive.read("sd_ort-1.0.0.dist-info/WHEEL").decode()
         assert metadata == "Root-Is-Purelib: false\nTag: py3-none-win_amd64\n"
         rows = dict(line.split(",", 1) for line in archive.read(record).decode().splitlines())
         assert rows.keys() == set(archive.namelist())
         digest = base64.urlsafe_b64encode(hashlib.sha256(b"MZ").digest()).decode().rstrip("=")
-        assert [rows[name] for name in names] == [f"sha256={digest},2"] * 2
+        assert rows[names[0]] == f"sha256={digest},2"
+    assert wheel_size.main([wheel], tmp_path / "wheel.md") == 0
+    assert "| libsd_ort_ep_hip.dll | gfx1200 | 0.0 | 0.0 | none |" in (tmp_path / "wheel.md").read_text()

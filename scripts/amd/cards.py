@@ -36,10 +36,10 @@ CARDS = {
     "gfx1102": "Radeon RX 7600, 7600 XT",
     "gfx1103": "Radeon 780M, 760M",
     "gfx1150": "Radeon 890M, 880M",
-    "gfx1151": "Radeon 8060S, 8050S",
+    "gfx1151": "Radeon 8060S, 8050S, 8040S",
     "gfx1152": "Radeon 860M, 840M",
-    "gfx1200": "Radeon RX 9060 XT",
-    "gfx1201": "Radeon RX 9070 XT, 9070",
+    "gfx1200": "Radeon RX 9060 XT, 9060",
+    "gfx1201": "Radeon RX 9070 XT, 9070, AI PRO R9700",
 }
 # Targets without kernels and their cards. They have neither matrix instructions nor RDNA2's dot products
 # (custom_ops/common/mma.h); a build for them ends with an error.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write the sizes of the compiled libraries in a wheel to results/amd/wheel.md. Usage: wheel_size.py WHEEL
+"""Write the sizes of the compiled libraries in wheels to results/amd/wheel.md. Usage: wheel_size.py WHEEL...
 
-Exits with 1 if they have more than LIMIT_MB in the wheel, which is compressed, or need a glibc newer than GLIBC.
+Exits with 1 if those of a wheel have more than LIMIT_MB in it, which is compressed, or need a glibc newer than GLIBC.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from custom_ops.amd_targets import kernel_targets
@@ -26,35 +27,43 @@ def needed_glibc(library: Path) -> tuple[int, ...]:
     return max(((int(major), int(minor)) for major, minor in names), default=())
 
 
-def main(wheel: Path, out: Path = ROOT / "results/amd/wheel.md") -> int:
-    """Write the table and return the exit status."""
+def table(wheel: Path) -> tuple[list[str], bool]:
+    """Return the lines of a wheel's section, and whether its libraries are within LIMIT_MB and GLIBC."""
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         entries = archive.infolist()
-        libraries = [entry for entry in entries if entry.filename.endswith(".so")]
+        libraries = [entry for entry in entries if entry.filename.endswith((".so", ".dll"))]
         paths = {entry.filename: Path(archive.extract(entry, folder)) for entry in libraries}
         targets = {name: kernel_targets(path) for name, path in paths.items()}
-        glibc = {name: needed_glibc(path) for name, path in paths.items()}
+        glibc = {name: needed_glibc(path) for name, path in paths.items() if name.endswith(".so")}
     total = sum(entry.compress_size for entry in libraries)
     demo = sum(entry.compress_size for entry in entries if entry.filename.startswith(DEMO))
     lines = [
-        "# The wheel with prebuilt kernels for AMD",
-        "",
-        f"Made by `scripts/build_wheels --hip`: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB, of which the demo's",
-        f"models have {demo / 1e6:.1f} MB and the libraries {total / 1e6:.1f} MB (limit: {LIMIT_MB} MB).",
+        f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, of which the demo's models have {demo / 1e6:.1f} MB and",
+        f"the libraries {total / 1e6:.1f} MB (limit: {LIMIT_MB} MB).",
         "",
         "| library | kernels for | MB | MB in the wheel | glibc |",
         "|---|---|---|---|---|",
         *(
             f"| {Path(entry.filename).name} | {', '.join(targets[entry.filename]) or 'none'} "
             f"| {entry.file_size / 1e6:.1f} | {entry.compress_size / 1e6:.1f} "
-            f"| {'.'.join(map(str, glibc[entry.filename])) or 'none'} |"
+            f"| {'.'.join(map(str, glibc.get(entry.filename, ()))) or 'none'} |"
             for entry in libraries
         ),
     ]
+    return lines, total <= LIMIT_MB * 1e6 and max(glibc.values(), default=()) <= GLIBC
+
+
+def main(wheels: Sequence[Path], out: Path = ROOT / "results/amd/wheel.md") -> int:
+    """Write the sections of all wheels and return the exit status."""
+    found = [table(wheel) for wheel in wheels]
+    head = ["# The wheels with prebuilt kernels for AMD", "", "Made by `scripts/build_wheels --hip`, for Windows with"]
+    lines = [*head, "`--windows` after it."]
+    for section, _ in found:
+        lines += ["", *section]
     out.write_text("\n".join(lines) + "\n")
     print(out.read_text())
-    return int(total > LIMIT_MB * 1e6 or max(glibc.values()) > GLIBC)
+    return int(not all(is_small for _, is_small in found))
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main([Path(wheel) for wheel in sys.argv[1:]]))

@@ -19,7 +19,9 @@ from sd_ort.runtime.provider_choice import installed_gpus
 AMD_VENDOR, DISPLAY_CLASS, ACCELERATOR_CLASS = "0x1002", "0x03", "0x12"  # PCI
 INSTALL_GUIDE = "https://rocm.docs.amd.com/projects/install-on-linux"
 WINDOWS_DRIVER = "install AMD's driver (https://www.amd.com/en/support/download/drivers.html) or HIP SDK"
+WSL_DRIVER = "that of Windows, in WSL"
 WSL_GUIDE = "https://github.com/ROCm/librocdxg"
+PIP_INDEX = "https://repo.amd.com/rocm/whl-multi-arch/"
 # Packages with the HIP runtime and with hipBLASLt, by ID or ID_LIKE of /etc/os-release. Fedora and Arch have their own;
 # those for the others are in AMD's repository.
 _PACKAGES = {
@@ -83,7 +85,7 @@ def examine(root: Path = Path("/")) -> dict[str, Any] | None:
     is_wsl = (root / "dev/dxg").exists()
     library = library_path(PROVIDER_LIBRARIES["hip"])
     hip = ask_hip(library)
-    if not gpus and not hip["devices"] and not _has_pci_device(root):
+    if not gpus and not hip["devices"] and not _has_device(root):
         return None
     targets = [] if library is None else amd_targets.kernel_targets(library)
     findings = {
@@ -134,7 +136,7 @@ def to_lines(findings: dict[str, Any]) -> list[str]:
     lines += (
         []
         if sys.platform == "win32"
-        else [f"AMD driver  {findings['driver'] or 'amdgpu is not loaded'}{', in WSL' if findings['wsl'] else ''}"]
+        else [f"AMD driver  {findings['driver'] or (WSL_DRIVER if findings['wsl'] else 'amdgpu is not loaded')}"]
     )
     lines += [
         f"HIP runtime {findings['runtime'] or 'none'}{_in_parentheses(findings['runtime_version'])}",
@@ -153,8 +155,10 @@ def _version(number: int | None) -> str | None:
     return None if number is None else f"{number // 10_000_000}.{number // 100_000 % 100}.{number % 100_000}"
 
 
-def _has_pci_device(root: Path) -> bool:
-    """Return whether PCI has an AMD GPU, with a driver or not."""
+def _has_device(root: Path) -> bool:
+    """Return whether PCI has an AMD GPU, with a driver or not, or WSL the files of AMD's driver for Windows."""
+    if any(any(root.glob(f"usr/lib/wsl/drivers/{folder}/amdxc64.so")) for folder in ("*", "*/*")):
+        return True
     for folder in root.glob("sys/bus/pci/devices/*"):
         with suppress(OSError):
             vendor, kind = (folder / "vendor").read_text().strip(), (folder / "class").read_text().strip()
@@ -215,7 +219,7 @@ def _missing_software(root: Path, hip: dict[str, Any], targets: Sequence[str]) -
     """Yield the packages with HIP and hipBLASLt, if this machine lacks them, and a runtime that sees no device."""
     if hip.get("path") is None:
         names = "amdhip64_7.dll or amdhip64_6.dll" if sys.platform == "win32" else "libamdhip64.so.7, .6 or .5"
-        yield f"no HIP runtime ({names}): {_install(root, 1)}."
+        yield f"no HIP runtime ({names}): {_install(root, 1)}, or {_pip(targets)}."
         return
     if not hip["devices"]:
         yield f"HIP sees no GPU (error {hip.get('error')}): {hip['path']} and the driver may not fit each other."
@@ -223,13 +227,14 @@ def _missing_software(root: Path, hip: dict[str, Any], targets: Sequence[str]) -
     for target in without:
         yield f"hipBLASLt has no kernels for {target}: linear layers take sd-ort's own. Use --float16."
     if not hip.get("hipblaslt") and not (targets and set(targets) <= set(without)):
-        yield f"no hipBLASLt: matrix products run on sd-ort's own kernels, slower. {_install(root, 2)}."
+        commands = f"{_install(root, 2)}, or {_pip(targets)}"
+        yield f"no hipBLASLt: matrix products run on sd-ort's own kernels, slower. {commands}."
 
 
 def _install(root: Path, package: int) -> str:
     """Return the command that installs HIP (1) or hipBLASLt (2) here."""
     if sys.platform == "win32":
-        return WINDOWS_DRIVER if package == 1 else "HIP SDK has it, and pip's ROCm packages"
+        return WINDOWS_DRIVER if package == 1 else "HIP SDK has it"
     release: dict[str, str] = {}
     for line in _read(root / "etc/os-release").splitlines():
         key, _, value = line.partition("=")
@@ -240,6 +245,14 @@ def _install(root: Path, package: int) -> str:
         return f"install ROCm 6.4 or later ({INSTALL_GUIDE})"
     command, repository = f"{known[0]} {known[package]}", known[3]
     return f"{command}, with AMD's repository ({repository})" if repository else command
+
+
+def _pip(targets: Sequence[str]) -> str:
+    """Return pip's command that installs HIP, and hipBLASLt if it has kernels for one of the targets."""
+    devices = [target for target in dict.fromkeys(targets) if target not in amd_targets.WITHOUT_HIPBLASLT]
+    extras = ",".join(["libraries", *(f"device-{target}" for target in devices or ["all"])])
+    package = "rocm" if targets and not devices else f"rocm[{extras}]"
+    return f"pip install --index-url {PIP_INDEX} '{package}'"
 
 
 def _missing_kernels(findings: dict[str, Any]) -> Iterator[str]:

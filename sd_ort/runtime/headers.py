@@ -23,7 +23,17 @@ from sd_ort.runtime.debian import DownloadError, unpack_packages
 from sd_ort.runtime.library import BuildError
 
 HEADER = "onnxruntime_c_api.h"
-_RAW = "https://raw.githubusercontent.com/microsoft/onnxruntime/v1.23.2/include/onnxruntime/core/session/"
+SYSTEM_FOLDERS = (Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime"))
+# Files of release 1.29.0 and their SHA-256: as npm's package served them in November 2026. Those of the tag on GitHub,
+# which is not reached from here, have the same in a list of another project.
+RELEASE = {
+    HEADER: "acc0cf4b3f28d39339c76770d76164bb7a0637dc89f5fde764b4017b632f6743",
+    "onnxruntime_ep_c_api.h": "e6c986c9e98583f8113b2c6bc3864814883b806d501cf24da4d239c45753e235",
+    "onnxruntime_error_code.h": "5ce3b054e798eced8d14f5b86e98692fd33470463f96194ce0700a2d53dd8721",
+}
+# The one of Debian's package, served at the same time.
+_DEBIAN = {HEADER: "7783e9664bdb0b1b36145b5c8587dd1bc9a399aa000edf2e3dd03003cafc6882"}
+_RAW = "https://raw.githubusercontent.com/microsoft/onnxruntime/v1.29.0/include/onnxruntime/core/session/"
 _NPM_PACKAGE = "com.github.asus4.onnxruntime@0.4.9"
 Files = dict[str, bytes]
 
@@ -52,7 +62,7 @@ def find_headers(folder: Path | None = None, on_progress: ProgressCallback = ign
         if found is None:
             raise BuildError(f"{folder} has no {HEADER} of API {api} or later; give the include folder of ONNX Runtime")
         return found
-    found = _folder_of_header([Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime")], api)
+    found = _folder_of_header(SYSTEM_FOLDERS, api)
     if found is not None:
         return found
     sources = [source for source in _sources() if source.api >= api]
@@ -81,22 +91,12 @@ def find_headers(folder: Path | None = None, on_progress: ProgressCallback = ign
 
 
 def _sources() -> tuple[_Source, ...]:
-    """All sources. Each hash was taken from the file that the source served in November 2026; GitHub's, which serves
-    the release's own files, from a copy of the release archive."""
+    """Return all sources, in the order in which they are asked."""
     return (
-        _Source("GitHub", 23, _from_github, {
-            HEADER: "b4ae51ff9037cba610f85a787b2dfbfcfb99aa7499cdefc5c6fdb4e62c9647ab",
-            "onnxruntime_ep_c_api.h": "b92778f50c36ecdf53d0344e0129a78b306afed653f81bba8a9597e3e6e9546f",
-        }),
-        _Source("Debian", 21, _from_debian, {
-            HEADER: "7783e9664bdb0b1b36145b5c8587dd1bc9a399aa000edf2e3dd03003cafc6882",
-        }),
-        _Source("npm", 29, _from_npm, {
-            HEADER: "acc0cf4b3f28d39339c76770d76164bb7a0637dc89f5fde764b4017b632f6743",
-            "onnxruntime_ep_c_api.h": "e6c986c9e98583f8113b2c6bc3864814883b806d501cf24da4d239c45753e235",
-            "onnxruntime_error_code.h": "5ce3b054e798eced8d14f5b86e98692fd33470463f96194ce0700a2d53dd8721",
-        }),
-    )  # fmt: skip
+        _Source("GitHub", 29, _from_github, RELEASE),
+        _Source("Debian", 21, _from_debian, _DEBIAN),
+        _Source("npm", 29, _from_npm, RELEASE),
+    )
 
 
 class _FetchError(Exception):
@@ -146,7 +146,7 @@ def _save(source: _Source, files: Files) -> Path:
 def _from_github() -> Files:
     files = {}
     try:
-        for name in (HEADER, "onnxruntime_ep_c_api.h"):
+        for name in RELEASE:
             with urllib.request.urlopen(_RAW + name, timeout=10) as response:
                 files[name] = response.read()
     except (urllib.error.URLError, OSError) as error:

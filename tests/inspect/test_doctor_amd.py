@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,22 +123,23 @@ def test_a_container_without_devices(machine: Path) -> None:
 @pytest.mark.parametrize(
     ("release", "runtime", "blas"),
     [
-        ('ID=fedora\n', "sudo dnf install rocm-hip.", "sudo dnf install hipblaslt."),
-        ('ID=cachyos\nID_LIKE=arch\n', "sudo pacman -S hip-runtime-amd.", "sudo pacman -S hipblaslt."),
+        ('ID=fedora\n', "sudo dnf install rocm-hip", "sudo dnf install hipblaslt"),
+        ('ID=cachyos\nID_LIKE=arch\n', "sudo pacman -S hip-runtime-amd", "sudo pacman -S hipblaslt"),
         (
             'ID=ubuntu\nID_LIKE=debian\n',
-            f"sudo apt-get install rocm-hip-runtime, with AMD's repository ({amd.INSTALL_GUIDE}).",
-            f"sudo apt-get install hipblaslt, with AMD's repository ({amd.INSTALL_GUIDE}).",
+            f"sudo apt-get install rocm-hip-runtime, with AMD's repository ({amd.INSTALL_GUIDE})",
+            f"sudo apt-get install hipblaslt, with AMD's repository ({amd.INSTALL_GUIDE})",
         ),
-        ("", f"install ROCm 6.4 or later ({amd.INSTALL_GUIDE}).", f"install ROCm 6.4 or later ({amd.INSTALL_GUIDE})."),
+        ("", f"install ROCm 6.4 or later ({amd.INSTALL_GUIDE})", f"install ROCm 6.4 or later ({amd.INSTALL_GUIDE})"),
     ],
 )  # fmt: skip
 def test_packages(machine: Path, release: str, runtime: str, blas: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "etc/os-release").write_text(release)
     monkeypatch.setattr(amd, "ask_hip", lambda library: {"devices": []})
-    assert missing(machine) == [f"no HIP runtime (libamdhip64.so.7, .6 or .5): {runtime}"]
+    pip = f"pip install --index-url {amd.PIP_INDEX} 'rocm[libraries,device-gfx1100]'."
+    assert missing(machine) == [f"no HIP runtime (libamdhip64.so.7, .6 or .5): {runtime}, or {pip}"]
     monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"hipblaslt": None})
-    assert missing(machine) == [f"no hipBLASLt: matrix products run on sd-ort's own kernels, slower. {blas}"]
+    assert missing(machine) == [f"no hipBLASLt: matrix products run on sd-ort's own kernels, slower. {blas}, or {pip}"]
 
 
 NO_BLAS = "hipBLASLt has no kernels for gfx1032: linear layers take sd-ort's own. Use --float16."
@@ -151,6 +153,9 @@ def test_hipblaslt_is_not_advised_where_it_has_no_kernels(
     (nodes / "1/properties").write_text("gfx_target_version 100302\n")
     monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"hipblaslt": None})
     assert [line for line in missing(machine) if "hipBLASLt" in line] == [NO_BLAS]
+    monkeypatch.setattr(amd, "ask_hip", lambda library: {"devices": []})
+    assert missing(machine)[0].endswith(f", or pip install --index-url {amd.PIP_INDEX} 'rocm'.")
+    monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"hipblaslt": None})
     (nodes / "2").mkdir()
     (nodes / "2/properties").write_text("gfx_target_version 110501\n")
     first, second = [line for line in missing(machine) if "hipBLASLt" in line]
@@ -174,18 +179,27 @@ def test_kernels(machine: Path, library: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wsl(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has /dev/dxg in place of /dev/kfd, and no files of the driver."""
-    (machine / "dev/kfd").unlink()
+    """It has /dev/dxg in place of Linux' files of the driver, and the driver of Windows, AMD's or another one."""
+    for folder in ("sys", "dev/dri", "dev/kfd"):
+        path = machine / folder
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     (machine / "dev/dxg").touch()
+    (machine / "usr/lib/wsl/drivers/nv.inf_amd64_1").mkdir(parents=True)
+    monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"devices": [], "error": 100})
+    assert amd.examine(machine) is None
+    driver = machine / "usr/lib/wsl/drivers/u0001.inf_amd64_1/amdxc64.so"
+    driver.parent.mkdir()
+    driver.touch()
     monkeypatch.delenv("HSA_ENABLE_DXG_DETECTION", raising=False)
-    assert missing(machine) == [
+    assert missing(machine)[0] == (
         f"WSL: ROCm 7.2 and later need librocdxg ({amd.WSL_GUIDE}) and export HSA_ENABLE_DXG_DETECTION=1."
-    ]
+    )
     monkeypatch.setenv("HSA_ENABLE_DXG_DETECTION", "1")
+    monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"target": "gfx1100"})
     assert missing(machine) == []
     findings = amd.examine(machine)
     assert findings is not None
-    assert "AMD driver  amdgpu 6.14.14, in WSL" in amd.to_lines(findings)
+    assert "AMD driver  that of Windows, in WSL" in amd.to_lines(findings)
 
 
 def test_windows(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +208,8 @@ def test_windows(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch)
     hip = HIP | {"path": "C:\\windows\\system32\\amdhip64_7.dll", "target": "gfx1151", "hipblaslt": None}
     monkeypatch.setattr(amd, "ask_hip", lambda library: hip)
     assert missing(tmp_path) == [
-        "no hipBLASLt: matrix products run on sd-ort's own kernels, slower. HIP SDK has it, and pip's ROCm packages."
+        "no hipBLASLt: matrix products run on sd-ort's own kernels, slower. HIP SDK has it, or "
+        f"pip install --index-url {amd.PIP_INDEX} 'rocm[libraries,device-gfx1151]'."
     ]
     findings = amd.examine(tmp_path)
     assert findings is not None
