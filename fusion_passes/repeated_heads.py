@@ -11,10 +11,10 @@ from fusion_passes.graph_edits import new_initializer, unique_name
 
 
 class _Repetition(NamedTuple):
-    """Heads `single` that are repeated: `count` of them, `times` each."""
+    """Heads `single` that are repeated: `heads` of them, `times` each."""
 
     single: ir.Value
-    count: int
+    heads: int
     times: int
 
 
@@ -66,7 +66,7 @@ def shared_heads(node: ir.Node, axis: int) -> int | None:
     if key is None or value is None or key[1:] != value[1:]:
         return None
     # a flat key may be split into other heads than those that are repeated
-    return key.count if axis == 1 or key.count * key.times == node.attributes["num_heads"].as_int() else None
+    return key.heads if axis == 1 or key.heads * key.times == node.attributes["num_heads"].as_int() else None
 
 
 def single_keys(graph: ir.Graph, node: ir.Node, axis: int) -> list[ir.Value | None]:
