@@ -1,4 +1,4 @@
-// Elementwise operators: unary, binary with broadcasting, Where, Clip, Equal and Cast.
+// Elementwise operators: unary, binary with broadcasting, Where, Clip, Equal, Cast, and to and from 8 bits.
 #include <algorithm>
 
 #include "provider/kernel.h"
@@ -177,6 +177,68 @@ class Quantize : public Kernel {
   ONNXTensorElementDataType type_;
 };
 
+// Returns the StoredType of an ONNX type, or -1.
+int stored_type_of(ONNXTensorElementDataType type) {
+  switch (type) {
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
+      return static_cast<int>(StoredType::kInt8);
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8:
+      return static_cast<int>(StoredType::kUInt8);
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4:
+      return static_cast<int>(StoredType::kInt4);
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4:
+      return static_cast<int>(StoredType::kUInt4);
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN:
+      return static_cast<int>(StoredType::kFloat8);
+    default:
+      return -1;
+  }
+}
+
+// DequantizeLinear of stored weights: one scale, one for each index of an axis, or one for each block along an axis.
+class Dequantize : public Kernel {
+ public:
+  explicit Dequantize(const OrtKernelInfo* info)
+      : axis_(Attributes(info).integer("axis", 1)), block_(Attributes(info).integer("block_size", 0)) {}
+  void compute(KernelContext& context) const override {
+    const Tensor x = context.input(0), scale = context.input(1), zero_points = context.input(2);
+    void* y = context.output(0, x.shape);
+    if (x.size() == 0) return;
+    DequantizeCall call{static_cast<StoredType>(stored_type_of(x.type)), x.data, scale.data, zero_points.data, y};
+    call.outer = call.inner = call.block = 1;
+    call.size = x.size();
+    if (scale.shape.empty()) {  // one scale
+      call.block = call.size;
+    } else {
+      const size_t axis = static_cast<size_t>(normalized_axis(axis_, x.shape.size()));
+      for (size_t i = 0; i < x.shape.size(); ++i) (i < axis ? call.outer : call.inner) *= i == axis ? 1 : x.shape[i];
+      call.size = x.shape[axis];
+      std::vector<int64_t> expected = {call.size};
+      call.block_stride = 1;
+      if (block_ > 0) {
+        expected = x.shape;
+        expected[axis] = ceil_div(call.size, block_);
+        call.block = block_;
+        call.outer_stride = expected[axis] * call.inner;
+        call.block_stride = call.inner;
+        call.inner_stride = 1;
+      }
+      require(scale.shape == expected, "DequantizeLinear: the scale does not have the shape that its axis asks for");
+    }
+    require(!zero_points || zero_points.shape == scale.shape, "DequantizeLinear: zero points must have scale's shape");
+    check_launch(dequantize(scale.dtype(), call, context.stream()));
+  }
+
+ private:
+  int64_t axis_, block_;
+};
+
+const char* unsupported_dequantize(const Node& node) {
+  if (stored_type_of(node.input(0).type) < 0) return "its input is neither float8e4m3fn nor an integer of 4 or 8 bits";
+  if (!is_float(node.input(1).type)) return "its scale is not float32, float16 or bfloat16";
+  return node.outputs.at(0).type != node.input(1).type ? "its output is not of the scale's type" : nullptr;
+}
+
 const char* unsupported_quantize(const Node& node) {
   if (node.inputs.size() > 2 && node.input(2).exists) return "it has a zero point";
   const auto type = node.outputs.at(0).type;
@@ -243,6 +305,7 @@ void add_elementwise_kernels(KernelSpecs& specs) {
   specs.push_back({"", "Greater", make_kernel<Compare<Comparison::kGreater>>, unsupported_float});  // of masks
   specs.push_back({"", "Cast", make_kernel<Cast>, unsupported_cast});
   specs.push_back({"", "QuantizeLinear", make_kernel<Quantize>, unsupported_quantize});
+  specs.push_back({"", "DequantizeLinear", make_kernel<Dequantize>, unsupported_dequantize});
 }
 
 }  // namespace sd_ort

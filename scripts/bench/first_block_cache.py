@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Caches between the steps of a FLUX transformer of full size with random weights: images as called, beside diffusers.
 
-    python scripts/bench/first_block_cache.py flux-dev --out results/first_block_cache_h200.json
+    python scripts/bench/first_block_cache.py flux-dev --out results/transformer_caches_h200.json
     python scripts/bench/first_block_cache.py flux-dev --blocks 4 8 --no-peer    # fewer blocks: a quick look
     python scripts/bench/first_block_cache.py flux-dev --thresholds 0.1 --skips 1 3 --lite 2 5    # and other caches
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--provider", help="a provider instead of the built library")
     parser.add_argument("--raw", type=Path, default=Path("/dev/shm/sd_ort_fbc_raw"), help="folder for diffusers' files")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_fbc"), help="folder for ours")
-    parser.add_argument("--out", type=Path, default=Path("results/first_block_cache_h200.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/transformer_caches_h200.json"))
     options = parser.parse_args()
     begun = time.perf_counter()
 

@@ -4,11 +4,13 @@
     python scripts/bench/gpu_step_eight_bits.py --preset sdxl --batch 2 --size 128
     python scripts/bench/gpu_step_eight_bits.py --preset sd15 --batch 2 --size 64 --profile 25
     python scripts/bench/gpu_step_eight_bits.py --peers compile torchao       # ratios are to torch.compile then
+    python scripts/bench/gpu_step_eight_bits.py --formats float16 int8-weights int4-weights   # stored weights
     python scripts/bench/gpu_step_eight_bits.py --folders /dev/shm/folders    # then sd-ort benchmark on these
 
 writes <out>/<preset>_b<batch>_<size>.json. Weights are random. The float8 graph is calibrated on one small random input
 on the CPU, so that its error says nothing about a trained model; times do not depend on the values. All engines are
 hoisted, tuned, captured and timed in turn in one process (see bench_gpu_step.py); ratios are to the first engine.
+`device_MB` is what an engine of ours adds to the memory of the process on the device: weights, activations and graph.
 --folders only writes OUT/float16 and OUT/float8, whole pipelines for `sd-ort benchmark --provider sdcuda`.
 Build first: sd-ort build-ops --cuda sm_90.
 """
@@ -18,9 +20,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import statistics
 import time
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +50,13 @@ from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime import machine
+from sd_ort.runtime.device_meters import Nvml
 from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
 from sd_ort.stages import optimize
 
+FORMATS = ("float16", "float8", "int8-weights", "int4-weights", "float8-weights")
 CALIBRATION_SIZE = 16  # edge of the latent
 
 
@@ -62,30 +68,45 @@ def calibration_run(preset: str, path: Path) -> Path:
     return path
 
 
-def write_folders(preset: str, out: Path) -> None:
-    """Write pipeline folders in float16 and float8 of random weights, and print the benchmark of them."""
-    with torch.no_grad():
-        save_checkpoint(preset, out / "checkpoint", "sdcuda")
-        runs = calibration_run(preset, out / "runs.npz")
-    write = partial(optimize, out / "checkpoint", target="gpu", dtype="float16", calibrate=False)
-    write(out / "float16")
-    write(out / "float8", eight_bits="float8", inputs=runs)
+def layers_and_storage(format_: str) -> tuple[str | None, WeightStorage | None]:
+    """Return the format of layers in 8 bits and the storage of weights that one of FORMATS stands for."""
+    dtype, _, stored = format_.partition("-")
+    return (None, WeightStorage(dtype)) if stored else (dtype if dtype == "float8" else None, None)
+
+
+def write_folders(preset: str, out: Path, formats: Sequence[str]) -> None:
+    """Write pipeline folders of random weights, the same in later calls, and print the benchmark of them."""
+    if not (out / "runs.npz").is_file():
+        with torch.no_grad():
+            save_checkpoint(preset, out / "checkpoint", "sdcuda")
+            calibration_run(preset, out / "runs.npz")
+    for each in formats:
+        eight_bits, storage = layers_and_storage(each)
+        inputs = out / "runs.npz" if eight_bits else None
+        optimize(
+            out / "checkpoint", out / each, target="gpu", dtype="float16", calibrate=False, eight_bits=eight_bits,
+            inputs=inputs, weights=storage,
+        )  # fmt: skip
     settings = "--provider sdcuda --tuning --sequential --torch none --steps 20 --guidance 8 --batch 2"
-    print(f"sd-ort benchmark {out / 'float8'} {out / 'float16'} {settings}")
+    print("sd-ort benchmark", *(out / each for each in formats), settings)
 
 
 def engine(
-    label: str, provider: str, target: str, eight_bits: str | None, raw: Path, runs: Path, inputs: Any, shape: Any
+    label: str, provider: str, target: str, format_: str, raw: Path, runs: Path, inputs: Any, shape: Any
 ) -> Contender:
     """Return a hoisted, captured session on the U-Net."""
-    path = raw.parents[2] / f"{target}-{eight_bits}" / raw.parent.name / pipeline_folder.MODEL
+    path = raw.parents[2] / f"{target}-{format_}" / raw.parent.name / pipeline_folder.MODEL
+    eight_bits, storage = layers_and_storage(format_)
     report = optimize_component(
         raw, path, TARGETS[target], "float16", calibrate=False, hoisted=path.parent.name == hoist.PARTS["step"],
-        inputs=runs if eight_bits else None, eight_bits_format=eight_bits,
+        inputs=runs if eight_bits else None, eight_bits_format=eight_bits, weights=storage,
     )  # fmt: skip
+    if storage is not None:  # sessions look here for it
+        options = {"weights": storage.entry()}
+        write_json(path.parents[1] / pipeline_folder.MANIFEST, {"format": pipeline_folder.FORMAT, "options": options})
     print(f"  {label}: {report['op_counts']} {report.get('eight_bits', {}).get('layers', '')}", flush=True)
-    options = {"tuning": True} if provider.startswith("plugin:") else {}
-    return session_engine(label, provider, path, True, inputs, shape, time.perf_counter(), **options)
+    settings = {"tuning": True} if provider.startswith("plugin:") else {}
+    return session_engine(label, provider, path, True, inputs, shape, time.perf_counter(), **settings)
 
 
 def peers(net: torch.nn.Module, inputs: Any, names: list[str]) -> list[Contender]:
@@ -107,15 +128,16 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128, help="edge of the latent")
     parser.add_argument("--graph", type=Path, help="raw export without weights (export_without_weights.py)")
     parser.add_argument("--engines", nargs="*", choices=("provider", "cuda"), default=["provider"])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS[:2], help="of our engines")
     parser.add_argument("--peers", nargs="*", choices=("compile", "torchao"), default=[], help="torch in this run")
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
     parser.add_argument("--out", type=Path, default=Path("results/gpu_step_eight_bits"))
-    parser.add_argument("--folders", type=Path, metavar="OUT", help="only write pipeline folders")
+    parser.add_argument("--folders", type=Path, metavar="OUT", help="only write pipeline folders of --formats")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
     options = parser.parse_args()
     if options.folders:
-        write_folders(options.preset, options.folders)
+        write_folders(options.preset, options.folders, options.formats)
         return
     library = library_path(PROVIDER_LIBRARIES[VENDOR])
     if library is None:
@@ -139,11 +161,15 @@ def main() -> None:
             else:
                 export_raw(options.preset, "unet", net, raw)
         runs = calibration_run(options.preset, options.work / f"{options.preset}-runs.npz")
-        engines = [
-            engine(f"{name} {dtype or 'float16'}", *providers[name], dtype, raw, runs, inputs, reference.shape)
-            for name in options.engines
-            for dtype in (None, "float8")
-        ]
+        engines, meter, memory = [], Nvml(), {}
+        for name in options.engines:
+            for each in options.formats:
+                before, label = meter.used_MB(os.getpid()), f"{name} {each}"
+                engines.append(engine(label, *providers[name], each, raw, runs, inputs, reference.shape))
+                engines[-1].run()
+                synchronize()
+                after = meter.used_MB(os.getpid())
+                memory[label] = None if before is None or after is None else round(after - before)
         engines = [*peers(net, inputs, options.peers), *engines]
         times = time_rounds(engines, options.calls)
         rows = []
@@ -151,6 +177,8 @@ def main() -> None:
             each.run()
             synchronize()
             row: dict[str, Any] = {"engine": each.name, "ready_s": round(each.ready_s, 1)}
+            if each.name in memory:
+                row["device_MB"] = memory[each.name]
             for kind, values in times[each.name].items():
                 row[f"{kind}_ms"] = statistics.median(values)
                 base = times[engines[0].name][kind]
@@ -164,7 +192,8 @@ def main() -> None:
         "preset": options.preset, "batch": options.batch, "size": options.size, "commit": machine.commit(),
         "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "rows": rows,
     }  # fmt: skip
-    write_json(options.out / f"{options.preset}_b{options.batch}_{options.size}.json", result)
+    stored = "_weights" * any("weights" in each for each in options.formats)
+    write_json(options.out / f"{options.preset}_b{options.batch}_{options.size}{stored}.json", result)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,14 @@ Qwen-Image meets its goal, the other steps miss theirs. Products and attention, 
 both sides (cuBLASLt, cuDNN), are 87 to 95 % of our kernels' time. The class tables are of two steps after a pause, at
 the full clock; a step behind others takes 4 to 12 % longer than its kernels, since they draw more than the card's power
 limit, ours with fewer pauses between them more than torch's.
+
+At that limit a step takes as long as its energy divided by the limit. The floor is what products and attentions alone
+take there, each by the fastest of torch's and cuBLASLt's algorithms or by cuDNN (`scripts/bench/transformer_floor.py`,
+files in `{folder}/floor/`; all floors on one H200, steps on the cards of
+their sections). The goals of SD 3.5, klein and Krea 2 lie below their floors: an engine without any other kernel would
+miss them. So does Z-Image's whole image, 0.82. FLUX.1's goal lies 1.4 ms above its floor, our step 5.0.
+
+{floors}
 """
 TAIL = """
 ## Again
@@ -52,6 +60,7 @@ TAIL = """
     python scripts/bench/bench_transformer_image.py flux-dev --steps 28
     python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
     python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
+    python scripts/bench/transformer_floor.py flux-dev flux2-klein-4b sd35-medium:2 qwen-image krea2 z-image-turbo
     python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
 """
 
@@ -63,8 +72,27 @@ def main() -> None:
     options = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
     steps, images = ([run for run in runs if ("optimize_s" in run) is whole] for whole in (False, True))
-    text = HEAD.format(folder=options.folder) + "".join(map(section, steps)) + image_section(images) + TAIL
+    text = (
+        HEAD.format(folder=options.folder, floors=floor_table(steps, options.folder / "floor"))
+        + "".join(map(section, steps))
+        + image_section(images)
+        + TAIL
+    )
     options.out.write_text(text)
+
+
+def floor_table(runs: list[dict[str, Any]], folder: Path) -> str:
+    """The table of the steps beside their floors, of which each was measured alone."""
+    lines = ["model | floor ms | ours ms | floor / torch.compile | ours / torch.compile | goal", "--- | " * 5 + "---"]
+    for run in runs:
+        path = folder / f"{run['preset']}_{run['pixels']}.json"
+        row = next((row for row in run["engines"] if "compile" in row["engine"]), None)
+        if row is None or not path.is_file():
+            continue
+        floor = json.loads(path.read_text())["floor_ms"]
+        times = [f"{floor:.1f}", f"{row['ours_ms']:.1f}", f"{floor / row['device_ms']:.3f}", f"{row['ours_ratio']:.3f}"]
+        lines.append(" | ".join([run["preset"], *times, str(GOALS.get(run["preset"], ""))]))
+    return "\n".join(lines)
 
 
 def section(run: dict[str, Any]) -> str:

@@ -178,7 +178,8 @@ def _measure(
         for name in loadgen.SCENARIOS:
             on_progress(f"{engine.label}: {name}")
             batch, callers = (1, 1) if name == "SingleStream" else (backend.batch, backend.callers)
-            load = LoadGenSettings(name, len(prompts), batch, count, rate, callers=callers)
+            at_once = batch * settings.calls if name == "Offline" and callers == 1 else batch
+            load = LoadGenSettings(name, len(prompts), at_once, count, rate, callers=callers)
             row[name] = loadgen.run(backend, load, logs / name) | {"batch": batch, "mean_batch": backend.mean_batch()}
             if name == "Offline":
                 rate = options.server_load * row[name]["images_per_s"]
@@ -241,14 +242,15 @@ class WorkerBackend:
         """Generate uint8 images (H, W, 3) in batches. Raises SdOrtError if the engine fails."""
         images: list[np.ndarray] = []
         while rest := indices[len(images) :]:
-            images += self._batch(rest[: max(size for size in self.sizes if size <= len(rest))])
+            size = max(size for size in self.sizes if size <= len(rest))
+            images += self._batches(rest[: len(rest) // size * size], size)
         return images
 
-    def _batch(self, indices: Sequence[int]) -> list[np.ndarray]:
-        result, _ = self.worker.call(interface.run_batch, len(indices), [self.prompts[i] for i in indices], 0)
+    def _batches(self, indices: Sequence[int], size: int) -> list[np.ndarray]:
+        result, _ = self.worker.call(interface.run_batch, size, [self.prompts[i] for i in indices], 0)
         images = list(result["images"])
         self.images |= dict(zip(indices, images, strict=True))
-        self.batches.append(len(indices))
+        self.batches += [size] * (len(indices) // size)
         return images
 
     def mean_batch(self) -> float:

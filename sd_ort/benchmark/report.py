@@ -278,7 +278,8 @@ TIMES, RATIOS = ("step_ms", "image_s"), ("step_speedup", "image_speedup")
 OTHER_METRICS = ("peak_memory_MB", "device_peak_memory_MB", "error", "psnr_db")
 PSNR_TOLERANCE_DB = 1.0
 ERROR_FACTOR = 1.5
-MUST_MATCH = ("component", "provider", "steps", "height", "width", "guidance", "prompt", "seed", "threads", "tuning")
+MUST_MATCH = ("component", "provider", "steps", "height", "width", "guidance", "prompt", "seed", "threads", "tuning",
+              "calls")  # fmt: skip
 
 
 def compare(old: Row, new: Row, tolerance: float, *, ratios: bool = False) -> tuple[list[Row], list[str]]:
@@ -296,7 +297,8 @@ def compare(old: Row, new: Row, tolerance: float, *, ratios: bool = False) -> tu
 
 
 def _compare(old: Row, new: Row, tolerance: float, ratios: bool) -> tuple[list[Row], list[str]]:
-    different = [key for key in MUST_MATCH if old["settings"][key] != new["settings"][key]]
+    settings = [{"calls": 1, **report["settings"]} for report in (old, new)]  # older reports have one call a run
+    different = [key for key in MUST_MATCH if settings[0][key] != settings[1][key]]
     if different:
         raise InputError(f"the two runs differ in {', '.join(different)}: run the benchmark again with the same.")
     notes = [f"{key} differs" for key in ("machine", "versions", "commit") if old[key] != new[key]]

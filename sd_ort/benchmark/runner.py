@@ -136,6 +136,8 @@ def notes_on(settings: BenchmarkSettings, meter: device_meters.Meter) -> list[st
         notes.append(_tuning_note(settings.provider))
     if library_path() is None and not is_plugin(settings.provider):  # the sd-ort provider contains its kernels
         notes.append("no custom-op library was found: fused operators ran as plain ONNX functions.")
+    if settings.calls > 1:
+        notes.append(f"a run is {settings.calls} batches one after another; sd-ort's overlap on host and device.")
     if settings.sequential:
         notes.append("engines ran one after the other: ratios compare different moments.")
     energy = "of the whole device, idle power included" if meter.energy_J() is not None else meter.note

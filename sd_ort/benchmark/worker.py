@@ -69,7 +69,7 @@ class Worker:
         self.measurements = {batch: EngineMeasurements(batch, failure=self.failure) for batch in settings.batches}
 
     def run(self, batch: int, *, timed: bool) -> None:
-        """Run one batch unless this size or the engine failed before; warm-ups record only memory and images."""
+        """Run batches of one size unless it or the engine failed before; warm-ups record only memory and images."""
         measured = self.measurements[batch]
         if measured.failure or self.dead:
             measured.failure = measured.failure or self.failure
@@ -90,7 +90,7 @@ class Worker:
             if measured.images is not None:
                 measured.image_s.append(result["seconds"] / len(measured.images))
             if usage.joules:  # 0 if the counter, which changes every 0.1 s or so, did not change in this round
-                count = len(result["steps"]) if measured.images is None else batch
+                count = len(result["steps"]) if measured.images is None else len(measured.images)
                 measured.energy_J.append(usage.joules / count)
 
     def call(
@@ -129,7 +129,8 @@ class Worker:
             if values := getattr(measured, name):
                 row[name] = metrics.summary(values)
         if settings.tuning and is_tuned(self.engine, settings.provider) and measured.image_s:
-            row["tuning_s"] = max(0.0, (measured.first_run_s or 0) - measured.batch * median(measured.image_s))
+            images = measured.batch * settings.calls
+            row["tuning_s"] = max(0.0, (measured.first_run_s or 0) - images * median(measured.image_s))
         if baseline is not None and baseline.step_ms:
             row["step_speedup"] = speedup(measured.step_ms, baseline.step_ms)
             if measured.image_s and baseline.image_s:

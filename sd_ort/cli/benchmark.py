@@ -81,6 +81,13 @@ def _check_settings(folder: Path, component: str | None, *sides: int | None) -> 
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches generated before timing.")
 @click.option("--inputs", type=click.Path(path_type=Path), help="With .onnx files: .npz of recorded inputs.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Batches timed.")
+@click.option(
+    "--calls",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Batches of one run, one after another, on host and device at once; with --mlperf: of Offline.",
+)
 @click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="With --mlperf: per scenario.")
 @click.option(
     "--server-load",
@@ -174,6 +181,8 @@ def command(
         raise InputError("--inputs goes with .onnx files: a pipeline folder is measured with --prompt.")
     for folder in folders:
         _check_settings(folder, options["component"], options["height"], options["width"])
+    if options["component"] and options["calls"] > 1:
+        raise InputError("--calls goes with whole images: leave out --component.")
     check_text([options["prompt"]])
     if options["provider"] == "auto":
         options["provider"] = choose_provider(folders[0], "auto")

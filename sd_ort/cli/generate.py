@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -267,10 +269,20 @@ def command(
     batches = [seeds[start : start + batch] for start in range(0, num_images, batch)]
     calls = ({**arguments, "num_images_per_prompt": len(part), "generator": list(part)} for part in batches)
     by_seed = dict(zip(seeds, paths, strict=True))
-    for part, output in zip(batches, pipeline.draw_each(calls), strict=True):
-        for generated, seed_ in zip(output.images, part, strict=False):
+
+    def save(images: Sequence[Any], part: range) -> None:
+        for generated, seed_ in zip(images, part, strict=False):
             save_png(generated, by_seed[seed_], {**settings, "seed": str(seed_)}, overwrite=overwrite)
             click.echo(by_seed[seed_])
+
+    with ThreadPoolExecutor(1, "save") as saver:  # PNG files of a batch are written while the next one is generated
+        saving: Future[None] | None = None
+        for part, output in zip(batches, pipeline.draw_each(calls), strict=True):
+            if saving is not None:
+                saving.result()
+            saving = saver.submit(save, output.images, part)
+        if saving is not None:
+            saving.result()
 
 
 def open_pipeline(folder: Path, kind: str, load_options: dict[str, Any]) -> Any:

@@ -4,7 +4,8 @@ Each weight of a MatMul, Gemm or Conv becomes elements and scales in front of De
 blocks, a convolution by output channels. Activations stay as they are. onnxruntime 1.31 fuses DequantizeLinear and
 MatMul of integers to MatMulNBits, whose kernels on the CPU and on CUDA read the stored elements. It folds no other
 DequantizeLinear of a constant when a session is opened: the weight is dequantized at every run, one layer at a time
-(tests/optimize/test_weight_storage.py measures both).
+(tests/optimize/test_weight_storage.py measures both). So it is in our own provider, in front of LinearAdd,
+LinearSplitGelu and NhwcConv, in 16 bits and in memory that the next layer takes again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import quantized_weights
+from fusion_passes import DOMAIN, quantized_weights
 from fusion_passes.graph_edits import tensor_values
 from fusion_passes.graph_pass import Pass
 from fusion_passes.lower import winograd_conv
@@ -23,12 +24,13 @@ from sd_ort.core.errors import InputError
 
 DTYPES = ("int8", "int4", "float8")
 GROUPS = (32, 64, 128)
-TARGETS = ("cpu", "portable")  # whose graphs have these operators of ONNX; others have kernels of their own for layers
+TARGETS = ("cpu", "portable", "gpu", "hip")  # the providers of others lack kernels for some of the element types
+OUR_PROVIDER = ("gpu", "hip")
 COMPONENTS = frozenset({"unet", "transformer", "controlnet", "text_encoder", "text_encoder_2", "text_encoder_3"})
 VAES = frozenset({"vae_encoder", "vae_decoder"})  # on request: they take twice the time (results/vae_storage.md)
 MIN_ELEMENTS = 4096  # smaller weights stay as they are
 BLOCK_OPSET = 21  # of DequantizeLinear with block_size and 4 bits
-HALVES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class WeightStorage:
             raise InputError("--weights float8 has no zero points: leave --asymmetric out.")
         if target not in TARGETS:
             raise InputError(
-                f"target {target} has kernels of its own, which read no stored weights: use {' or '.join(TARGETS)} "
-                "with --weights."
+                f"target {target} reads no stored weights: use one of {', '.join(TARGETS)} with --weights."
             )
-        if dtype != "float32" and (target, dtype) != ("portable", "float16"):
+        halves = ("float16",) if target == "portable" else ("float16", "bfloat16") if target in OUR_PROVIDER else ()
+        if dtype not in ("float32", *halves):
             raise InputError(f"--weights stores the weights itself: leave out --{dtype} for target {target}.")
 
     def passes(self, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
@@ -116,7 +118,7 @@ def _operations(argument: quantized_weights.StoredArgument) -> tuple[str, ...]:
 
 def _argument(value: ir.Value, storage: WeightStorage) -> quantized_weights.StoredArgument | None:
     """Return how a weight is stored, the same for all its consumers; None for one that stays as it is."""
-    if value.const_value is None or value.dtype not in HALVES or value.const_value.size < MIN_ELEMENTS:
+    if value.const_value is None or value.dtype not in FLOATS or value.const_value.size < MIN_ELEMENTS:
         return None
     if value.is_graph_output() or not value.uses():
         return None
@@ -135,11 +137,11 @@ def _argument(value: ir.Value, storage: WeightStorage) -> quantized_weights.Stor
 def _axis(node: ir.Node, index: int) -> tuple[str, int] | None:
     """Return ("rows", the axis that is multiplied) of a product's weight, ("channels", output channels) of a filter."""
     weight = node.inputs[1] if len(node.inputs) > 1 else None
-    if index != 1 or node.domain or weight is None or weight.shape is None:
+    if index != 1 or node.domain not in ("", DOMAIN) or weight is None or weight.shape is None:
         return None
-    if node.op_type == "Conv":
+    if node.op_type in ("Conv", "NhwcConv"):
         return "channels", 0
-    if node.op_type in ("MatMul", "Gemm") and len(weight.shape) == 2:
+    if node.op_type in ("MatMul", "Gemm", "LinearAdd", "LinearSplitGelu") and len(weight.shape) == 2:
         return "rows", node.attributes.get_int("transB", 0) or 0 if node.op_type == "Gemm" else 0
     return None
 

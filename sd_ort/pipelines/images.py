@@ -57,14 +57,17 @@ def readable(picture: Picture | None, what: str = "image") -> Any:
 
 
 def finished(pixels: np.ndarray, output_type: str) -> Any:
-    """Return pixels (B, 3, H, W), float32, about -1..1, as images of `output_type`: "pil", "np" or "pt"."""
+    """Return pixels (B, 3, H, W), float32, about -1..1, as images of `output_type`: "pil", "np", "pt" or "uint8"."""
     unit = np.clip(pixels * np.float32(0.5) + np.float32(0.5), 0, 1)
     if output_type == "pt":
         import torch
 
         return torch.from_numpy(unit)
     rows = np.ascontiguousarray(unit.transpose(0, 2, 3, 1))
-    return rows if output_type == "np" else pil_images((rows * 255).round().astype(np.uint8))
+    if output_type == "np":
+        return rows
+    rounded = (rows * 255).round().astype(np.uint8)
+    return rounded if output_type == "uint8" else pil_images(rounded)
 
 
 def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:

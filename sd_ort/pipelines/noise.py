@@ -11,6 +11,7 @@ import platform
 import secrets
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,7 @@ SINE = (8.3321608736e-3, -1.6666654611e-1)
 COSINE = (-1.388731625493765e-3, 4.166664568298827e-2)
 BLOCK = 16  # samples of one transform: radii from the first half, angles from the second
 CACHED = 1 << 14  # samples whose intermediate results fit in a processor's cache: twice as fast for SDXL
+SIGN = np.int32(-(2**31))  # sign bit of a float32
 
 
 class Normals:
@@ -29,40 +31,73 @@ class Normals:
 
     def __init__(self, seed: int) -> None:
         """`seed`: torch reads its lower 32 bits."""
+        self.seed = seed
         self.twister = np.random.RandomState(seed & 0xFFFFFFFF)
+        self.started: Future[tuple[np.ndarray, Normals]] | None = None
+
+    def start(self, shape: Sequence[int], executor: Executor) -> None:
+        """Draw in `executor` what the first `draw` returns if it is called with this shape."""
+
+        def draw() -> tuple[np.ndarray, Normals]:
+            ahead = Normals(self.seed)
+            return ahead.draw(shape), ahead
+
+        self.started = executor.submit(draw)
 
     def draw(self, shape: Sequence[int]) -> np.ndarray:
         """Return torch.randn(shape) of at least `BLOCK` samples; torch has another algorithm for fewer."""
         size = int(np.prod(shape))
         assert size >= BLOCK
+        started, self.started = self.started, None
+        if started is not None:
+            samples, ahead = started.result()
+            if samples.size == size:
+                self.twister = ahead.twister
+                return samples.reshape(tuple(shape))
         samples = self._uniform(size)
         full = size // BLOCK * BLOCK
+        wide = np.empty(CACHED // 2)
         for begin in range(0, full, CACHED):
-            end = min(begin + CACHED, full)
-            samples[begin:end] = _normal(samples[begin:end])
+            _to_normal(samples[begin : min(begin + CACHED, full)], wide)
         if full < size:
-            samples[-BLOCK:] = _normal(self._uniform(BLOCK))
+            samples[-BLOCK:] = self._uniform(BLOCK)
+            _to_normal(samples[-BLOCK:], wide)
         return samples.reshape(tuple(shape))
 
     def _uniform(self, count: int) -> np.ndarray:
         """Return uniform samples 0 <= u < 1, float32."""
-        return self.twister.randint(0, 1 << 24, count, np.uint32).astype(np.float32) * np.float32(2**-24)
+        samples = self.twister.randint(0, 1 << 24, count, np.uint32).astype(np.float32)
+        samples *= np.float32(2**-24)
+        return samples
 
 
-def sources(generator: Any) -> Any:
+def sources(generator: Any, started: list[Normals] | None = None) -> Any:
     """Return the generators for `draw_noise` of a request's `generator`, in which seeds are replaced.
 
     If torch is imported, its generators are used: they are faster, and diffusers' schedulers sample with them.
+    `started`: generators of `start_noise`, of which those of the seeds are taken out.
     """
     if isinstance(generator, Sequence):
-        return [sources(entry) for entry in generator]
+        return [sources(entry, started) for entry in generator]
     if not isinstance(generator, int):
         return generator
     if "torch" in sys.modules or not _is_x86():
         import torch
 
         return torch.Generator().manual_seed(generator)
-    return Normals(generator)
+    index = next((i for i, each in enumerate(started or ()) if each.seed == generator), None)
+    return Normals(generator) if started is None or index is None else started.pop(index)
+
+
+def start_noise(seeds: Any, shape: Sequence[int], executor: Executor) -> list[Normals]:
+    """Return generators of a list of seeds, whose first samples of `shape` are drawn in `executor`; [] for other
+    requests, and where torch draws."""
+    if not isinstance(seeds, list) or "torch" in sys.modules or not _is_x86():
+        return []
+    generators = [Normals(seed) for seed in seeds if isinstance(seed, int)]
+    for generator in generators:
+        generator.start(shape, executor)
+    return generators
 
 
 def draw_noise(shape: Sequence[int], generator: Any) -> np.ndarray:
@@ -89,60 +124,87 @@ def _is_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def _normal(uniform: np.ndarray) -> np.ndarray:
-    """Return standard normal samples for blocks of uniform ones (Box and Muller, 1958)."""
-    first, second = uniform.reshape(-1, 2, BLOCK // 2).swapaxes(0, 1)
-    radius = np.sqrt(np.float32(-2) * _log(np.float32(1) - first))
-    sine, cosine = _sine_cosine(np.float32(2 * np.pi) * second)
-    return np.stack([radius * cosine, radius * sine], 1).reshape(-1)
+def _to_normal(uniform: np.ndarray, wide: np.ndarray) -> None:
+    """Replace blocks of uniform samples by standard normal ones (Box and Muller, 1958). `wide`: see `multiply_add`."""
+    blocks = uniform.reshape(-1, 2, BLOCK // 2)
+    wide = wide[: uniform.size // 2]
+    radius = log(np.subtract(np.float32(1), blocks[:, 0]).reshape(-1), wide)
+    radius *= np.float32(-2)
+    np.sqrt(radius, out=radius)
+    for half, values in enumerate(cosine_sine(np.multiply(blocks[:, 1], np.float32(2 * np.pi)).reshape(-1), wide)):
+        values *= radius
+        blocks[:, half] = values.reshape(-1, BLOCK // 2)
 
 
-def _log(x: np.ndarray) -> np.ndarray:
-    """Return the natural logarithm of 0 < x <= 1, as Cephes' logf."""
-    mantissa, exponent = np.frexp(x)
-    small = mantissa < np.float32(0.707106781186547524)
-    exponent = (exponent - small).astype(np.float32)
-    x = mantissa - np.float32(1) + np.where(small, mantissa, np.float32(0))
-    square = x * x
-    y = _polynomial(x, 7.0376836292e-2, LOG) * x
-    y = multiply_add(y, square, exponent * np.float32(-2.12194440e-4)) - np.float32(0.5) * square
-    return multiply_add(exponent, np.float32(0.693359375), x + y)
+def log(x: np.ndarray, wide: np.ndarray) -> np.ndarray:
+    """Return the natural logarithm of 0 < x <= 1, as Cephes' logf. `wide`: see `multiply_add`."""
+    mantissa, integers = np.frexp(x)
+    small = (mantissa < np.float32(0.707106781186547524)).astype(np.float32)
+    exponent = integers.astype(np.float32)
+    exponent -= small
+    small += np.float32(1)
+    mantissa *= small  # twice the small ones
+    mantissa -= np.float32(1)
+    y = _polynomial(mantissa.astype(np.float64), 7.0376836292e-2, LOG, wide)
+    y *= mantissa
+    square = mantissa * mantissa
+    multiply_add(y, square.astype(np.float64), (exponent * np.float32(-2.12194440e-4)).astype(np.float64), wide)
+    square *= np.float32(0.5)
+    y -= square
+    y += mantissa
+    multiply_add(exponent, np.float64(np.float32(0.693359375)), y.astype(np.float64), wide)
+    return exponent
 
 
-def _sine_cosine(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return sine and cosine of 0 <= x, as Cephes' sinf and cosf: octants, then a polynomial each."""
-    octant = ((x * np.float32(1.27323954473516)).astype(np.int32) + 1) & ~1
+def cosine_sine(x: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return cosine and sine of 0 <= x <= 2 pi, as Cephes' cosf and sinf: octants, then a polynomial each.
+
+    `wide`: see `multiply_add`.
+    """
+    octant = (x * np.float32(1.27323954473516)).astype(np.int32)
+    octant += 1
+    octant &= ~1
     turns = octant.astype(np.float32)
     for part in (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8):  # of pi / 4
-        x = multiply_add(turns, np.float32(part), x)
+        rest = turns.copy()
+        multiply_add(rest, np.float64(np.float32(part)), x.astype(np.float64), wide)
+        x = rest
     square = x * x
-    cosine = _polynomial(square, 2.443315711809948e-5, COSINE) * square
-    cosine = multiply_add(cosine, square, np.float32(-0.5) * square) + np.float32(1)
-    sine = multiply_add(_polynomial(square, -1.9515295891e-4, SINE) * square, x, x)
-    swapped = (octant & 2) != 0
-    sine, cosine = np.where(swapped, cosine, sine), np.where(swapped, sine, cosine)
-    return np.where(octant & 4, -sine, sine), np.where((octant - 2) & 4, cosine, -cosine)
+    squares = square.astype(np.float64)
+    cosine = _polynomial(squares, 2.443315711809948e-5, COSINE, wide)
+    cosine *= square
+    multiply_add(cosine, squares, squares * -0.5, wide)
+    cosine += np.float32(1)
+    sine = _polynomial(squares, -1.9515295891e-4, SINE, wide)
+    sine *= square
+    angle = x.astype(np.float64)
+    multiply_add(sine, angle, angle, wide)
+    # Octants 2 and 6 swap sine and cosine; the sine is negative in 4 and 6, the cosine in 2 and 4.
+    octant <<= 29  # bit 2 becomes the sign bit, bit 1 the next one
+    swapped = (octant << 1) >> 31  # all bits or none
+    cosine_bits, sine_bits = cosine.view(np.int32), sine.view(np.int32)
+    difference = (cosine_bits ^ sine_bits) & swapped
+    cosine_bits ^= difference
+    sine_bits ^= difference
+    sine_bits ^= octant & SIGN
+    cosine_bits ^= (octant ^ swapped) & SIGN
+    return cosine, sine
 
 
-def _polynomial(x: np.ndarray, first: float, rest: Sequence[float]) -> np.ndarray:
-    y = np.full_like(x, first)
+def _polynomial(x: np.ndarray, first: float, rest: Sequence[float], wide: np.ndarray) -> np.ndarray:
+    y = np.full(x.shape, first, np.float32)
     for number in rest:
-        y = multiply_add(y, x, np.float32(number))
+        multiply_add(y, x, np.float64(np.float32(number)), wide)
     return y
 
 
-def multiply_add(a: np.ndarray, b: Any, c: Any) -> np.ndarray:
-    """Return a * b + c, rounded once to float32.
+def multiply_add(a: np.ndarray, b: Any, c: Any, wide: np.ndarray) -> None:
+    """Replace float32 `a` by a * b + c, for float32 numbers `b` and `c` in float64. `wide`: float64, overwritten.
 
-    The product is exact in float64, so the sum's two roundings differ from one only if the first ends half way between
-    two float32 numbers. There the first one rounds to the neighbor with an odd last bit (Boldo and Melquiond, 2008).
+    The product is exact in float64, so the sum is rounded twice where torch rounds it once. That differs only if the
+    first rounding ends half way between two float32 numbers; a test shows that no uniform sample gives another result.
     """
-    product, term = a.astype(np.float64) * np.float64(b), np.asarray(c, np.float64)
-    total = product + term
-    bits = total.view(np.int64)
-    if (bits & 0x1FFFFFFF == 0x10000000).any():
-        added = total - product
-        rest = (product - (total - added)) + (term - added)
-        inexact = (rest != 0) & (bits & 1 == 0)
-        total = np.where(inexact, bits + np.where((rest > 0) == (total > 0), 1, -1), bits).view(np.float64)
-    return total.astype(np.float32)
+    wide[...] = a
+    wide *= b
+    wide += c
+    a[...] = wide

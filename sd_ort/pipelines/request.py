@@ -29,7 +29,7 @@ Picture: TypeAlias = "Image.Image | np.ndarray | torch.Tensor | Sequence[Any]"
 # Called as callback(pipeline, step index, timestep, tensors by name); may return those that it changes.
 StepCallback: TypeAlias = "Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]"
 
-OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+OUTPUT_TYPES = ("pil", "np", "pt", "uint8", "latent")
 
 # Names of diffusers' that no pipeline takes here, and why.
 UNSUPPORTED_ARGUMENTS = {
@@ -63,7 +63,8 @@ class Request:
     one for all images or one a prompt; with several ControlNets a list of such. `ip_adapter_image`: for the folder's
     IP-Adapter, for all images: a picture, [picture], or several as [[a, b]]; a tensor is what its feature extractor
     gives. `ip_adapter_image_embeds`: what `prepare_ip_adapter_image_embeds` gives instead. `output_type`: "pil", "np"
-    (float32, (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1) or "latent" (before scaling by the VAE's factor).
+    (float32, (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1), "uint8" (an array, (B, H, W, 3)) or "latent" (before
+    scaling by the VAE's factor).
     """
 
     prompt: Prompt | None = None
@@ -187,7 +188,7 @@ class Request:
                 f"{self.num_inference_steps} steps are more than the {trained_steps} this model was trained with."
             )
         if self.output_type not in OUTPUT_TYPES:
-            raise InputError(f"output_type {self.output_type!r} is unknown: use pil, np, pt or latent.")
+            raise InputError(f"output_type {self.output_type!r} is unknown: use one of {', '.join(OUTPUT_TYPES)}.")
         if unknown := set(self.cross_attention_kwargs or ()) - {"scale"}:
             raise InputError(f"cross_attention_kwargs: {unknown.pop()!r} is unknown; 'scale' weighs the LoRAs.")
         for name in ("denoising_start", "denoising_end"):

@@ -94,7 +94,7 @@ class SamplingMixin(StepCacheMixin):
             raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
         has_checker = self.safety_checker and "safety_checker" in self.models
         separate_vae = has_checker or self.vae.use_tiling or self.vae.use_slicing or "vae_decoder" in self.models.placed
-        decodes = request.output_type == "pil" and not separate_vae
+        decodes = request.output_type in ("pil", "uint8") and not separate_vae
         mean, factor = latent_scale(self.vae.config)
         result = self.loop.run(
             SamplingJob(
@@ -117,7 +117,7 @@ class SamplingMixin(StepCacheMixin):
             )
         )
         if result.dtype == np.uint8:
-            return PipelineOutput(pil_images(result))
+            return PipelineOutput(result if request.output_type == "uint8" else pil_images(result))
         return self._finish(result, request)
 
     def _prepare_unet(self, request: Request) -> None:

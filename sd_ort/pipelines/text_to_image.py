@@ -11,7 +11,8 @@ import inspect
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,10 @@ from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultN
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
-from sd_ort.pipelines.images import as_array, finished, size_of
+from sd_ort.pipelines.images import as_array, finished, pil_images, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
 from sd_ort.pipelines.lora_methods import LoraMixin
-from sd_ort.pipelines.noise import draw_noise, sources
+from sd_ort.pipelines.noise import Normals, draw_noise, sources, start_noise
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import (
     IMAGE_ARGUMENTS,
@@ -106,6 +107,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             scheduler if isinstance(scheduler, PipelineScheduler) else PipelineScheduler(folder, scheduler)
         )
         self.safety_checker = safety_checker
+        self._started_noise: list[Normals] = []  # of the next calls of `draw_each`
         wanted = models.device != "cpu" or bool(models.peers)
         self.device_loop = wanted if device_loop is None else device_loop
         self.index = read_index(folder)
@@ -326,26 +328,51 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return request.height or height, request.width or width
 
     def draw_each(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[PipelineOutput]:
-        """What each call, the arguments of `__call__`, draws, in their order. With `decode_on`, the latents of the next
-        call are drawn while those of the one before are decoded: two devices are busy at once."""
-        if "vae_decoder" not in self.models.placed:
+        """Yield the output of each call, which are arguments of `__call__`, in their order.
+
+        With the loop on the device or `decode_on`, a thread works while a call is on the device: it draws the first
+        noise of the next call, and makes the images of the one before, which are yielded then.
+        """
+        if "vae_decoder" not in self.models.placed and not self.device_loop:
             yield from (self(**{**call, "return_dict": True}) for call in calls)
             return
-        with ThreadPoolExecutor(1, "decode") as decoder:
-            decoding: Future[PipelineOutput] | None = None
-            for call in calls:
+        upcoming = iter(calls)
+        call, before = next(upcoming, None), None
+        with ThreadPoolExecutor(1, "host") as host:
+            while call is not None:
+                following = next(upcoming, None)
+                if following is not None:
+                    self._started_noise += self._start_noise(following, host)
                 try:
-                    latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
-                except Exception:
-                    if decoding is not None:
-                        yield decoding.result()  # which is drawn already
+                    output = self._draw_unfinished(call, host)
+                except (Exception, KeyboardInterrupt):
+                    self._started_noise.clear()
+                    if before is not None:
+                        yield before.result()  # which is drawn already
                     raise
-                before, wanted = decoding, Request(output_type=call.get("output_type", "pil"))
-                decoding = decoder.submit(self._finish, latents, wanted)
                 if before is not None:
                     yield before.result()
-            if decoding is not None:
-                yield decoding.result()
+                call, before = following, output
+            if before is not None:
+                yield before.result()
+
+    def _start_noise(self, call: Mapping[str, Any], host: Executor) -> list[Normals]:
+        """Return generators for the seeds of a call, whose noise `host` draws."""
+        sides = (call.get(name) or self.default_size for name in ("height", "width"))
+        shape = 1, self.vae.latent_channels, *(side // self.vae_scale_factor for side in sides)
+        return start_noise(call.get("generator"), shape, host)
+
+    def _draw_unfinished(self, call: Mapping[str, Any], host: Executor) -> Future[PipelineOutput]:
+        """Generate on the device; `host` decodes with `decode_on`, and makes PIL images of pixels."""
+        wanted = call.get("output_type") or "pil"
+        if "vae_decoder" in self.models.placed:
+            latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
+            return host.submit(self._finish, latents, Request(output_type=wanted))
+        made_by_host = wanted == "pil" and call.get("padding_mask_crop") is None  # which lays PIL images over another
+        output = self(**{**call, "output_type": "uint8" if made_by_host else wanted, "return_dict": True})
+        if not made_by_host:
+            return host.submit(lambda: output)
+        return host.submit(lambda: replace(output, images=pil_images(output.images)))
 
     def _draw(self, request: Request) -> PipelineOutput:
         """What the call asks for, once it was checked."""
@@ -373,7 +400,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             raise InputError(f"callback_on_step_end reads no {unknown.pop()} in this pipeline: it reads {names}.")
         request.timetable = self._scheduler.timetable(request, self.STRENGTH_IN_SCHEDULER)
         request.num_inference_steps = request.timetable.steps
-        request.generator = sources(request.generator)
+        request.generator = sources(request.generator, self._started_noise)
         scale = float(request.guidance_scale or 0.0)
         if self.unet_config.get("time_cond_proj_dim"):
             request.embedded_guidance = scale

@@ -167,9 +167,11 @@ def _open(
     """Open a session; the weights of `override` are all in the data file."""
     entry = provider_named(provider)
     ort_options = _ort_options(provider, options)
-    if is_plugin(provider) or _is_float8(model_path):
+    formats = read_manifest(model_path.parent.parent).get("options", {})
+    if formats.get("eight_bits") == "float8" or (is_plugin(provider) and not formats.get("weights")):
         # onnxruntime 1.31 fuses DequantizeLinear and MatMul to an operator of integers, whatever the 8 bits are, and
-        # moves QuantizeLinear before a Reshape with a DequantizeLinear behind, for which our provider has no kernel.
+        # moves QuantizeLinear before a Reshape with a DequantizeLinear behind. With this setting it folds the
+        # DequantizeLinear of a stored weight, which is then in memory in 16 bits.
         ort_options.add_session_config_entry("session.disable_quant_qdq", "1")
     if override.graph is not None:
         ort_options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
@@ -192,11 +194,6 @@ def _open(
     session.shared = {**shared, **(prefetched.values if prefetched else {})}
     session.prefetched = prefetched
     return keep(session, (session.shared, prefetched, override.updatable))
-
-
-def _is_float8(model_path: Path) -> bool:
-    """Return whether a component of a pipeline folder has layers in float8."""
-    return read_manifest(model_path.parent.parent).get("options", {}).get("eight_bits") == "float8"
 
 
 def _open_error(model: Path, provider: str, error: Exception) -> str:

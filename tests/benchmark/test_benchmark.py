@@ -39,7 +39,7 @@ def report_folder(small_export: Path, tmp_path_factory: pytest.TempPathFactory) 
     path.write_bytes(path.read_bytes()[:1000])
     torch_pipeline("sd15-small", True).save_pretrained(folder / "torch")  # other processes do not know the preset
     engines, notes = engine_selection.find_engines([small_export, broken], torch_model=str(folder / "torch"))
-    settings = BenchmarkSettings(steps=2, batches=(1, 2), height=64, width=64, runs=3, threads=1, tuning=True)
+    settings = BenchmarkSettings(steps=2, batches=(1, 2), height=64, width=64, runs=3, threads=1, tuning=True, calls=2)
     runner.run(engines, settings, folder / "out", notes=notes)
     return folder / "out"
 
@@ -90,6 +90,7 @@ def test_ratios_are_taken_round_by_round(report: dict[str, Any]) -> None:
 
 
 def test_engines_generate_the_same_image(report: dict[str, Any], report_folder: Path) -> None:
+    assert any("2 batches one after another" in note for note in report["notes"])
     assert report["engines"][2]["psnr_db"] > 50
     assert (report_folder / "raw-ONNX-raw.png").is_file()
     assert (report_folder / "torch-eager.png").is_file()
@@ -258,6 +259,8 @@ def test_command_refuses_bad_input(sd_ort: Cli, tmp_path: Path, raw: Path) -> No
     code, _, error = sd_ort("benchmark", tmp_path / "nowhere")
     assert (code, len(error.strip().splitlines())) == (2, 1)
     assert "no such file" in error
+    code, _, error = sd_ort("benchmark", raw, "--component", "unet", "--calls", 2)
+    assert (code, error) == (2, "sd-ort: --calls goes with whole images: leave out --component.\n")
     code, _, error = sd_ort("benchmark", raw, "--provider", "tpu")
     assert (code, error) == (
         3,

@@ -72,7 +72,9 @@ def test_no_batch_has_a_size_that_was_not_warmed_up() -> None:
     assert sizes == [1, 2, 4]
     assert [int(image[0, 0, 0]) for image in backend([8, 3, 5, 1, 0, 2, 7])] == [8, 3, 5, 1, 0, 2, 7]
     assert sizes == [1, 2, 4, 4, 2, 1]
-    assert backend.mean_batch() == pytest.approx(7 / 3)
+    assert [int(image[0, 0, 0]) for image in backend([*range(9), 3])] == [*range(9), 3]
+    assert sizes[6:] == [4, 2]  # two batches of four in one call, which overlap
+    assert backend.mean_batch() == pytest.approx(17 / 6)
 
 
 def test_an_engine_that_fails_ends_the_run(tmp_path: Path) -> None:
@@ -97,13 +99,13 @@ def test_the_rules_are_mlperfs(tmp_path: Path) -> None:
 
 
 def test_mlperf_of_a_tiny_model(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
-    loads = ("--mlperf", "--queries", 3, "--server-load", 0.5, "--batch", "1,2", "--accuracy")
+    loads = ("--mlperf", "--calls", 2, "--queries", 4, "--server-load", 0.5, "--batch", "1,2", "--accuracy")
     code, table, _ = sd_ort("benchmark", small_export, *loads, *SMALL, "--out", tmp_path)
     assert code == 0
     report = json.loads((tmp_path / "mlperf.json").read_text())
     (row,) = report["engines"]
     assert row["status"] == "ok"
-    assert row["Offline"]["batch"] == 2
+    assert (row["Offline"]["batch"], row["Offline"]["queries"]) == (2, 4)
     assert row["Server"]["rate_per_s"] == pytest.approx(row["Offline"]["images_per_s"] / 2)
     assert "not a valid MLPerf result" in table
     assert "SingleStream" in (tmp_path / "report.html").read_text()

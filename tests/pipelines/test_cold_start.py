@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,61 @@ def test_noise_is_torchs_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (by_chance[0] != by_chance[1]).all()
 
 
-def test_products_and_sums_are_rounded_once() -> None:
-    last = np.float32(2**-23)  # the last bit of 1
-    a, b, c = np.float32(2**-24) * (1 + last), 1 - last, 1 + last  # a b is a little less than half of that bit
-    assert np.float32(np.float64(a) * np.float64(b) + np.float64(c)) != c  # rounded to the half, and then up
-    assert noise.multiply_add(np.array([a, -a]), b, np.array([c, -c])).tolist() == [c, -c]
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch draws other numbers elsewhere")
+def test_noise_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same noise, the next one too, and if another shape or seed is asked for; a failure is raised where it is read."""
+    monkeypatch.delitem(sys.modules, "torch")
+    shape, other = (1, 4, 8, 8), (1, 4, 8, 4)
+    with ThreadPoolExecutor(1) as executor:
+        assert noise.start_noise(5, shape, executor) == noise.start_noise(None, shape, executor) == []
+        started = noise.start_noise([5, 6, 5], shape, executor)
+        both = noise.sources([5, 7], started)
+        assert [each.seed for each in started] == [6, 5]
+        for generator, seed in zip(both, (5, 7), strict=True):
+            plain = noise.Normals(seed)
+            for _ in range(2):
+                assert generator.draw(shape).tobytes() == plain.draw(shape).tobytes()
+        generator, plain = noise.sources(6, started), noise.Normals(6)
+        assert [generator.draw(each).tobytes() for each in (other, shape)] == [
+            plain.draw(each).tobytes() for each in (other, shape)
+        ]
+        monkeypatch.setattr(noise, "_to_normal", lambda *_: 1 / 0)
+        (generator,) = noise.start_noise([5], shape, executor)
+        with pytest.raises(ZeroDivisionError):
+            generator.draw(shape)
+
+
+def fused(a: np.ndarray, b: Any, c: Any, wide: np.ndarray) -> None:
+    """Replace `a` by a * b + c, rounded once: where the sum in float64 lies half way between two float32 numbers, it
+    is moved to its neighbor on the side of the exact sum."""
+    product = a.astype(np.float64) * b
+    total = product + c
+    half = np.flatnonzero(total.view(np.int64) & 0x1FFFFFFF == 0x10000000)
+    added = total[half] - product[half]
+    rest = (product[half] - (total[half] - added)) + (np.broadcast_to(c, a.shape)[half] - added)
+    total[half] = np.where(rest, np.nextafter(total[half], np.where(rest > 0, np.inf, -np.inf)), total[half])
+    a[...] = total
+
+
+def test_no_uniform_sample_is_rounded_otherwise_in_two_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 2^24 samples: logarithm, cosine and sine of fused multiply-adds to the byte, without fusing them."""
+    last = np.float32(2**-23)  # the last bit of 1; a b is a little less than half of it
+    a, b, c = np.full(2, np.float32(2**-24) * (1 + last)), np.float64(1 - last), np.array([1 + last, 1 + last])
+    once, twice = a.copy(), a.copy()
+    fused(once, b, c, np.empty(2))
+    noise.multiply_add(twice, b, c, np.empty(2))
+    assert (once == c).all()
+    assert (twice != c).all()  # rounded to the half, and then up
+    size, wide = 1 << 14, np.empty(1 << 14)
+    for start in range(0, 1 << 24, size):
+        uniform = np.arange(start, start + size, dtype=np.float32) * np.float32(2**-24)
+        inputs = np.float32(1) - uniform, np.float32(2 * np.pi) * uniform
+        results = []
+        for function in (noise.multiply_add, fused):
+            monkeypatch.setattr(noise, "multiply_add", function)
+            results.append((noise.log(inputs[0], wide), *noise.cosine_sine(inputs[1], wide)))
+        for two, one in zip(*results, strict=True):
+            assert two.tobytes() == one.tobytes()
 
 
 # --- Images that are given ------------------------------------------------------------------------------------------
@@ -141,6 +192,7 @@ def test_a_replica_imports_none_of_them(cache: Path, small_export: Path, tmp_pat
     """`serve`'s and `--replicas`' processes, and the loop on the device, whose graphs are cached too."""
     code = f"""
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 replica = PipelineReplica(ReplicaConfig(Path({str(small_export)!r}), {{"device_loop": True}}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,9 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.partition import MAX_IMBALANCE, partition_graph
+from sd_ort.pipelines import noise, text_to_image
 from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf, SplitGuidanceStep
+from sd_ort.pipelines.images import pil_images
 from sd_ort.pipelines.merged import MergedPipeline
 from sd_ort.runtime.partitioned import BoundPartitions, PeerCopy
 from sd_ort.runtime.providers import warnings_logged
@@ -127,8 +130,39 @@ def test_decoding_while_the_next_batch_is_generated(small_export: Path, monkeypa
         np.testing.assert_array_equal(next(drawn).images, images)
     with pytest.raises(InputError, match="height"):
         next(drawn)
-    assert any(name.startswith("decode") for name in threads)
+    assert any(name.startswith("host") for name in threads)
     assert "vae_decoder" not in two.models.opened
+
+
+def test_host_works_while_the_next_batch_is_generated(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same bytes, made of pixels and of noise in another thread; what was drawn is given before a failure."""
+    pipeline = StableDiffusionPipeline.from_pretrained(small_export, device_loop=True)
+    shared = {**SETTINGS, "num_inference_steps": 1, "output_type": "pil"}
+    calls = [{**shared, "generator": [seed]} for seed in (1, 2, 2)] + [{**shared, "generator": 3, "output_type": "np"}]
+    threads: dict[str, set[str]] = {"noise": set(), "images": set()}
+
+    def recording(name: str, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            threads[name].add(threading.current_thread().name)
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(noise, "_is_x86", lambda: True)
+    monkeypatch.delitem(sys.modules, "torch")  # whose generators draw, if it is imported
+    expected = [pipeline(**call).images for call in calls]
+    monkeypatch.setattr(noise, "_to_normal", recording("noise", noise._to_normal))
+    monkeypatch.setattr(text_to_image, "pil_images", recording("images", pil_images))
+    drawn = pipeline.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
+    for wanted in expected:
+        given = next(drawn).images
+        assert isinstance(given, type(wanted))
+        np.testing.assert_array_equal(given, wanted)
+    with pytest.raises(InputError, match="height"):
+        next(drawn)
+    assert threads["images"] == {"host_0"}
+    assert threads["noise"] == {"MainThread", "host_0"}  # of the first call, and of the seeds of later ones
+    assert pipeline._started_noise == []
 
 
 def test_generate_on_two_devices(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:

@@ -202,6 +202,42 @@ struct QuantizeFunction {
   }
 };
 
+SD_ORT_DEVICE bool has_four_bits(StoredType type) { return type == StoredType::kInt4 || type == StoredType::kUInt4; }
+
+// Element `i` of stored elements.
+SD_ORT_DEVICE float stored_element(StoredType type, const uint8_t* from, uint32_t i) {
+  if (has_four_bits(type)) {
+    const int bits = from[i / 2] >> (i % 2 * 4) & 15;
+    return static_cast<float>(type == StoredType::kInt4 && bits >= 8 ? bits - 16 : bits);
+  }
+  if (type == StoredType::kFloat8) return float8_to_float(from[i]);
+  return type == StoredType::kInt8 ? static_cast<float>(static_cast<int8_t>(from[i])) : static_cast<float>(from[i]);
+}
+
+// N elements that are adjacent along the last axis, of one outer index.
+template <class T, int N>
+struct DequantizeFunction {
+  StoredType type;
+  const uint8_t* x;
+  const T* scale;
+  const uint8_t* zero_points;
+  T* y;
+  uint32_t size, inner, block, outer_stride, block_stride, inner_stride;
+
+  SD_ORT_DEVICE void operator()(uint32_t index) const {
+    const uint32_t first = index * N, row = first / inner, column = first % inner, outer = row / size;
+    Vector<T, N> values;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const uint32_t at = inner == 1 ? row % size + k : row % size, i = inner == 1 ? 0 : column + k;
+      const uint32_t s = outer * outer_stride + at / block * block_stride + i * inner_stride;
+      const float zero = zero_points == nullptr ? 0.f : stored_element(type, zero_points, s);
+      values.x[k] = from_float<T>((stored_element(type, x, first + k) - zero) * to_float(scale[s]));
+    }
+    reinterpret_cast<Vector<T, N>*>(y)[index] = values;
+  }
+};
+
 template <class T>
 struct WhereFunction {
   Broadcast shape;
@@ -369,6 +405,32 @@ const char* quantize(DType dtype, const void* x, const void* scale, DType eight_
       return for_each(count / kCount, function, stream);
     };
     const bool wide = count % 8 == 0 && are_aligned<16>(x) && are_aligned<8>(y);
+    return wide ? run(ElementsAtOnce<8>()) : run(ElementsAtOnce<1>());
+  };
+  return dtype == DType::kFloat32 ? launch(float{}) : dtype == DType::kFloat16 ? launch(half_t{}) : launch(bf16_t{});
+}
+
+const char* dequantize(DType dtype, const DequantizeCall& call, void* stream) {
+  const auto launch = [&](auto sample) {
+    using T = decltype(sample);
+    const auto narrow = [](int64_t value) { return static_cast<uint32_t>(value); };
+    const auto run = [&](auto vector) {
+      constexpr int kCount = decltype(vector)::kCount;
+      const DequantizeFunction<T, kCount> function{call.type,
+                                                   static_cast<const uint8_t*>(call.x),
+                                                   static_cast<const T*>(call.scale),
+                                                   static_cast<const uint8_t*>(call.zero_points),
+                                                   static_cast<T*>(call.y),
+                                                   narrow(call.size),
+                                                   narrow(call.inner),
+                                                   narrow(call.block),
+                                                   narrow(call.outer_stride),
+                                                   narrow(call.block_stride),
+                                                   narrow(call.inner_stride)};
+      return for_each(call.outer * call.size * call.inner / kCount, function, stream);
+    };
+    const int64_t columns = call.inner == 1 ? call.size : call.inner;  // of the last axis
+    const bool wide = columns % 8 == 0 && are_aligned<16>(call.y);
     return wide ? run(ElementsAtOnce<8>()) : run(ElementsAtOnce<1>());
   };
   return dtype == DType::kFloat32 ? launch(float{}) : dtype == DType::kFloat16 ? launch(half_t{}) : launch(bf16_t{});

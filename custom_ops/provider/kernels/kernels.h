@@ -138,6 +138,21 @@ const char* cast(ElementType from_type, const void* from, ElementType to_type, v
 const char* quantize(DType dtype, const void* x, const void* scale, DType eight_bits, void* y, int64_t count,
                      void* stream);
 
+// How elements of x are stored in DequantizeLinear; two of 4 bits a byte, the first one in the low half.
+enum class StoredType { kInt8, kUInt8, kInt4, kUInt4, kFloat8 };
+// y (outer, size, inner) = (x - zero point) * scale. The scale, and the zero point of the type of x, of element
+// (o, s, i) has index o * outer_stride + s / block * block_stride + i * inner_stride.
+struct DequantizeCall {
+  StoredType type;
+  const void* x;
+  const void* scale;        // of the type of y
+  const void* zero_points;  // or null
+  void* y;
+  int64_t outer, size, inner, block;
+  int64_t outer_stride, block_stride, inner_stride;
+};
+const char* dequantize(DType dtype, const DequantizeCall& call, void* stream);
+
 enum class Reduction { kMax, kMean, kMin, kSum };
 // y (outer, inner) reduces the middle axis of x (outer, size, inner) in float32.
 const char* reduce(Reduction op, DType dtype, const void* x, void* y, int64_t outer, int64_t size, int64_t inner,

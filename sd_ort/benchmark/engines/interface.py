@@ -10,7 +10,7 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,7 @@ class BenchmarkSettings:
         batches: images per batch, one row each; with guidance the UNet gets twice as many.
         height, width: in pixels; None: the model's own.
         one_latent: every image starts from the noise of `seed`, as in MLPerf.
+        calls: batches that a run generates one after another; engines that can overlap them on host and device do.
     """
 
     provider: str = "cpu"
@@ -116,22 +117,24 @@ class BenchmarkSettings:
     allow_fallback: bool = False
     sequential: bool = False
     one_latent: bool = False
+    calls: int = 1
 
 
 @dataclass
 class Batch:
-    """Result of one batch: seconds of each UNet or component call, and uint8 images (B, H, W, 3) or an output.
+    """Result of one run: seconds of each UNet or component call, and PIL images or an output.
 
     `size`: (height, width) in pixels. `output`: float32, a component's output for the first image.
     """
 
     steps: list[float]
     size: tuple[int, int]
-    images: np.ndarray | None = None
+    images: Sequence[Any] | None = None
     output: np.ndarray | None = None
 
 
-RunBatch = Callable[[int, list[str] | None, int], Batch]  # batch size; prompts, None for the settings' one; first seed
+# Batch size; prompts of one or more batches, None for the settings' prompt and number of calls; first seed.
+RunBatch = Callable[[int, list[str] | None, int], Batch]
 
 
 @dataclass
@@ -175,11 +178,14 @@ def load(engine: Engine, settings: BenchmarkSettings) -> dict[str, Any]:
 
 
 def run_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> dict[str, Any]:
-    """Run one batch; return the fields of `Batch`, its seconds, and the peak memory of the process in MB."""
+    """Run one batch, or several (`RunBatch`); return the fields of `Batch` with images as one uint8 array (B, H, W, 3),
+    the seconds until the images, and the peak memory of the process in MB."""
     machine.reset_peak_memory()
     start = time.perf_counter()
     result: Batch = with_plain_errors(_engine.run, batch, prompts, seed)
-    return {"seconds": time.perf_counter() - start, "memory_MB": machine.peak_memory_MB(), **vars(result)}
+    usage = {"seconds": time.perf_counter() - start, "memory_MB": machine.peak_memory_MB()}
+    images = None if result.images is None else np.stack([np.asarray(image) for image in result.images])
+    return {**usage, **vars(result), "images": images}
 
 
 def with_plain_errors(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -204,20 +210,26 @@ def time_calls(call: Callable[[], Any], count: int) -> list[float]:
     return seconds
 
 
-def pipeline_arguments(settings: BenchmarkSettings, batch: int, prompts: list[str] | None, seed: int) -> dict[str, Any]:
-    """Return the arguments of a pipeline call, for diffusers and sd-ort, with integer seeds as `generator`.
+def pipeline_calls(
+    settings: BenchmarkSettings, batch: int, prompts: list[str] | None, seed: int
+) -> list[dict[str, Any]]:
+    """Return the arguments of each pipeline call, for diffusers and sd-ort, with integer seeds as `generator`.
 
     Image i has the seed settings.seed + seed + i, or with `one_latent` settings.seed.
     """
-    seeds = [settings.seed if settings.one_latent else settings.seed + seed + i for i in range(batch)]
-    return {
-        "prompt": prompts or [settings.prompt] * batch,
-        "height": settings.height,
-        "width": settings.width,
-        "num_inference_steps": settings.steps,
-        "guidance_scale": settings.guidance,
-        "generator": seeds,
-    }
+    prompts = prompts or [settings.prompt] * batch * settings.calls
+    seeds = [settings.seed if settings.one_latent else settings.seed + seed + i for i in range(len(prompts))]
+    return [
+        {
+            "prompt": prompts[start : start + batch],
+            "height": settings.height,
+            "width": settings.width,
+            "num_inference_steps": settings.steps,
+            "guidance_scale": settings.guidance,
+            "generator": seeds[start : start + batch],
+        }
+        for start in range(0, len(prompts), batch)
+    ]
 
 
 def component_call(

@@ -68,10 +68,11 @@ def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
         loop.step_seconds = None
-        result = pipeline(**interface.pipeline_arguments(settings, batch, prompts, seed), progress=False).images
-        images = np.stack([np.asarray(image) for image in result])
+        calls = [{**call, "progress": False} for call in interface.pipeline_calls(settings, batch, prompts, seed)]
+        outputs = [pipeline(**calls[0])] if len(calls) == 1 else pipeline.draw_each(calls)
+        images = [image for output in outputs for image in output.images]
         mean = loop.step_seconds
-        return Batch([mean] if mean is not None else list(seconds), images.shape[1:3], images)
+        return Batch([mean] if mean is not None else list(seconds), images[0].size[::-1], images)
 
     return LoadedEngine(run, _precision(denoiser))
 

@@ -69,12 +69,12 @@ def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
-        arguments = interface.pipeline_arguments(settings, batch, prompts, seed)
-        arguments |= {key: value for key, value in own.items() if arguments.get(key) is None}
-        arguments["generator"] = [torch.Generator().manual_seed(each) for each in arguments["generator"]]
-        result = pipeline(**arguments, latents=first_latents(pipeline, arguments).to(device, dtype)).images
-        images = np.stack([np.asarray(image) for image in result])
-        return Batch(list(seconds), images.shape[1:3], images)
+        images: list[Any] = []
+        for arguments in interface.pipeline_calls(settings, batch, prompts, seed):
+            arguments |= {key: value for key, value in own.items() if arguments.get(key) is None}
+            arguments["generator"] = [torch.Generator().manual_seed(each) for each in arguments["generator"]]
+            images += pipeline(**arguments, latents=first_latents(pipeline, arguments).to(device, dtype)).images
+        return Batch(list(seconds), images[0].size[::-1], images)
 
     return LoadedEngine(run, PRECISIONS[dtype])
 
