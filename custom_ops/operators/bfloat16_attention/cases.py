@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 
@@ -33,7 +34,7 @@ _WEIGHTS = 2.0**15
 
 
 def _case(
-    *sizes: int, packed: str = "", distribution: str = "normal", scale: float = 0.0, **attributes: int
+    *sizes: int, packed: str = "", distribution: str = "normal", scale: float = 0.0, **attributes: Any
 ) -> OperatorCase:
     """Batch, heads, sequence, kv_sequence and head size; a scale of 0 is the default."""
     case = attention_case(*sizes, packed=packed, distribution=distribution, roundoffs=_WEIGHTS, **attributes)
