@@ -33,12 +33,13 @@ from scripts.bench.bench_gpu_step import VENDOR, Contender, operations, profile,
 from scripts.bench.gpu_models import DEVICE, limits
 from sd_ort.checkpoints.checkpoint import build_model, class_name
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, TOKEN_MULTIPLE
-from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.core import pipeline_folder
 from sd_ort.core.files import write_json
 from sd_ort.core.metrics import relative_l2_error
-from sd_ort.export.templates import BUNDLED, Template
+from sd_ort.export.templates import Template, component_key, find_template
+from sd_ort.export.tracing import DEFAULT_OPSET
 from sd_ort.graphs import hoist
 from sd_ort.graphs.partition import partition_graph
 from sd_ort.graphs.save import save
@@ -400,7 +401,9 @@ def main() -> None:
         say(f"torch {torch.__version__}, {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters")
         inputs = random_inputs(options.preset, options.pixels, options.rows)
         tensors = dict(model.state_dict())
-        paths = write_graphs(BUNDLED / f"{options.preset}.transformer.onnx.xz", tensors, options.work / options.preset)
+        template = find_template(component_key(open_preset(options.preset, 0), "transformer", DEFAULT_OPSET, "dynamo"))
+        assert template is not None
+        paths = write_graphs(template, tensors, options.work / options.preset)
         say("graphs written")
         engine = Ours(paths, say)
         if options.streamed:

@@ -3,18 +3,21 @@
     bundled   sd_ort/export/bundled, written by scripts/fixtures/make_templates.py: published architectures
     user's    in the cache, stored when a checkpoint of another architecture is first exported
 
-A template is the compressed graph, 10 to 60 kB. The location of each weight's external data is a recipe of checkpoint
-tensors (see `fusion_passes.weight_recipes`) instead of a file. A template with the weights of a checkpoint equals the
-export of that checkpoint, and reads weights lazily. It is fused for any target, calibrated and saved as an exported
-graph is.
+A template is the compressed graph, 10 to 60 kB. Bundled templates that resemble each other, such as the UNets of SDXL,
+are the members of one .tar.xz, less than half as large as they are one by one. The location of each weight's external
+data is a recipe of checkpoint tensors (see `fusion_passes.weight_recipes`) instead of a file. A template with the
+weights of a checkpoint equals the export of that checkpoint, and reads weights lazily. It is fused for any target,
+calibrated and saved as an exported graph is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import lzma
 import os
+import tarfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -39,6 +42,7 @@ Config = Mapping[str, Any]
 
 BUNDLED = Path(__file__).with_name("bundled")
 INDEX = "index.json"
+ARCHIVE = ".tar.xz"
 CONFIG = "sd_ort.config"  # key in the metadata of the ONNX model
 # Keys of a config that do not change the graph: the source of the model, and values that pipelines read.
 # upcast_attention has no effect on float32, in which exports are traced. axes_lens limits the positions of Z-Image.
@@ -101,15 +105,18 @@ def component_key(source: Checkpoint, component: str, opset: int, exporter: str)
 
 @cache
 def bundled_index() -> dict[str, Any]:
-    """Return the index of bundled templates: `graphs` (key -> file name), `defaults` (class -> config defaults)."""
+    """Return the index of bundled templates: `graphs` (key -> path), `defaults` (class -> config defaults).
+
+    The path of a member of an archive is that of the archive and the member's name.
+    """
     return files.read_json(BUNDLED / INDEX)
 
 
 def find_template(key: str) -> Path | None:
     """Return the path of the template of this key, bundled or in the cache; None if there is none."""
-    file_name = bundled_index()["graphs"].get(key)
-    if file_name is not None:
-        return BUNDLED / file_name
+    bundled = bundled_index()["graphs"].get(key)
+    if bundled is not None:
+        return BUNDLED / bundled
     path = cached_path(key)
     return path if is_reachable_file(path) else None
 
@@ -165,6 +172,11 @@ def write_template(path: Path, graph: ir.Model, table: Mapping[str, recipes.Weig
 
     config: the complete config of the model.
     """
+    files.write_bytes(path, lzma.compress(template_bytes(graph, table, config), preset=9))
+
+
+def template_bytes(graph: ir.Model, table: Mapping[str, recipes.WeightRecipe], config: Config) -> bytes:
+    """Return the ONNX file of a template, uncompressed; the arguments are those of `write_template`."""
     for name, recipe in table.items():
         value = graph.graph.initializers[name]
         tensor = value.const_value
@@ -174,10 +186,32 @@ def write_template(path: Path, graph: ir.Model, table: Mapping[str, recipes.Weig
             location, 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name, base_dir=""
         )
     graph.metadata_props[CONFIG] = json.dumps(config, sort_keys=True)
-    files.write_bytes(path, lzma.compress(ir.to_proto(graph).SerializeToString(), preset=9))
+    serialized: bytes = ir.to_proto(graph).SerializeToString()
+    return serialized
+
+
+def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
+    """Write templates that resemble each other (member name -> ONNX file) as one .tar.xz."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    files.write_bytes(path, lzma.compress(archive.getvalue(), preset=9))
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the ONNX file of a template at a path of `find_template`, uncompressed."""
+    if not path.parent.name.endswith(ARCHIVE):
+        return lzma.decompress(path.read_bytes())
+    with tarfile.open(path.parent, "r:xz") as archive:
+        member = archive.extractfile(path.name)
+        assert member is not None
+        return member.read()
 
 
 class Template:
@@ -190,8 +224,8 @@ class Template:
     def __init__(self, path: Path) -> None:
         """Raises InputError for a damaged file."""
         try:
-            self.proto = onnx.ModelProto.FromString(lzma.decompress(path.read_bytes()))
-        except Exception as error:  # lzma and protobuf have no common base class of errors
+            self.proto = onnx.ModelProto.FromString(read_bytes(path))
+        except Exception as error:  # lzma, tarfile and protobuf have no common base class of errors
             raise InputError(f"{path} is damaged: remove it, or install sd-ort again.") from error
         props = {entry.key: entry.value for entry in self.proto.metadata_props}
         self.config: dict[str, Any] = json.loads(props.get(CONFIG, "{}"))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from small_presets import mini
 
 from scripts.fixtures import make_templates
-from scripts.fixtures.make_templates import every, key_of, weightless
+from scripts.fixtures.make_templates import every, groups, key_of, path_of, weightless, write_group
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.transformer_layouts import original_modules
 from sd_ort.core import pipeline_folder
@@ -130,11 +130,13 @@ def test_what_the_package_has() -> None:
     """Every published architecture finds its templates, under the names of its checkpoint's tensors."""
     for name, preset, component in every():
         path = templates.find_template(key_of(preset, component))
-        assert path == templates.BUNDLED / f"{name}.onnx.xz"
-        assert path.is_file()
+        assert path is not None, name
+        assert path == path_of(name, templates.BUNDLED)
         template = templates.Template(path)
         assert len(template.sources) >= 30  # demo-dit's T5 of three layers
-    assert {path.stem for path in templates.BUNDLED.glob("*.xz")} == {f"{name}.onnx" for name, _, _ in every()}
+    single = {f"{entries[0][0]}.onnx.xz" for entries in groups().values() if len(entries) == 1}
+    archives = {f"{group}{templates.ARCHIVE}" for group, entries in groups().items() if len(entries) > 1}
+    assert {path.name for path in templates.BUNDLED.glob("*.xz")} == single | archives
     assert sum(path.stat().st_size for path in templates.BUNDLED.iterdir()) < 2_000_000
 
 
@@ -146,6 +148,7 @@ def test_what_the_package_has() -> None:
         ("sd35-medium", "sd35-medium"),
         ("sd35-large", "sd35-large"),
         ("sd35-large-turbo", "sd35-large"),
+        ("flux2-dev", "flux2-dev"),
     ],
 )
 def test_transformers_are_whole(name: str, transformer: str) -> None:
@@ -156,11 +159,35 @@ def test_transformers_are_whole(name: str, transformer: str) -> None:
     assert all(paths.values()), paths
     path = paths["transformer"]
     assert path is not None
-    assert path.name == f"{transformer}.transformer.onnx.xz"
+    assert path.name.startswith(f"{transformer}.transformer.onnx")
     layers = {source.rpartition(".")[0] for source in templates.Template(path).sources}
     known = {part.module for parts in original_modules(preset.models["transformer"]).values() for part in parts}
     unread = {layer for layer in known if "guidance_embedder" in layer and name == "flux-schnell"}
     assert layers - {"pos_embed"} == known - unread
+
+
+@pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-2511"])
+def test_no_component_of_an_edit_is_exported(name: str) -> None:
+    preset = PRESETS[name]
+    components = [*(model for model in preset.models if model != "vae"), "vision_encoder", "vae_encoder", "vae_decoder"]
+    paths = {component: templates.find_template(key_of(preset, component)) for component in components}
+    assert all(paths.values()), paths
+
+
+def test_templates_of_a_family_are_one_archive(tmp_path: Path) -> None:
+    """Each is read as it was written; a file of its own is replaced, and a damaged archive is told."""
+    contents = {"sd15.unet": b"one" * 1000, "sd15-lcm.unet": b"two" * 1000}
+    assert write_group(tmp_path, "sd15.unet", {"sd15.unet": contents["sd15.unet"]}) == tmp_path / "sd15.unet.onnx.xz"
+    archive = write_group(tmp_path, "sd15.unet", contents)
+    assert [*tmp_path.iterdir()] == [archive]
+    for name, content in contents.items():
+        path = path_of(name, tmp_path)
+        assert path == archive / f"{name}.onnx"
+        assert templates.read_bytes(path) == content
+    assert path_of("sd15-inpaint.unet", tmp_path) is None
+    archive.write_bytes(archive.read_bytes()[:40])
+    with pytest.raises(InputError, match="is damaged"):
+        templates.Template(archive / "sd15.unet.onnx")
 
 
 def test_a_shipped_template_is_a_fresh_export(tmp_path: Path) -> None:
