@@ -124,6 +124,19 @@ __device__ inline float power_of_two(float x) {
 // First statement of every kernel. On AMD a kernel starts after its predecessor in the stream has ended.
 __device__ inline void wait_for_predecessor() {}
 
+// Host: multiprocessor count of the current device, as HIP counts them: CDNA's compute units, and RDNA's pairs of them.
+// 0 without a device.
+inline int multiprocessors() {
+#if defined(SD_ORT_EMULATED)
+  return 0;
+#else
+  int device = 0;
+  hipDeviceProp_t properties;
+  if (hipGetDevice(&device) != hipSuccess || hipGetDeviceProperties(&properties, device) != hipSuccess) return 0;
+  return properties.multiProcessorCount;
+#endif
+}
+
 #if !defined(SD_ORT_EMULATED)
 // Host: launches a kernel; the cluster size is always 1.
 template <class... Parameters>

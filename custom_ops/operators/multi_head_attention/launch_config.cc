@@ -7,9 +7,6 @@ namespace {
 using Kernel = MultiHeadAttentionKernel;
 using Limits = MultiHeadAttentionLimits;
 
-// With fewer blocks large tiles leave much of a large GPU idle.
-constexpr int64_t kTargetBlocks = 400;
-
 // Whether rows support 16-byte reads and 32-bit offsets.
 bool supports_vectors(const HeadsView& view, int64_t rows) {
   return view.row_stride % 8 == 0 && view.head_stride % 8 == 0 && view.batch_stride % 8 == 0 &&
@@ -37,7 +34,7 @@ bool multi_head_attention_supports(const MultiHeadAttentionParams& p, Kernel ker
 }
 
 Kernel multi_head_attention_default(const MultiHeadAttentionParams& p) {
-  const bool many = ceil_div(p.sequence, 128) * p.heads * p.batch >= kTargetBlocks;
+  const bool many = ceil_div(p.sequence, 128) * p.heads * p.batch >= attention_target_blocks();
   const Kernel warpgroups = many ? Kernel::kTwoWarpgroups : Kernel::kWarpgroup;
   const Kernel waves = many ? Kernel::kLarge : Kernel::kSmall;
   for (Kernel kernel : {Kernel::kShortWarpgroup, Kernel::kShort, warpgroups, waves, Kernel::kLarge}) {

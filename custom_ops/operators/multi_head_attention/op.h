@@ -88,6 +88,8 @@ const char* attention_generic(const MultiHeadAttentionParams& params, void* stre
 // kLarge, kSmall and kShort, for heads up to attention_max_flash_head().
 const char* attention_flash(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel, void* stream);
 int64_t attention_max_flash_head();
+// Blocks with fewer of which large tiles leave much of the current device idle: three per multiprocessor.
+int64_t attention_target_blocks();
 const char* attention_large_head(const MultiHeadAttentionParams& params, void* stream);
 // `groups` is the number of warpgroups per block, 1 or 2. attention_has_warpgroups(): whether the device supports them.
 const char* attention_warpgroups(const MultiHeadAttentionParams& params, int groups, void* stream);

@@ -6,7 +6,6 @@
 namespace sd_ort {
 namespace {
 
-constexpr int64_t kTargetBlocks = 256;  // two per multiprocessor of a large GPU
 constexpr int64_t kMaxSplits = 16;
 constexpr int64_t kMinStepsPerSplit = 16;  // amortizes the store of the sums
 
@@ -57,7 +56,7 @@ int64_t nhwc_conv_splits(const NhwcConvParams& p) {
   const int64_t blocks =
       ceil_div(pixels(p), NhwcConvTiles::kPixels) * ceil_div(p.filter_count, NhwcConvTiles::kFilters);
   if (blocks == 0) return 1;
-  return std::max<int64_t>(1, std::min({kTargetBlocks / blocks, steps(p) / kMinStepsPerSplit, kMaxSplits}));
+  return std::max<int64_t>(1, std::min({nhwc_conv_target_blocks() / blocks, steps(p) / kMinStepsPerSplit, kMaxSplits}));
 }
 
 size_t nhwc_conv_tiles_workspace(const NhwcConvParams& p, int64_t splits) {

@@ -105,7 +105,8 @@ struct NhwcConvTiles {
   static constexpr int64_t kPixels = 128, kFilters = 64, kDepth = 32;  // per block and step
 };
 bool nhwc_conv_tiles_supports(const NhwcConvParams& params);
-int64_t nhwc_conv_splits(const NhwcConvParams& params);  // enough to fill a GPU; 1 if tiles suffice
+int64_t nhwc_conv_target_blocks();                       // that fill the current device: two per multiprocessor
+int64_t nhwc_conv_splits(const NhwcConvParams& params);  // enough for these; 1 if tiles suffice
 size_t nhwc_conv_tiles_workspace(const NhwcConvParams& params, int64_t splits);
 const char* nhwc_conv_tiles_launch(const NhwcConvParams& params, int64_t splits, void* workspace, void* stream);
 

@@ -184,6 +184,12 @@ const char* run_head(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel
 
 }  // namespace
 
+int64_t attention_target_blocks() {
+  constexpr int64_t kLargeGpu = 400;  // of an H200, where it was measured
+  static const int64_t found = kHip ? 3 * multiprocessors() : kLargeGpu;
+  return found > 0 ? found : kLargeGpu;
+}
+
 int64_t attention_max_flash_head() { return kLargestFlashHead; }
 
 const char* attention_flash(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
