@@ -45,8 +45,9 @@ HEAD = """# Device memory of images in our provider
 Written by `scripts/bench/device_memory.py`, which says how it is measured: float16, one image with guidance, the host
 vendor with launches dropped, ONNX Runtime {version}, commit {commit}. In MB of 10^6 bytes; the driver's context, about
 500, comes on top. `U-Net`: its weights, of the parts before the loop too. `all resident`: these, the text encoders' and
-the VAE's, and what the larger of the two calls takes beside its weights. `--low-memory`: one model at a time, the largest call with its weights. A decode that does not
-fit is tiled, so that its column is no limit (one line says so): tiles of 512 take what 512 x 512 takes.
+the VAE's, and what the larger of the two calls takes beside its weights. `--low-memory`: one model at a time, the
+largest call with its weights. A decode that does not fit is tiled, so that its column is no limit (one line says so):
+tiles of 512 take what 512 x 512 takes.
 
 model | weights | text encoders | U-Net | VAE | pixels | U-Net's call | VAE decode | all resident | `--low-memory`
 --- | --- | --- | --- | --- | --- | --- | --- | --- | ---
