@@ -12,9 +12,10 @@ import pytest
 from cli_type import Cli
 from onnx import TensorProto, helper, numpy_helper
 from provider_sessions import placed, session_of
+from stored_values import dequantize, stored_parts
 
 from fusion_passes import weight_recipes
-from fusion_passes.quantized_weights import StoredArgument, stored
+from fusion_passes.quantized_weights import StoredArgument
 from sd_ort.core.metrics import psnr
 from sd_ort.demo.styles import lora_path
 from sd_ort.optimize.weight_storage import WeightStorage, store_weights
@@ -29,24 +30,6 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def values(argument: StoredArgument, weight: np.ndarray, dtype: Any) -> list[np.ndarray]:
-    """Return elements, scales of `dtype` and zero points of a stored weight."""
-    quantization = stored(argument)
-    parts = [quantization.elements(weight), quantization.scales(weight).astype(dtype)]
-    return parts if argument[3] else [*parts, quantization.zero_points(weight)]
-
-
-def expected_values(argument: StoredArgument, parts: list[np.ndarray], rank: int) -> np.ndarray:
-    """Return what ONNX's text says of DequantizeLinear, in float32."""
-    _, axis, block, _ = argument
-    scales, zeros = (
-        np.repeat(part.astype(np.float32), block, axis) if block
-        else part.astype(np.float32).reshape([-1 if i == axis else 1 for i in range(rank)])
-        for part in (parts[1], parts[2] if len(parts) > 2 else np.zeros_like(parts[1]))
-    )  # fmt: skip
-    return (parts[0].astype(np.float32) - zeros) * scales
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("name", "symmetric"), [("int8", True), ("int8", False), ("int4", True), ("int4", False),
                                                  ("float8", True)])  # fmt: skip
@@ -55,7 +38,7 @@ def test_values(name: str, symmetric: bool, dtype: str, provider: str) -> None:
     nodes, constants, outputs, expected = [], [], [], []
     for index, (shape, axis, block) in enumerate(LAYOUTS):
         argument: StoredArgument = (name, axis, block, symmetric)
-        parts = values(argument, RANDOM.normal(size=shape).astype(np.float32) + 0.3, FLOATS[dtype])
+        parts = stored_parts(argument, RANDOM.normal(size=shape).astype(np.float32) + 0.3, FLOATS[dtype])
         names = [f"{part}_{index}" for part in ("x", "scale", "zero")[: len(parts)]]
         for each, part in zip(names, parts, strict=True):
             constants.append(ir.to_proto(ir.Tensor(part, name=each)))
@@ -63,7 +46,7 @@ def test_values(name: str, symmetric: bool, dtype: str, provider: str) -> None:
         nodes.append(helper.make_node("DequantizeLinear", names, [f"w_{index}"], **attributes))
         nodes.append(helper.make_node("Cast", [f"w_{index}"], [f"y_{index}"], to=TensorProto.FLOAT))
         outputs.append(helper.make_tensor_value_info(f"y_{index}", TensorProto.FLOAT, shape))
-        expected.append(expected_values(argument, parts, len(shape)).astype(FLOATS[dtype]))
+        expected.append(dequantize(argument, parts).astype(FLOATS[dtype]))
     graph = helper.make_graph(nodes, "stored", [], outputs, constants)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     session = session_of(proto.SerializeToString(), provider)

@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 from cli_type import Cli
 from onnx import TensorProto, helper, numpy_helper
+from stored_values import dequantize, stored_parts
 
 from fusion_passes import weight_recipes
 from fusion_passes.quantized_weights import stored
@@ -69,21 +70,6 @@ def stored_graph(proto: onnx.ModelProto, storage: WeightStorage) -> ir.Model:
     return graph
 
 
-def dequantized(argument: Any, weight: np.ndarray) -> np.ndarray:
-    """Return what ONNX's text says of DequantizeLinear."""
-    _, axis, block, symmetric = argument
-    parts = [stored(argument).elements(weight), stored(argument).scales(weight)]
-    if not symmetric:
-        parts.append(stored(argument).zero_points(weight))
-    expand = [
-        np.repeat(part.astype(np.float32), block, axis) if block
-        else part.astype(np.float32).reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
-        for part in parts[1:]
-    ]  # fmt: skip
-    zero = expand[1] if not symmetric else np.float32(0)
-    return (parts[0].astype(np.float32) - zero) * expand[0]
-
-
 def run(proto: onnx.ModelProto, x: np.ndarray, optimized: Path | None = None) -> np.ndarray:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -111,7 +97,8 @@ def test_graphs_compute_with_the_stored_weights(tmp_path: Path, storage: WeightS
     expected = onnx.ModelProto.FromString(proto.SerializeToString())
     for tensor in expected.graph.initializer:
         if tensor.name in axes:
-            values = dequantized((*axes[tensor.name], storage.symmetric), numpy_helper.to_array(tensor))
+            argument = (*axes[tensor.name], storage.symmetric)
+            values = dequantize(argument, stored_parts(argument, numpy_helper.to_array(tensor)))
             dtype = np.float16 if float16 else np.float32
             tensor.CopyFrom(numpy_helper.from_array(values.astype(dtype), tensor.name))
     exact = run(expected, x).astype(np.float32)
@@ -134,7 +121,7 @@ def test_values_are_close(storage: WeightStorage) -> None:
     weight = RANDOM.normal(size=(256, 64)).astype(np.float32) * np.linspace(0.01, 3, 64, dtype=np.float32)
     weight[:, 5] = 0
     argument = (storage.dtype, *((1, 0) if storage.dtype == "float8" else (0, storage.group)), storage.symmetric)
-    result = dequantized(argument, weight)
+    result = dequantize(argument, stored_parts(argument, weight))
     scales = stored(argument).scales(weight)
     steps = scales.reshape(1, -1) if scales.ndim == 1 else np.repeat(scales, storage.group, 0)
     limit = (
