@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def floor_table(runs: list[dict[str, Any]], folder: Path) -> str:
-    """The table of the steps beside their floors, of which each was measured alone."""
+    """Return the table of steps and floors. `folder`: files of transformer_floor.py."""
     lines = ["model | floor ms | ours ms | floor / torch.compile | ours / torch.compile | goal", "--- | " * 5 + "---"]
     for run in runs:
         path = folder / f"{run['preset']}_{run['pixels']}.json"

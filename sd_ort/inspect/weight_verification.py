@@ -40,7 +40,7 @@ from sd_ort.weights.recipes import Read, derived_weight, read_recipes
 
 @dataclass
 class WeightComparison:
-    """Initializers of a component's graphs: number of all, of those that differ, and of those that were not rebuilt."""
+    """Counts of a component's initializers: all, those that differ, and those that were not computed again."""
 
     weights: int = 0
     different: list[str] = field(default_factory=list)

@@ -10,6 +10,7 @@ LinearSplitGelu and NhwcConv, in 16 bits and in memory that the next layer takes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,8 +25,13 @@ from sd_ort.core.errors import InputError
 
 DTYPES = ("int8", "int4", "float8")
 GROUPS = (32, 64, 128)
-TARGETS = ("cpu", "portable", "gpu", "hip")  # the providers of others lack kernels for some of the element types
-OUR_PROVIDER = ("gpu", "hip")
+# Dtypes of activations by target. The providers of other targets lack kernels for some of the element types.
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("float32",),
+    "portable": ("float32", "float16"),
+    "gpu": ("float32", "float16", "bfloat16"),
+    "hip": ("float32", "float16", "bfloat16"),
+}
 COMPONENTS = frozenset({"unet", "transformer", "controlnet", "text_encoder", "text_encoder_2", "text_encoder_3"})
 VAES = frozenset({"vae_encoder", "vae_decoder"})  # on request: they take twice the time (results/vae_storage.md)
 MIN_ELEMENTS = 4096  # smaller weights stay as they are
@@ -63,8 +69,7 @@ class WeightStorage:
             raise InputError(
                 f"target {target} reads no stored weights: use one of {', '.join(TARGETS)} with --weights."
             )
-        halves = ("float16",) if target == "portable" else ("float16", "bfloat16") if target in OUR_PROVIDER else ()
-        if dtype not in ("float32", *halves):
+        if dtype not in TARGETS[target]:
             raise InputError(f"--weights stores the weights itself: leave out --{dtype} for target {target}.")
 
     def passes(self, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:

@@ -217,7 +217,7 @@ class Components(MutableMapping[str, Model]):
         return self.opened[name]
 
     def open(self, names: Sequence[str]) -> None:
-        """Open several components in parallel, and those that were closed to replace their weights.
+        """Open several components in parallel, with those whose weights are being replaced.
 
         Reading files takes most of the time. This thread opens the last one, the U-Net if there is one: only the main
         thread reuses memory that was freed (`retain_heap`). Raises the first exception of an opening.

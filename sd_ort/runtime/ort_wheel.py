@@ -1,4 +1,4 @@
-"""The installed ONNX Runtime wheel, of which there may be one only, and the libraries that its providers need."""
+"""The installed ONNX Runtime wheel, and the libraries that its providers need. Only one wheel may be installed."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def one_each(provider: str, count: int) -> list[dict[str, str]]:
 
 
 def visible_gpus(variable: str) -> list[str]:
-    """Return the GPUs of a vendor in the form of its environment variable: those in it, or all of the machine."""
+    """Return the names of the GPUs that a vendor's environment variable lists; of all GPUs if it is not set."""
     count = nvidia_gpus() if variable == NVIDIA else amd_gpus()
     listed = os.environ.get(variable)
     if listed is None:
