@@ -63,6 +63,14 @@ __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
       if (i == 0) sums[k].start(v[k]);
       sums[k].add(i < static_cast<int>(counted) ? v[k] : sums[k].first);  // adds zero
     }
+    if (i % 32 == 31) {  // the compiler would add all items of one channel first, and keep their masks for the next one
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) {
+        launder(sums[k].sum);
+        launder(sums[k].squares);
+      }
+      launder(counted);
+    }
   }
   const SliceMoments<kVec> mine(sums, slice.low_count, pixels);
 
