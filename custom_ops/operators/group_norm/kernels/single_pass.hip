@@ -57,6 +57,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     float v[kVec];
+    if constexpr (sizeof(T) == 4) launder(items[i].raw);  // else read with parts of the next one, and kept in memory
     items[i].unpack(v);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
