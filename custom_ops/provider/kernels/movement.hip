@@ -6,7 +6,7 @@
 namespace sd_ort {
 namespace {
 
-using Bits128 = FourRegisters;
+using Bits128 = FourRegisters;  // clang 22 keeps an array of structures in memory
 
 template <class T>
 struct Copy {
