@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Write the sizes of the compiled libraries in wheels to results/amd/wheel.md. Usage: wheel_size.py WHEEL...
 
+Sections of other wheels that the page has stay, with the commit that they are of.
 Exits with 1 if those of a wheel have more than LIMIT_MB in it, which is compressed, or need a glibc newer than GLIBC.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from custom_ops.amd_targets import kernel_targets
+from sd_ort.runtime import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_MB = 12
@@ -39,7 +41,7 @@ def table(wheel: Path) -> tuple[list[str], bool]:
     demo = sum(entry.compress_size for entry in entries if entry.filename.startswith(DEMO))
     lines = [
         f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, of which the demo's models have {demo / 1e6:.1f} MB and",
-        f"the libraries {total / 1e6:.1f} MB (limit: {LIMIT_MB} MB).",
+        f"the libraries {total / 1e6:.1f} MB (limit: {LIMIT_MB} MB). Commit {machine.commit()}.",
         "",
         "| library | kernels for | MB | MB in the wheel | glibc |",
         "|---|---|---|---|---|",
@@ -55,14 +57,17 @@ def table(wheel: Path) -> tuple[list[str], bool]:
 
 def main(wheels: Sequence[Path], out: Path = ROOT / "results/amd/wheel.md") -> int:
     """Write the sections of all wheels and return the exit status."""
-    found = [table(wheel) for wheel in wheels]
+    found = {wheel.name: table(wheel) for wheel in wheels}
+    texts = re.split(r"\n\n(?=\S+\.whl: )", out.read_text().rstrip())[1:] if out.is_file() else []
+    sections = {text.split(": ")[0]: text for text in texts}
+    sections |= {name: "\n".join(lines) for name, (lines, _) in found.items()}
     head = ["# The wheels with prebuilt kernels for AMD", "", "Made by `scripts/build_wheels --hip`, for Windows with"]
     lines = [*head, "`--windows` after it."]
-    for section, _ in found:
-        lines += ["", *section]
+    for _, section in sorted(sections.items()):
+        lines += ["", section]
     out.write_text("\n".join(lines) + "\n")
     print(out.read_text())
-    return int(not all(is_small for _, is_small in found))
+    return int(not all(is_small for _, is_small in found.values()))
 
 
 if __name__ == "__main__":
