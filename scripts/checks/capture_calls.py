@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/capture_calls.json"))
     arguments = parser.parse_args()
     cuda = Runtime()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, call in calls(cuda).items():
         for stream, flags in STREAMS.items():
             failed, errors = failed_captures(cuda, flags, arguments.captures, call)
