@@ -75,7 +75,9 @@ def calls(cuda: Runtime) -> dict[str, Callable[[], int]]:
     driver = loaded("libcuda.so")
     number, free, total = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_size_t()
     properties = ctypes.create_string_buffer(PROPERTIES)
-    library = ctypes.CDLL(str(library_path().parent / CUDA_LIBRARY))
+    cpu_library = library_path()
+    assert cpu_library is not None, "build first: sd-ort build-ops --cuda sm_90"
+    library = ctypes.CDLL(str(cpu_library.parent / CUDA_LIBRARY))
     for each in (library.sd_ort_gpu_arch, library.sd_ort_gpu_versions):
         each.restype = ctypes.c_char_p
 
