@@ -75,11 +75,13 @@ def hoisted_counts(folder: Path, out: Path, dtype: str) -> dict[str, Counter[str
 
 
 def check_lora(
-    theirs: Any, ours: Any, call: Mapping[str, Any], prompts: Sequence[str], their_lora: Path, our_lora: Path
-) -> None:
+    theirs: Any, ours: Any, call: Mapping[str, Any], prompts: Sequence[str], their_lora: Path, our_lora: Path,
+    guided: bool = True,
+) -> None:  # fmt: skip
     """Assert that images without a LoRA, and with it, are those of diffusers, and that the LoRA and the prompts count.
 
     The files hold one LoRA, in names that each side reads. `call`: the arguments of both beside prompts and seed.
+    guided: whether it has guidance, without which random weights hardly follow the prompts.
     """
 
     def expected() -> np.ndarray:
@@ -99,4 +101,4 @@ def check_lora(
     ours.unload_lora_weights()
     assert psnr(without, changed, 0.01, peak=1.0) < 40, "the LoRA changes nothing"
     other = ours(**call, prompt=prompts[::-1], generator=5).images
-    assert psnr(other, without, 0.01, peak=1.0) < 50, "the comparison does not see the prompt"
+    assert not guided or psnr(other, without, 0.01, peak=1.0) < 50, "the comparison does not see the prompt"
