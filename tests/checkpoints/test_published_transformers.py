@@ -183,3 +183,17 @@ def test_relatives_with_diffusers_names_are_rejected_by_name(folder: Callable[[s
         save_file({**of_flux, **change}, path)
         with pytest.raises(InputError, match=message):
             open_checkpoint(str(path), options)
+
+
+@pytest.mark.parametrize(("names", "family"), [
+    (["down_blocks.0.motion_modules.0.temporal_transformer.transformer_blocks.0.attention_blocks.0.pos_encoder.pe",
+      "mid_block.motion_modules.0.temporal_transformer.norm.bias"], "animatediff"),
+    (["head.modulation", "patch_embedding.weight", "blocks.0.self_attn.norm_q.weight"], "wan"),
+    (["txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.bias", "double_blocks.0.img_attn.proj.weight"],
+     "Hunyuan"),
+    (["model.diffusion_model.transformer_blocks.27.scale_shift_table", "patchify_proj.weight"], "ltx-video"),
+])  # fmt: skip
+def test_video_models_are_rejected_by_name(tmp_path: Path, names: list[str], family: str) -> None:
+    save_file({name: torch.zeros(4, 4, 1, 2, 2) for name in names}, tmp_path / "video.safetensors")
+    with pytest.raises(InputError, match=rf"is a {family}.* model: sd-ort runs Stable Diffusion 1\.x"):
+        open_checkpoint(str(tmp_path / "video.safetensors"))
