@@ -16,7 +16,15 @@ from export_limits import assert_not_exportable
 from image_metrics import psnr
 from PIL import Image
 from safetensors.torch import save_file
-from transformer_families import built, check_fusions, check_lora, check_text_encoder, hoisted_counts, nmse
+from transformer_families import (
+    built,
+    check_eight_bits,
+    check_fusions,
+    check_lora,
+    check_text_encoder,
+    hoisted_counts,
+    nmse,
+)
 
 from scripts.fixtures.parity_models import Models
 from sd_ort import QwenImagePipeline, transformer_pipeline
@@ -127,6 +135,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     expected = {"MultiHeadAttention": 2, "RotaryQkv": 2, "AdaptiveNorm": 8}
     expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Gelu", "Gemm"), 0)
     assert {op: counts[op] for op in expected} == expected
+
+
+def test_eight_bits(models: Models, tmp_path: Path) -> None:
+    check_eight_bits(Path(models.export(FAMILY)), tmp_path)
 
 
 def test_the_text_encoder_is_fused(hoisted: QwenImagePipeline) -> None:

@@ -14,13 +14,17 @@ from test_export import check_against_torch
 
 from scripts.fixtures.parity_models import preset
 from sd_ort.checkpoints.checkpoint import build_model, class_name
+from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.random_weights import fill_random
-from sd_ort.core.metrics import array_errors, psnr
+from sd_ort.checkpoints.synthetic_inputs import SIZES, random_inputs
+from sd_ort.core.metrics import array_errors, psnr, relative_l2_error
 from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.graphs.load import load
 from sd_ort.inspect.verify import verify
+from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
 
+TOO_NARROW = "it has fewer than 32 input or output channels"
 TAKEN_APART = ("ScaledDotProductAttention", "Softmax", "ReduceMean", "Neg")
 
 
@@ -54,6 +58,30 @@ def check_fusions(
     result = verify(folder, out, components=["transformer"])
     assert result["passed"], result["rows"]
     return graph
+
+
+def check_eight_bits(folder: Path, out: Path) -> None:
+    """Assert that the linears of a transformer's steps run in 8 bits on the CPU, and that the error is that of rounding.
+
+    That of weights and activations, whose ranges are those of other random inputs, is a few hundredths: int8 has 127
+    steps for the largest element, float8 (e4m3) rounds by up to 1/16 of each.
+    """
+    optimize(folder, out / "float32", target="cpu", components=["transformer"])
+    inputs = list(load(out / "float32" / "transformer" / "model.onnx").graph.inputs)
+    config = component_config(out / "float32", "transformer")
+    feed, *feeds = (random_inputs("transformer", inputs, config, SIZES[0], seed) for seed in range(5))
+    runs = {f"transformer/{name}/{i}": array for i, each in enumerate(feeds) for name, array in each.items()}
+    np.savez(out / "runs.npz", **runs)  # type: ignore[arg-type]
+    expected = open_component(out / "float32", "transformer")(**feed)["out_hidden_states"]
+    for eight_bits, lowest, highest in (("int8", 0.005, 0.05), ("float8", 0.02, 0.1)):
+        options: dict[str, Any] = {"target": "cpu", "eight_bits": eight_bits, "inputs": out / "runs.npz"}
+        optimize(folder, out / eight_bits, components=["transformer"], **options)
+        entry = read_manifest(out / eight_bits)["components"]["transformer"]["eight_bits"]
+        others = {reason.partition(":")[0] for reason in entry["not_quantized"]}
+        assert (entry["format"], entry["layers"].keys()) == (eight_bits, {"LinearAdd"}), entry
+        assert others <= {"its input does not depend on the latents", TOO_NARROW}, others
+        actual = open_component(out / eight_bits, "transformer")(**feed)["out_hidden_states"]
+        assert lowest < relative_l2_error(actual, expected) < highest, eight_bits
 
 
 def check_text_encoder(folder: Path, layers: int) -> None:
