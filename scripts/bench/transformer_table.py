@@ -36,24 +36,22 @@ IMAGE_GOALS = {"flux-dev": 0.85, "flux2-klein-4b": 0.85, "z-image-turbo": 0.82}
 FAMILY_HEAD = """
 ## Families
 
-Step and image: 1024 x 1024, bfloat16, random weights, seconds beside torch.compile of the repeated blocks (of the whole
-SD 3.5). Memory: weights in GB of 10^9 bytes, text encoders + transformer ([weights](transformer_weights.md)). Fused: of
-the tiny preset, opset 23, target `gpu` ([fusions](fusion_transformers.md)). No family ran with its trained weights, in 8
-or 4 bits at full size, or on an AMD GPU; `demo-dit`, a trained
-FLUX.1 of 7.6 million weights, ran on CPUs.
+Step and image: 1024 x 1024, bfloat16, random weights, beside torch.compile of the repeated blocks, or of all of SD 3.5.
+Memory: weights in GB of 10^9 bytes, text encoders + transformer ([weights](transformer_weights.md)). Fused: of the tiny
+preset, opset 23, target `gpu` ([fusions](fusion_transformers.md)). No family ran with its trained weights, in 8 or 4
+bits at full size, or on an AMD GPU; `demo-dit`, a trained FLUX.1 of 7.6 million weights, ran on CPUs.
 """
 VIDEO = """
 ## AnimateDiff and video transformers
 
-They are refused by name, folders and single files ([tests](../tests/export/test_diffusion_transformers.py),
-[files](../tests/checkpoints/test_published_transformers.py)). AnimateDiff would need `UNetMotionModel` as a family:
-inputs of B x F frames with a fixed or symbolic F, temporal attention over F for each pixel (two transposes around an
-attention of 16 to 32 tokens, which the fusions match as any other), motion adapters as a second checkpoint and motion
-LoRAs, and FreeNoise's windows over F. Its VAE decodes frame by frame, as now. Video transformers (Wan, HunyuanVideo, LTX,
-Mochi, CogVideoX) would need an axis of time in latents, positions (three axes, which Qwen-Image's tables have) and
-pipelines; VAEs of causal 3-D convolutions, which no kernel of ours has (Qwen-Image's runs as 2-D, since it has one
-frame); attention over 30,000 to 100,000 tokens, where bfloat16 products decide; Wan's two experts, switched between
-steps; UMT5, LLaMA and GLM text encoders; and writers of video files.
+They are refused by name, as folders ([test](../tests/export/test_diffusion_transformers.py)) and as single files
+([test](../tests/checkpoints/test_published_transformers.py)). AnimateDiff would need `UNetMotionModel` as a family: F
+frames of each image in the batch, attention over F for each pixel between two transposes, motion adapters as a second
+checkpoint with LoRAs of their own, and FreeNoise's windows over F. Its VAE decodes frame by frame, as now. Video
+transformers (Wan, HunyuanVideo, LTX, Mochi, CogVideoX) would need an axis of time in latents, positions and pipelines;
+VAEs of causal 3-D convolutions, of which we have no kernel (Qwen-Image's runs in 2-D, since an image is one frame);
+attention over tens of thousands of tokens; Wan's two experts, changed between steps; UMT5, LLaMA and GLM text encoders;
+and a writer of video files.
 """
 IMAGES = """
 ## Whole images as called, 1024 x 1024

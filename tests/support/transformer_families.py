@@ -61,10 +61,10 @@ def check_fusions(
 
 
 def check_eight_bits(folder: Path, out: Path) -> None:
-    """Assert that the linears of a transformer's steps run in 8 bits on the CPU, and that the error is that of rounding.
+    """Assert that the linears of a transformer's steps run in 8 bits, and on the CPU with the error of rounding.
 
     That of weights and activations, whose ranges are those of other random inputs, is a few hundredths: int8 has 127
-    steps for the largest element, float8 (e4m3) rounds by up to 1/16 of each.
+    steps for the largest element, float8 (e4m3) rounds by up to 1/16 of each. Our provider has as many in float8.
     """
     optimize(folder, out / "float32", target="cpu", components=["transformer"])
     inputs = list(load(out / "float32" / "transformer" / "model.onnx").graph.inputs)
@@ -82,6 +82,10 @@ def check_eight_bits(folder: Path, out: Path) -> None:
         assert others <= {"its input does not depend on the latents", TOO_NARROW}, others
         actual = open_component(out / eight_bits, "transformer")(**feed)["out_hidden_states"]
         assert lowest < relative_l2_error(actual, expected) < highest, eight_bits
+    options = {"target": "gpu", "dtype": "float16", "eight_bits": "float8", "inputs": out / "runs.npz"}
+    optimize(folder, out / "gpu", components=["transformer"], hoist=False, **options)
+    linears = read_manifest(out / "gpu")["components"]["transformer"]["eight_bits"]["layers"]
+    assert sum(linears.values()) > 0, linears
 
 
 def check_text_encoder(folder: Path, layers: int) -> None:
