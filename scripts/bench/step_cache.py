@@ -109,8 +109,8 @@ def page(report: dict[str, Any]) -> str:
     lines = [
         f"# {name} on the demo model", "",
         f"{fastest['label']} is {first['seconds'] / fastest['seconds']:.2f} times as fast as full steps and loses "
-        f"{first['right'] - fastest['right']} of {report['settings']['prompts']} prompts: the fastest row that loses at "
-        f"most {FEW}.", "",
+        f"{first['right'] - fastest['right']} of {report['settings']['prompts']} prompts: the fastest row that loses "
+        f"{FEW} at most.", "",
         f"{report['settings']['prompts']} unseen prompts, {steps} steps{guidance}, target cpu "
         "in float32, one thread of a shared machine: seconds are the processor's. `lost`: fewer right than with full "
         "steps. PSNR is that to the images of full steps.", "",
