@@ -44,7 +44,7 @@ from sd_ort import (
     StableDiffusionPipeline,
 )
 from sd_ort.core.files import write_json
-from sd_ort.runtime import bound_run, components
+from sd_ort.runtime import bound_run, component_opener
 from sd_ort.runtime.bound_run import failed_captures
 from sd_ort.runtime.machine import commit, machine, versions
 
@@ -83,7 +83,7 @@ class Soak:
     @contextmanager
     def record_failed_captures(self) -> Iterator[None]:
         """Record in `uncaptured` the runs that are not captured meanwhile, and what other threads did."""
-        opener: Any = components  # which imports the function
+        opener: Any = component_opener  # which imports the function
         report, create_session = bound_run.report_failed_capture, opener.create_session
 
         def create(path: Path, *arguments: Any, **options: Any) -> Any:

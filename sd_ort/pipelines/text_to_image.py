@@ -108,7 +108,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         )
         self.safety_checker = safety_checker
         self._started_noise: list[Normals] = []  # of the next calls of `draw_each`
-        wanted = models.device != "cpu" or bool(models.peers)
+        wanted = models.device != "cpu" or bool(models.placement.peers)
         self.device_loop = wanted if device_loop is None else device_loop
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
@@ -203,11 +203,11 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         pipeline._check_unet()
         if not low_memory:  # opened now, so that the first image takes no longer than the second
             parts = [name for name in models if name.startswith("unet_")]
-            if models.splits_image:  # the loop opens another UNet on each device
+            if models.placement.splits_image:  # the loop opens another UNet on each device
                 needed.remove("unet")
             models.open([*needed, *(name for name in models if name == "image_encoder"), *parts])
-            for peer in models.peers:
-                peer.open(parts if models.splits_image else [*parts, "unet"])
+            for peer in models.placement.peers:
+                peer.open(parts if models.placement.splits_image else [*parts, "unet"])
         return pipeline
 
     @classmethod
@@ -333,7 +333,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         With the loop on the device or `decode_on`, a thread works while a call is on the device: it draws the first
         noise of the next call, and makes the images of the one before, which are yielded then.
         """
-        if "vae_decoder" not in self.models.placed and not self.device_loop:
+        if "vae_decoder" not in self.models.placement.placed and not self.device_loop:
             yield from (self(**{**call, "return_dict": True}) for call in calls)
             return
         upcoming = iter(calls)
@@ -365,7 +365,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def _draw_unfinished(self, call: Mapping[str, Any], host: Executor) -> Future[PipelineOutput]:
         """Generate on the device; `host` decodes with `decode_on`, and makes PIL images of pixels."""
         wanted = call.get("output_type") or "pil"
-        if "vae_decoder" in self.models.placed:
+        if "vae_decoder" in self.models.placement.placed:
             latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
             return host.submit(self._finish, latents, Request(output_type=wanted))
         made_by_host = wanted == "pil" and call.get("padding_mask_crop") is None  # which lays PIL images over another

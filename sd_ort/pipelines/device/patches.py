@@ -49,7 +49,7 @@ class SplitImageLoop(DeviceLoop):
 
     def __init__(self, models: Components) -> None:
         super().__init__(models)
-        self.loops = [self, *(DeviceLoop(peer) for peer in models.peers)]
+        self.loops = [self, *(DeviceLoop(peer) for peer in models.placement.peers)]
         self.pool = ThreadPoolExecutor(len(self.loops), "band")
         self.turn = threading.Lock()
         self.events = [(Events(loop.models.stream), Events(loop.models.stream)) for loop in self.loops]
