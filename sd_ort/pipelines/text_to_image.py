@@ -31,12 +31,13 @@ from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
-from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultNumber, check_load_options
+from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultNumber
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
 from sd_ort.pipelines.images import as_array, finished, pil_images, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
+from sd_ort.pipelines.load_options import DEFAULT_OPTIONS, LoadOptions
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import Normals, draw_noise, sources, start_noise
 from sd_ort.pipelines.output import PipelineOutput
@@ -94,27 +95,23 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         folder: Path,
         models: Components,
         scheduler: Any,
-        *,
-        vae_tiling: bool = False,
-        vae_slicing: bool = False,
-        safety_checker: bool = True,
-        device_loop: bool | None = None,
+        options: LoadOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """The options as in `from_pretrained`."""
+        """`scheduler` as in `from_pretrained`, or another pipeline's."""
         self.folder = folder
         self.models = models
         self._scheduler = (
             scheduler if isinstance(scheduler, PipelineScheduler) else PipelineScheduler(folder, scheduler)
         )
-        self.safety_checker = safety_checker
+        self.safety_checker = bool(options.safety_checker)
         self._started_noise: list[Normals] = []  # of the next calls of `draw_each`
         wanted = models.device != "cpu" or bool(models.placement.peers)
-        self.device_loop = wanted if device_loop is None else device_loop
+        self.device_loop = wanted if options.device_loop is None else options.device_loop
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
         self.is_sdxl = is_sdxl(self.unet_config)
         config = component_config(folder, "vae_decoder", required=True)
-        self.vae = Vae(models, config, tiling=vae_tiling, slicing=vae_slicing)
+        self.vae = Vae(models, config, tiling=options.vae_tiling, slicing=options.vae_slicing)
         self.vae_scale_factor = self.vae.scale_factor
         self.texts = PromptEncoder(folder, models, self.index, self.unet_config)
         if self.device_loop and self.HAS_SEPARATE_COMPONENTS:
@@ -168,21 +165,24 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
-        check_load_options(
-            provider, options.get("threads"), low_memory=low_memory, vae_tiling=vae_tiling, vae_slicing=vae_slicing,
-            safety_checker=safety_checker, device_loop=device_loop, graph=graph,
-        )  # fmt: skip
-        dtype = options.get("torch_dtype", options.get("dtype"))
-        folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
+        devices = DevicePlacement(split_guidance, split_image, unet_on, decode_on)
+        load = LoadOptions(
+            low_memory, vae_tiling, vae_slicing, safety_checker, device_loop, graph, controlnet, devices, options
+        )
+        load.check(provider)
+        folder, choice = open_model(model, provider, dtype=load.dtype, config=config, on_progress=print_line)
         if choice.reason:
             announce(choice.line)
-        provider = choice.provider
-        devices = DevicePlacement(split_guidance, split_image, unet_on, decode_on)
-        devices.check("unet" in cls.REQUIRED_COMPONENTS, low_memory, device_loop)
-        session_options = devices.options(provider, loading_options(options, folder))
-        controlnet = [controlnet] if isinstance(controlnet, (str, Path)) else controlnet
-        nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
-        models = Components(folder, provider, session_options, low_memory=low_memory, graph=graph, others=nets)
+        return cls._load(folder, choice.provider, scheduler, load)
+
+    @classmethod
+    def _load(cls, folder: Path, provider: str, scheduler: Any, options: LoadOptions) -> Any:
+        """Open a pipeline folder on a provider. Raises as `from_pretrained`."""
+        devices, low_memory = options.devices, options.low_memory
+        devices.check("unet" in cls.REQUIRED_COMPONENTS, low_memory, options.device_loop)
+        session_options = devices.options(provider, loading_options(options.session, folder))
+        nets = options.controlnets
+        models = Components(folder, provider, session_options, low_memory=low_memory, graph=options.graph, others=nets)
         index = read_index(folder)
         kind = str(index.get("_class_name", ""))
         if not cls.KINDS.search(kind):
@@ -191,15 +191,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         models.require(*needed)
         devices.place(models)
         family: Any = cls._class_for(index, models, is_sdxl(component_config(folder, "unet")))
-        pipeline = family(
-            folder,
-            models,
-            PipelineScheduler(folder, scheduler),
-            vae_tiling=vae_tiling,
-            vae_slicing=vae_slicing,
-            safety_checker=bool(safety_checker),
-            device_loop=device_loop,
-        )
+        pipeline = family(folder, models, PipelineScheduler(folder, scheduler), options)
         pipeline._check_unet()
         if not low_memory:  # opened now, so that the first image takes no longer than the second
             parts = [name for name in models if name.startswith("unet_")]
