@@ -66,7 +66,7 @@ class Request:
 
 @dataclass
 class Soak:
-    """State of one soak: the first image of each request, and what went wrong."""
+    """State of one soak: the first image of each request, and the failures."""
 
     folder: Path
     provider: str
@@ -82,7 +82,7 @@ class Soak:
 
     @contextmanager
     def record_failed_captures(self) -> Iterator[None]:
-        """Record in `uncaptured` the runs that are not captured meanwhile, and what other threads did."""
+        """Record in `uncaptured` the runs that were not captured, with the calls of other threads."""
         opener: Any = component_opener  # which imports the function
         report, create_session = bound_run.report_failed_capture, opener.create_session
 

@@ -180,7 +180,7 @@ class DiffusersCompatMixin(PipelineState):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what the UNet reads."""
+        """The dtype of the UNet's inputs."""
         import torch
 
         return getattr(torch, np.dtype(self.models["unet"].dtype("sample")).name)

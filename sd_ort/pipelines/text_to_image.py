@@ -225,7 +225,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @cached_property
     def image_processor(self) -> Any:
-        """diffusers', for pictures that are given."""
+        """diffusers' image processor, for input images."""
         from diffusers.image_processor import VaeImageProcessor
 
         return VaeImageProcessor(
@@ -234,7 +234,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @property
     def scheduler(self) -> Any:
-        """diffusers' scheduler: created on first access, or the object that was given."""
+        """diffusers' scheduler: the caller's object, or one that is created on first access."""
         return self._scheduler.diffusers
 
     @scheduler.setter
@@ -349,7 +349,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
                 yield before.result()
 
     def _start_noise(self, call: Mapping[str, Any], host: Executor) -> list[Normals]:
-        """Return generators for the seeds of a call, whose noise `host` draws."""
+        """Return generators for the seeds of a call; `host` draws their noise."""
         sides = (call.get(name) or self.default_size for name in ("height", "width"))
         shape = 1, self.vae.latent_channels, *(side // self.vae_scale_factor for side in sides)
         return start_noise(call.get("generator"), shape, host)
@@ -383,7 +383,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return defaults
 
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
-        """Check the rest of a request, draw, and give back what was asked for."""
+        """Check the rest of a request, generate, and return images, latents or a tuple as the request says."""
         request.size = size
         request.check(self._scheduler.trained)
         check_size(size, self.vae_scale_factor if self.HAS_SEPARATE_COMPONENTS else self.size_multiple)
@@ -451,7 +451,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return request.batch, self.vae.latent_channels, height // side, width // side
 
     def _noise(self, request: Request, given: Any = None) -> np.ndarray:
-        """Standard normal noise (B, C, h, w), float32; drawn as diffusers draws it, or the given one, checked."""
+        """Return standard normal noise (B, C, h, w), float32: the request's latents, checked, or diffusers' numbers."""
         shape = self._latent_shape(request)
         if given is None:
             return draw_noise(shape, request.generator)

@@ -147,7 +147,7 @@ class Components(MutableMapping[str, Model]):
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether weights of open sessions can be updated (see `make_updatable`): on a GPU whose provider supports it.
+        """Whether open sessions follow weight updates (`make_updatable`): on a GPU whose provider supports it.
 
         The CPU's kernels want prepacked weights: without, a step of SD 1.5 takes 1.07 times as long at 64 x 64 latents
         and 1.12 at 32 x 32. Without the op library, weights of `sd_ort`'s operators are folded into other constants.
@@ -161,7 +161,7 @@ class Components(MutableMapping[str, Model]):
 
     @cached_property
     def transposed_operations(self) -> frozenset[str]:
-        """Operations that read their weights in another layout than the graph's: these cannot be shared."""
+        """Operations whose kernels read weights in another layout than the graph's: these are not shared."""
         if self.device == "cpu" or is_plugin(self.provider):
             return frozenset()
         return frozenset() if self.target.supports_in_place_update("NhwcConv") else frozenset({"NhwcConv"})
@@ -189,7 +189,7 @@ class Components(MutableMapping[str, Model]):
         return self.opened[name]
 
     def open(self, names: Sequence[str]) -> None:
-        """Open several components in parallel, with those whose weights are being replaced.
+        """Open several components in parallel, and the closed ones with them.
 
         Reading files takes most of the time. This thread opens the last one, the U-Net if there is one: only the main
         thread reuses memory that was freed (`retain_heap`). Raises the first exception of an opening.
@@ -284,13 +284,13 @@ class Components(MutableMapping[str, Model]):
         return bool(closed)
 
     def release_replaced_weights(self) -> Mapping[str, Mapping[str, np.ndarray]]:
-        """Return to the files' weights and close the sessions on others; return these, to be written over."""
+        """Return to the files' weights, close the sessions on others, and return these arrays to be overwritten."""
         weights = self.overrides.weights
         self.replace_weights({})
         return weights
 
     def make_updatable(self, name: str, weights: Mapping[str, np.ndarray]) -> bool:
-        """Have these initializers of a component in updatable memory from now on.
+        """Move these initializers of a component to updatable memory.
 
         Returns whether its session was closed, to be opened over that memory: not if it prefetched them there.
         """

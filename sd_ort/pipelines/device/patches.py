@@ -128,7 +128,7 @@ class PatchDevice:
             self.stream.use()
 
     def send(self, others: Sequence[PatchDevice]) -> None:
-        """Copy to the other bands' devices what these read, once they have read what was there."""
+        """Copy rows to the other bands' devices, once these have read the previous ones."""
         self.use()
         for other in others:
             if self.stream is not None:
