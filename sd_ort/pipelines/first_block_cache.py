@@ -1,4 +1,4 @@
-"""FirstBlockCache of diffusers: transformer steps that reuse the residual of the later blocks instead of running them."""
+"""FirstBlockCache of diffusers: transformer steps that reuse the residual of the later blocks."""
 
 from __future__ import annotations
 
