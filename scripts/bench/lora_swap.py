@@ -32,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from scripts.checks.soak_gpu import usage
-from scripts.report import save
+from scripts.report import decibels, save
 from scripts.report import table as markdown
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engine_selection import target_of
@@ -234,7 +234,7 @@ def table(result: dict[str, Any]) -> str:
             *(f"{each['seconds']:.3f} s ({each['cpu_seconds']:.2f})" for each in every),
             ", ".join(f"{value} {kind}" for kind, value in row["growth"].items()),
             "bit for bit" if row["image at strength 0 as without"] else "no",
-            f"{row['PSNR to reopened sessions']} dB", row["load average"],
+            decibels(row["PSNR to reopened sessions"]), row["load average"],
         ])  # fmt: skip
     names = ("model, provider", "in place", "step with / without", "load", "strength", "other LoRA", "two LoRAs",
              "strength 0", "unload", "growth", "strength 0 is without", "PSNR to NumPy's weights",

@@ -62,6 +62,8 @@ grow from step to step, most in 28 steps of FLUX.1. In float32 tiny models agree
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
+Qwen-Image meets its goal, the other steps miss theirs.
+
 Made by `scripts/bench/transformer_table.py` from `{folder}/`, one file per run of
 `scripts/bench/bench_transformer_step.py` (commands below). Random weights, full width and depth, bfloat16. `queued`: ms
 per step of steps queued behind one another, medians of seven rounds in which ours and the peer take turns in one
@@ -70,8 +72,8 @@ cuDNN's attention. Ours is hoisted, tuned and captured: the modulation of a sche
 are computed before the loop, by torch in every step. `ready`: seconds to the first step; `other size`: seconds of the
 first step of another size.
 
-Qwen-Image meets its goal, the other steps miss theirs. Products and attention, which are the vendor's libraries' on
-both sides (cuBLASLt, cuDNN), are 87 to 95 % of our kernels' time. The class tables are of two steps after a pause, at
+Products and attention, which are the vendor's libraries' on both sides (cuBLASLt, cuDNN), are 87 to 95 % of our
+kernels' time. The class tables are of two steps after a pause, at
 the full clock; a step behind others takes 4 to 12 % longer than its kernels, since they draw more than the card's power
 limit, ours with fewer pauses between them more than torch's.
 

@@ -44,7 +44,7 @@ from sd_ort import (
     StableDiffusionPipeline,
 )
 from sd_ort.core.files import write_json
-from sd_ort.runtime import bound_run, components
+from sd_ort.runtime import bound_run, component_opener
 from sd_ort.runtime.bound_run import failed_captures
 from sd_ort.runtime.glibc_malloc import mallinfo
 from sd_ort.runtime.machine import commit, machine, versions
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass
 class Soak:
-    """State of one soak: the first image of each request, and what went wrong."""
+    """State of one soak: the first image of each request, and the failures."""
 
     folder: Path
     provider: str
@@ -83,8 +83,8 @@ class Soak:
 
     @contextmanager
     def record_failed_captures(self) -> Iterator[None]:
-        """Record in `uncaptured` the runs that are not captured meanwhile, and what other threads did."""
-        opener: Any = components  # which imports the function
+        """Record in `uncaptured` the runs that were not captured, with the calls of other threads."""
+        opener: Any = component_opener  # which imports the function
         report, create_session = bound_run.report_failed_capture, opener.create_session
 
         def create(path: Path, *arguments: Any, **options: Any) -> Any:

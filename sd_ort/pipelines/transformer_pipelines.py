@@ -296,7 +296,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         if low_memory:
             from sd_ort.graphs.partition import partition_graph  # onnx_ir, which other pipelines do without
 
-            models.stream_weights("transformer", partition_graph)
+            models.opener.plan_stream("transformer", partition_graph)
         else:
             models.open(needed)
         return pipeline
