@@ -121,6 +121,7 @@ def _demangle(symbols: list[str]) -> list[str]:
     texts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names = []
     for text in texts:
+        text = text.replace("(anonymous namespace)::", "")
         match = re.match(r"void sd_ort::(\w+<.*?>)\(", text)
         if match is None:
             raise ValueError(f"{text}: a kernel must be a template in namespace sd_ort.")

@@ -44,6 +44,7 @@ CARDS = {
     "Radeon RX 7900 XTX": Card("gfx1100", 122.8, 960),
     "Radeon RX 9070 XT": Card("gfx1201", 195, 640),
     "Radeon 8060S (Ryzen AI Max+ 395)": Card("gfx1151", 59.4, 256),
+    "Instinct MI100": Card("gfx908", 184.6, 1229),
     "Instinct MI210": Card("gfx90a", 181, 1638),
     "Instinct MI300X": Card("gfx942", 1307, 5300),
     "Instinct MI355X": Card("gfx950", 2516, 8000),

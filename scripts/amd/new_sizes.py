@@ -49,6 +49,7 @@ COLUMNS = {
     **CALLS,
     "processes": "processes started",
     "files": "files written",
+    "commit": "commit",
 }
 COMPILERS = re.compile(r"\S*(?:hiprtc|comgr|MIOpen|migraphx)\S*")
 TITLE = "A call of a new size on a simulated AMD GPU"

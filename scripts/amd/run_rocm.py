@@ -62,6 +62,7 @@ COLUMNS = {
     "mean": "mean difference",
     "verdict": "verdict",
     "note": "",
+    "commit": "commit",
 }
 CLIENT = ROOT / "tests/amd/rocm_wheel_client.py"
 COMPONENTS = ("unet_prompt", "unet_time", "unet", "vae_decoder")

@@ -2,6 +2,7 @@
 
     python scripts/amd/run_whole.py hip --arch gfx1100 gfx942 --dtype float16 --out results/amd
     python scripts/amd/run_whole.py hip --arch gfx1100 --without-hipblaslt --cases generate
+    unzip -j WHEEL 'custom_ops/*.so' -d custom_ops    # of scripts/build_wheels --hip: its kernels, if none are built
 
 Each case is a process of its own under scripts/amd/simulate. Images are compared with those that the CPU provider draws
 in float32 from the same seed. `hip.json` and `hip.md` are written after each case; a case in them is replaced. Models,
@@ -36,10 +37,13 @@ from whole import (
     run_program,
 )
 
+from sd_ort.runtime.library import PROVIDER_LIBRARIES, SOURCES, library_path
+
 TITLE = "`--provider hip` on a simulated AMD GPU"
 NOTE = """No AMD GPU was used. Each case ran under `scripts/amd/simulate`: HIP and hipBLASLt are simulated in host
 memory, and kernels are the real machine code of the GPU, executed by tinygrad's emulator, unless the case says that
-they were skipped. Seconds are those of this emulation on a busy CPU, and say nothing about a GPU. Differences are from
+they were skipped. Kernels are those of `build-ops` by clang 19 unless the wheel is named, whose targets clang 22
+compiled. Seconds are those of this emulation on a busy CPU, and say nothing about a GPU. Differences are from
 images of the CPU provider in float32, in steps of 1/255. Graph launches are launches of captured HIP graphs.
 
 The largest difference of `sizes` is that of seed 1, the second image of the batch. It is rounding. In bfloat16 on
@@ -60,6 +64,8 @@ COLUMNS = {
     "mean": "mean difference",
     "note": "",
     "faults": "faults",
+    "compiled": "kernels of",
+    "commit": "commit",
 }
 SIZE = ("--steps", STEPS, "--guidance", GUIDANCE, "--height", 64, "--width", 64, "--seed", 0)
 PROGRAMS = ("sizes", "threads", "lora")
@@ -102,7 +108,9 @@ class Whole:
 
     def add(self, case: str, run: Run, **columns: Any) -> bool:
         """Add a row; returns whether the command ended well."""
-        row = {**self.labels, "case": case, **run.row(), **columns}
+        library = library_path(PROVIDER_LIBRARIES["hip"])
+        compiled = "the wheel" if library and library.parent == SOURCES else "build-ops"
+        row = {**self.labels, "case": case, **run.row(), **columns, "compiled": compiled}
         row["faults"] = faults = [*run.faults, *image_faults(columns, self.dtype)]
         self.table.add(row)
         print(f"{self.folder.name}: {case}: {run.seconds:.0f} s {columns} {'; '.join(faults)}", flush=True)

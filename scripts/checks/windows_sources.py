@@ -39,6 +39,8 @@ MINGW = "x86_64-w64-mingw32-g++-posix"
 VENDORS = {"hip": ["-D__HIP_PLATFORM_AMD__"], "cuda": []}
 EXPORTS = {  # some of those that others ask for
     "libsd_ort_ops.dll": {"RegisterCustomOps", "sd_ort_cpu_run", "sd_ort_gpu_status"},
+}
+SIMULATED_EXPORTS = {
     "libsd_ort_ep_simulated.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run", "sd_ort_StreamCreate"},
 }
 HIP_EXPORTS = {"libsd_ort_ep_hip.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run"}}
@@ -107,10 +109,14 @@ def hip_headers() -> Path:
     return next((path for path in installed if (path / "hip/hip_runtime_api.h").is_file()), rocm_headers()[-1])
 
 
-def libraries(compiler: list[str], headers: Path, folder: Path, hip: Sequence[str] = ()) -> list[str]:
-    """Build both libraries; return a line each: size, number of exports, libraries of Windows that it imports.
+def libraries(
+    compiler: list[str], headers: Path, folder: Path, hip: Sequence[str] = (), simulated: bool = True
+) -> list[str]:
+    """Build the libraries; return a line each: size, number of exports, libraries of Windows that it imports.
 
-    `hip`: AMD targets of a third, libsd_ort_ep_hip.dll.
+    Args:
+        hip: AMD targets of libsd_ort_ep_hip.dll, which is not built for none.
+        simulated: also build libsd_ort_ep_simulated.dll, which only tests use.
     """
     driver, flags = compiler[: 2 if "c++" in compiler else 1], compiler[2:]
     hip_options = hip_definitions(compiler, hip) if hip else []
@@ -120,7 +126,7 @@ def libraries(compiler: list[str], headers: Path, folder: Path, hip: Sequence[st
         f"-DCMAKE_CXX_FLAGS={' '.join(flags)}", f"-DORT_INCLUDE_DIR={headers}", f"-DPROVIDER_INCLUDE_DIR={headers}",
         f"-DBUILD_HASH={sources_hash()}", *hip_options,
     ])  # fmt: skip
-    exports_of = EXPORTS | (HIP_EXPORTS if hip else {})
+    exports_of = EXPORTS | (SIMULATED_EXPORTS if simulated else {}) | (HIP_EXPORTS if hip else {})
     targets = [name.removeprefix("lib").removesuffix(".dll") for name in exports_of]
     run(["cmake", "--build", str(folder), "--parallel", "2", "--target", *targets])
     lines = []

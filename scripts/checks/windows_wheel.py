@@ -37,7 +37,7 @@ def cross_compile(compiler: list[str], hip: Sequence[str] = ()) -> list[Path]:
     folder = ROOT / "out/windows"
     for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
         os.environ[name] = str(cache_folder() / "zig")
-    windows_sources.libraries(compiler, find_headers(api=build.PROVIDER_API), folder, hip)
+    windows_sources.libraries(compiler, find_headers(api=build.PROVIDER_API), folder, hip, simulated=False)
     return [folder / name for name in (LIBRARY, *([HIP_LIBRARY] if hip else []))]
 
 

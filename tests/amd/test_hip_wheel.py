@@ -1,11 +1,7 @@
-"""The wheel with prebuilt kernels for AMD: it generates in an environment without compilers.
-
-SD_ORT_HIP_WHEEL names one that scripts/build_wheels --hip made, with all targets, to be tested instead.
-"""
+"""The wheel with prebuilt kernels for AMD: it generates in an environment without compilers."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -16,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import wheel_size
-from hip_library import TARGETS, copying_compiler, hip_library
+from hip_library import MADE, TARGETS, copying_compiler, hip_library
 from PIL import Image
 from simulation import simulate
 
@@ -27,7 +23,6 @@ from sd_ort.runtime.build import wheel_options
 from sd_ort.stages import optimize
 
 ROOT = Path(__file__).resolve().parents[2]
-MADE = os.environ.get("SD_ORT_HIP_WHEEL")
 LIBRARIES = ("libsd_ort_ops.so", "libsd_ort_hip.so", "libsd_ort_ep_hip.so")
 COMPONENTS = ["text_encoder", "unet", "vae_decoder"]
 
@@ -61,7 +56,7 @@ def test_the_wheel_carries_the_libraries(wheel: Path, tmp_path: Path) -> None:
         names = {name for name in archive.namelist() if name.endswith(".so")}
         assert names == {f"custom_ops/{name}" for name in LIBRARIES}
         _, operators, provider = (Path(archive.extract(f"custom_ops/{name}", tmp_path)) for name in LIBRARIES)
-    targets = sorted(WHEEL_TARGETS if MADE else TARGETS)
+    targets = sorted(TARGETS)
     assert kernel_targets(provider) == targets
     assert operators.stat().st_size < 20_000  # loads the provider, whose functions these are
     assert GpuLibrary(operators).c.sd_ort_op_count() == GpuLibrary(provider).c.sd_ort_op_count() > 0

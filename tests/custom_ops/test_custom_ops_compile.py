@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_type import Cli
-from hip_library import TARGETS, copying_compiler
+from hip_library import MADE, TARGETS, copying_compiler
 from hip_library import hip_library as build_hip_library
 
 from custom_ops import code_objects
@@ -34,7 +34,13 @@ def hip_library() -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(hip_library: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
-    return code_objects.read_kernels(code_objects.extract(hip_library, tmp_path_factory.mktemp("code_objects")))
+    folder = tmp_path_factory.mktemp("code_objects")
+    if not MADE:
+        return code_objects.read_kernels(code_objects.extract(hip_library, folder))
+    provider = hip_library.with_name(library.PROVIDER_LIBRARIES["hip"])  # has the operators' kernels and its own
+    operators = kernel_names((ROOT / "results/ops_amd_resources.md").read_text())
+    found = code_objects.read_kernels(code_objects.extract(provider, folder))
+    return [kernel for kernel in found if f"| {kernel.name}" in operators]
 
 
 def test_no_kernel_spills(kernels: list[Kernel]) -> None:
@@ -91,7 +97,7 @@ def disassembled(kernels: list[Kernel], prefix: str) -> list[tuple[str, str]]:
 
 @cache
 def assembly(code_object: Path) -> str:
-    command = ["llvm-objdump-19", "-d", "--no-show-raw-insn", str(code_object)]
+    command = [llvm_tool("llvm-objdump"), "-d", "--no-show-raw-insn", str(code_object)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -123,7 +129,7 @@ def test_masked_exchanges_are_found() -> None:
     assert masked_exchanges(branch.format("", exchange)) == []
 
 
-@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+@pytest.mark.parametrize("arch", ["gfx11", "gfx12"])
 def test_no_cache_flush_and_global_memory_only(kernels: list[Kernel], arch: str) -> None:
     """What __syncthreads(), and pointers that may be null, would make of the code."""
     for _, text in disassembled(kernels, arch):
@@ -149,7 +155,7 @@ def kernel_names(table: str) -> set[str]:
     return {line.split(" |")[0] for line in table.splitlines() if line.startswith("| ") and "<" in line}
 
 
-@pytest.mark.parametrize("name", [library.HIP_LIBRARY, library.PROVIDER_LIBRARIES["hip"]])
+@pytest.mark.parametrize("name", [*([] if MADE else [library.HIP_LIBRARY]), library.PROVIDER_LIBRARIES["hip"]])
 def test_the_libraries_link_to_no_hip(hip_library: Path, name: str) -> None:
     """Nor to libstdc++, and export only their own functions. HIP is loaded at its first use (hip_runtime.h)."""
     path = hip_library.with_name(name)
@@ -164,7 +170,7 @@ def test_the_libraries_link_to_no_hip(hip_library: Path, name: str) -> None:
     assert {symbol for symbol in exported if not symbol.startswith("sd_ort_")} == (
         {"CreateEpFactories", "ReleaseEpFactory"} if "_ep_" in name else set()
     )
-    assert path.stat().st_size < 30_000_000
+    assert path.stat().st_size < 7_500_000 * len(TARGETS)
 
 
 def test_no_thread_ends_another_ones_capture() -> None:

@@ -1,18 +1,28 @@
-"""The GPU library and the execution provider compiled for AMD: one build for all tests of a run."""
+"""The GPU library and the execution provider compiled for AMD: one build for all tests of a run.
+
+SD_ORT_HIP_WHEEL names a wheel that scripts/build_wheels --hip made, to test its libraries instead.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import zipfile
 from pathlib import Path
 
+from custom_ops.amd_targets import WHEEL_TARGETS
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build
+from sd_ort.runtime.library import HIP_LIBRARY, PROVIDER_LIBRARIES
+
+MADE = os.environ.get("SD_ORT_HIP_WHEEL")
 
 # One of each kind of matrix instruction, and RDNA2, which has none; scripts/checks/all_architectures sets the variable,
 # for all.
 TARGETS = (
-    ("gfx90a", "gfx942", "gfx10-3-generic", "gfx1030", "gfx1100", "gfx1200", "gfx1201")
+    WHEEL_TARGETS
+    if MADE
+    else ("gfx90a", "gfx942", "gfx10-3-generic", "gfx1030", "gfx1100", "gfx1200", "gfx1201")
     if "SD_ORT_ALL_ARCHITECTURES" in os.environ
     else ("gfx942", "gfx1030", "gfx1100", "gfx1201")
 )
@@ -21,6 +31,11 @@ TARGETS = (
 def hip_library() -> Path:
     """The GPU library for TARGETS, the provider beside it. Another process that builds it is waited for."""
     cache_folder().mkdir(parents=True, exist_ok=True)
+    if MADE:
+        with zipfile.ZipFile(MADE) as archive:
+            for name in (HIP_LIBRARY, PROVIDER_LIBRARIES["hip"]):
+                archive.extract(f"custom_ops/{name}", cache_folder() / "wheel")
+        return cache_folder() / "wheel/custom_ops" / HIP_LIBRARY
     with (cache_folder() / "hip_library_of_tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return build.build(cpu=False, hip=TARGETS, provider=True)

@@ -26,6 +26,10 @@
 
 namespace sd_ort {
 
+struct alignas(16) FourRegisters {
+  uint32_t parts[4];
+};
+
 enum simulatedError_t {
   simulatedSuccess = 0,
   simulatedErrorInvalidValue = 1,

@@ -6,9 +6,7 @@
 namespace sd_ort {
 namespace {
 
-struct alignas(16) Bits128 {
-  uint64_t parts[2];
-};
+using Bits128 = FourRegisters;  // clang 22 keeps an array of structures in memory
 
 template <class T>
 struct Copy {

@@ -57,11 +57,20 @@ __global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     float v[kVec];
+    if constexpr (sizeof(T) == 4) launder(items[i].raw);  // else read with parts of the next one, and kept in memory
     items[i].unpack(v);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       if (i == 0) sums[k].start(v[k]);
       sums[k].add(i < static_cast<int>(counted) ? v[k] : sums[k].first);  // adds zero
+    }
+    if (i % 32 == 31) {  // the compiler would add all items of one channel first, and keep their masks for the next one
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) {
+        launder(sums[k].sum);
+        launder(sums[k].squares);
+      }
+      launder(counted);
     }
   }
   const SliceMoments<kVec> mine(sums, slice.low_count, pixels);
