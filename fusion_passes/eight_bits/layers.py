@@ -13,7 +13,7 @@ nothing (results/vae_eight_bits.md).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -59,12 +59,18 @@ class Layers:
     rejections: list[Rejection] = field(default_factory=list)
 
 
-def find_layers(graph: ir.Graph, operators: Collection[str], float32_nodes: Collection[ir.Node] = ()) -> Layers:
+def find_layers(
+    graph: ir.Graph,
+    operators: Collection[str],
+    float32_nodes: Collection[ir.Node] = (),
+    conv_reject_reason: Callable[[ir.Node], str | None] | None = None,
+) -> Layers:
     """Return the layers of `graph` that can be quantized.
 
     Args:
         operators: Those that the target runs in 8 bits, of `CONVOLUTIONS` and `LINEARS`.
         float32_nodes: Nodes that overflow in half precision.
+        conv_reject_reason: Returns why the target's kernel does not compute a convolution, or None.
     """
     found = Layers()
     dependent = _dependent_on_latents(graph)
@@ -75,6 +81,8 @@ def find_layers(graph: ir.Graph, operators: Collection[str], float32_nodes: Coll
         reason = _reject_reason(node, operators, dependent)
         if reason is None and node in float32_nodes:
             reason = "it is computed in float32, since its values come near the largest float16"
+        if reason is None and conv_reject_reason is not None and node.op_type in CONVOLUTIONS:
+            reason = conv_reject_reason(node)
         if reason is None and node is last:
             reason = "it is the last convolution before the output's"
         if reason is None:
