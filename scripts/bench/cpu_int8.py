@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 from scripts.report import head, save, table
+from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.synthetic_inputs import random_inputs
 from sd_ort.core import metrics, pipeline_folder
-from sd_ort.core.pipeline_folder import MODEL, component_config
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.load import load
 from sd_ort.runtime import session
 from sd_ort.runtime.machine import multiplies_bfloat16
@@ -57,7 +58,7 @@ def run_ours(folder: Path, runs: Path, out: Path, threads: int, calls: int) -> d
     """Return the times of calls of a folder's U-Net; write its output to `out`."""
     arrays = np.load(runs)
     feed = {name.split("/")[1]: arrays[name] for name in arrays.files if name.endswith("/0")}
-    model = session.load(folder, "unet", "cpu", SessionOptions(threads=threads))
+    model = session.load(folder, "unet", "cpu", session.SessionOptions(threads=threads))
     np.save(out, next(iter(model(**feed).values())))
     result: dict[str, Any] = {"wall": [], "processor": []}
     for _ in range(calls):

@@ -39,6 +39,7 @@ from sd_ort.pipelines.calibration_runs import STEPS_PER_PROMPT, record_runs
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
+from sd_ort.weights.deltas import LowRankDelta
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
 
@@ -249,8 +250,11 @@ def test_a_lora_beside_diffusers(float8: Path) -> None:
     np.testing.assert_array_equal(draw(), before)
 
 
-def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(recorded: Path, tmp_path: Path) -> None:
-    """Elements and scales are bit for bit those of a checkpoint in which torch added the LoRA."""
+def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elements and scales are bit for bit those of a checkpoint in which torch added the LoRA; a delta is computed once
+    for both."""
     fused = tmp_path / "fused"
     shutil.copytree(demo.MODEL_DIR, fused)
     file = fused / "unet" / "diffusion_pytorch_model.safetensors"
@@ -266,7 +270,12 @@ def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(recorded: Path, tm
         optimize(source, out, **options)
     manager = LoraManager(tmp_path / "plain")
     manager.add("night", read_adapter(lora_path("night"), {}), "night")
-    made = manager.updated_weights("unet", "unet", manager.deltas({"night": 1.0})["unet"])
+    deltas = manager.deltas({"night": 1.0})["unet"]
+    dense, computed = LowRankDelta.dense, list[LowRankDelta]()
+    monkeypatch.setattr(LowRankDelta, "dense", lambda delta: computed.append(delta) or dense(delta))
+    made = manager.updated_weights("unet", "unet", deltas)
+    assert len(computed) == len({id(delta) for delta in computed}) > 20
+    assert len(computed) == sum(array.dtype == np.int8 for array in made.values())
     wanted = LoraManager(tmp_path / "expected")._initializers("unet")
     eight_bits = [name for name in made if made[name].dtype == np.int8]
     assert len(eight_bits) > 20
