@@ -1,6 +1,6 @@
 // GEMM for CPU kernels, in blocks of 32 rows by 32 columns: bfloat16 with sums in float, or int8 with sums in int32,
-// which are exact. The type of the sums selects the elements. Uses AMX if the processor has it; else float vectors for
-// bfloat16, and VNNI or products of int16 for int8.
+// which are exact. The type of the sums selects the elements. Uses AMX if the processor has it; else the dot products of
+// AVX-512 (BF16, VNNI); else float vectors for bfloat16 and products of int16 for int8.
 //
 // Rows are stored as [block of depths][row][64 bytes], or in another layout of complete blocks, in units of 16 bits: one
 // bfloat16 or two int8. For the weights see packed_weights.h. A convolution reads its rows (pixels) once per tap, each
@@ -16,7 +16,7 @@
 #include <immintrin.h>
 #endif
 #if defined(__AVX512F__)
-#define SD_ORT_VNNI
+#define SD_ORT_DOT_PRODUCTS
 #endif
 #if defined(__AVX512F__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define SD_ORT_AMX
@@ -248,7 +248,7 @@ inline bool has_amx() { return false; }
 
 #endif
 
-#if defined(SD_ORT_VNNI)
+#if defined(SD_ORT_DOT_PRODUCTS)
 
 // Whether int8 rows are stored as x + 128, which VNNI multiplies by signed weights. The excess, 128 times the sum of a
 // column's weights, is subtracted.
@@ -257,21 +257,27 @@ inline bool adds_128() {
   return runs;
 }
 
-template <bool kAdd>
-__attribute__((target("avx512vnni"))) void multiply_block_vnni(const GemmBlock& p, int64_t row, int64_t panel,
-                                                               int32_t* sums, int64_t count) {
+inline bool has_dot_products(float*) {
+  static const bool runs = __builtin_cpu_supports("avx512bf16");
+  return runs;
+}
+inline bool has_dot_products(int32_t*) { return adds_128(); }
+
+// As multiply_block_vectors(), by the instructions that add the products of a word of 32 bits to each sum.
+template <bool kAdd, class Sum>
+__attribute__((target("avx512vnni,avx512bf16"))) void multiply_block_dots(const GemmBlock& p, int64_t row,
+                                                                          int64_t panel, Sum* sums, int64_t count) {
+  constexpr bool kInt8 = std::is_same_v<Sum, int32_t>;
   constexpr int64_t kHeight = 8;  // rows at once: 16 sums of 16 columns stay in registers
+  using Sums = decltype(load(sums));
   const int64_t panel_size = p.taps * p.blocks * kBlockElements;
-  const __m512i left = _mm512_loadu_si512(p.offsets + panel * kPanelColumns);
-  const __m512i right = _mm512_loadu_si512(p.offsets + (panel + 1) * kPanelColumns);
   for (int64_t r = 0; r < count; r += kHeight) {
-    int32_t* to = sums + r * kBlockColumns;
-    __m512i sum[kHeight][2];
+    Sum* to = sums + r * kBlockColumns;
+    Sums sum[kHeight][2];
     for (int64_t i = 0; i < kHeight; ++i) {
       for (int64_t half = 0; half < 2; ++half) {
-        const __m512i zero = _mm512_setzero_si512();
-        const __m512i before = kAdd ? _mm512_loadu_si512(to + i * kBlockColumns + half * kPanelColumns) : zero;
-        sum[i][half] = _mm512_sub_epi32(before, half ? right : left);
+        sum[i][half] = kAdd ? load(to + i * kBlockColumns + half * kPanelColumns) : Sums{};
+        if constexpr (kInt8) sum[i][half] -= load(p.offsets + (panel + half) * kPanelColumns);
       }
     }
     const uint16_t* weights = p.weights + panel * panel_size;
@@ -279,20 +285,25 @@ __attribute__((target("avx512vnni"))) void multiply_block_vnni(const GemmBlock& 
       const uint16_t* rows = p.rows + (row + r + p.first[tap]) * p.row_stride;
       for (int64_t block = 0; block < p.blocks; ++block, rows += p.block_stride) {
         for (int64_t word = 0; word < kBlockDepth / 2; ++word, weights += 2 * kPanelColumns) {
-          const __m512i a = _mm512_load_si512(weights), b = _mm512_load_si512(weights + panel_size);
+          const __m512i a = _mm512_loadu_si512(weights), b = _mm512_loadu_si512(weights + panel_size);
           for (int64_t i = 0; i < kHeight; ++i) {
-            int32_t four;
-            memcpy(&four, rows + i * p.row_stride + word * 2, 4);
-            const __m512i x = _mm512_set1_epi32(four);
-            sum[i][0] = _mm512_dpbusd_epi32(sum[i][0], x, a);
-            sum[i][1] = _mm512_dpbusd_epi32(sum[i][1], x, b);
+            int32_t pair;
+            memcpy(&pair, rows + i * p.row_stride + word * 2, 4);
+            const __m512i x = _mm512_set1_epi32(pair);
+            if constexpr (kInt8) {
+              sum[i][0] = (Sums)_mm512_dpbusd_epi32((__m512i)sum[i][0], x, a);
+              sum[i][1] = (Sums)_mm512_dpbusd_epi32((__m512i)sum[i][1], x, b);
+            } else {
+              sum[i][0] = (Sums)_mm512_dpbf16_ps((__m512)sum[i][0], (__m512bh)x, (__m512bh)a);
+              sum[i][1] = (Sums)_mm512_dpbf16_ps((__m512)sum[i][1], (__m512bh)x, (__m512bh)b);
+            }
           }
         }
       }
     }
     for (int64_t i = 0; i < kHeight; ++i) {
-      _mm512_storeu_si512(to + i * kBlockColumns, sum[i][0]);
-      _mm512_storeu_si512(to + i * kBlockColumns + kPanelColumns, sum[i][1]);
+      store(to + i * kBlockColumns, sum[i][0]);
+      store(to + i * kBlockColumns + kPanelColumns, sum[i][1]);
     }
   }
 }
@@ -340,10 +351,8 @@ void multiply_block(const GemmBlock& p, int64_t row, int64_t panel, Sum* sums, i
                        : multiply_block_amx<kAdd, kRows>(p, row, panel, sums);
   }
 #endif
-#if defined(SD_ORT_VNNI)
-  if constexpr (std::is_same_v<Sum, int32_t>) {
-    if (adds_128()) return multiply_block_vnni<kAdd>(p, row, panel, sums, count);
-  }
+#if defined(SD_ORT_DOT_PRODUCTS)
+  if (has_dot_products(sums)) return multiply_block_dots<kAdd>(p, row, panel, sums, count);
 #endif
   multiply_block_vectors<kAdd>(p, row, panel, sums, count);
 }

@@ -64,6 +64,7 @@ def find_layers(
     operators: Collection[str],
     float32_nodes: Collection[ir.Node] = (),
     conv_reject_reason: Callable[[ir.Node], str | None] | None = None,
+    text_layers: bool = False,
 ) -> Layers:
     """Return the layers of `graph` that can be quantized.
 
@@ -71,6 +72,7 @@ def find_layers(
         operators: Those that the target runs in 8 bits, of `CONVOLUTIONS` and `LINEARS`.
         float32_nodes: Nodes that overflow in half precision.
         conv_reject_reason: Returns why the target's kernel does not compute a convolution, or None.
+        text_layers: Take layers of sequences that do not depend on the latents too: keys and values of the text.
     """
     found = Layers()
     dependent = _dependent_on_latents(graph)
@@ -78,7 +80,7 @@ def find_layers(
     for node in graph:
         if node.op_type not in CONVOLUTIONS | LINEARS or node.domain not in ("", DOMAIN):
             continue
-        reason = _reject_reason(node, operators, dependent)
+        reason = _reject_reason(node, operators, dependent, text_layers)
         if reason is None and node in float32_nodes:
             reason = "it is computed in float32, since its values come near the largest float16"
         if reason is None and conv_reject_reason is not None and node.op_type in CONVOLUTIONS:
@@ -92,7 +94,9 @@ def find_layers(
     return found
 
 
-def _reject_reason(node: ir.Node, operators: Collection[str], dependent: Collection[ir.Value]) -> str | None:
+def _reject_reason(
+    node: ir.Node, operators: Collection[str], dependent: Collection[ir.Value], text_layers: bool
+) -> str | None:
     x, weight = node.inputs[:2]
     if x is None or weight is None or not weight.is_initializer() or weight.is_graph_input():
         return "its weight is not constant"
@@ -102,7 +106,7 @@ def _reject_reason(node: ir.Node, operators: Collection[str], dependent: Collect
     is_convolution = node.op_type in CONVOLUTIONS
     if shape is None or len(shape) != (4 if is_convolution else 2):
         return "its weight is neither a matrix nor a filter of images"
-    if x not in dependent:
+    if x not in dependent and not (text_layers and values.rank(x) == 3):
         return "its input does not depend on the latents: it does not run in every step"
     outputs, inputs = _channels(node, shape)
     if min(outputs, inputs) < MIN_CHANNELS:

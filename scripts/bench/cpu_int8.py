@@ -4,9 +4,9 @@
     python -m venv VENV && VENV/bin/pip install openvino nncf
     python scripts/bench/cpu_int8.py RAW --openvino VENV/bin/python
 
-Engines run in turn, a process each: a call that is not timed, then --calls. A time is the shortest of all turns; `CPU s`
-is the processor time of a call divided by the threads, which other work on the machine disturbs less. The error is that
-of the noise prediction (relative, L2) beside float32. Activations are calibrated on three synthetic runs of this size.
+Engines run in turn, a process each with one thread and with --threads: a call that is not timed, then --calls. A time
+is the shortest of all turns. The processor time of one thread, which waits for nobody, is that which other work on the
+machine disturbs least. The error is that of the noise prediction (relative, L2) beside float32. Activations are calibrated on three synthetic runs of this size.
 Models of the work folder are kept.
 """
 
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ OURS: Mapping[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"eight_bits": "int8"},
+    "int8, bfloat16": {"eight_bits": "int8", "dtype": "bfloat16"},
 }
 RUNS = 3
 
@@ -77,19 +79,20 @@ def page(report: dict[str, Any]) -> str:
         "",
         f"Written by `{report['command']}` at {report['commit']} on {machine['cpu']}, {report['threads']} threads, "
         f"{report['size']} x {report['size']} latents, batch 2, random weights; shortest of {report['turns']} turns "
-        f"of {report['calls']} calls. Matrix units: {report['units']}. Load average of the machine, which has "
-        f"{os.cpu_count()} cores, before the first and after the last turn: {report['load'][0]:.1f} and "
-        f"{report['load'][1]:.1f}; 'CPU s' is disturbed least.",
+        f"of {report['calls']} calls. Matrix units: {report['units']}. The machine has {os.cpu_count()} cores; its load "
+        f"average was {report['load'][0]:.1f} before the first turn and {report['load'][1]:.1f} after the last: above "
+        "1, other work disturbed the seconds of several threads, the processor time of one thread least.",
         "",
     ]
-    best = {name: {key: min(times[key]) for key in ("wall", "processor")} for name, times in report["times"].items()}
-    peer = best.get("OpenVINO int8")
+    peer = report["times"].get("OpenVINO int8")
     rows = []
-    for name, times in best.items():
-        processor = times["processor"] / report["threads"]
-        of_peer = f"{times['processor'] / peer['processor']:.2f}" if peer else ""
-        rows.append((name, f"{times['wall']:.3f}", f"{processor:.3f}", of_peer, f"{report['errors'][name]:.1e}"))
-    return "\n".join([*lines, *table(("U-Net", "s", "CPU s", "of OpenVINO int8", "error"), rows)]) + "\n"
+    for name, times in report["times"].items():
+        processor = min(times["processor 1"])
+        of_peer = f"{processor / min(peer['processor 1']):.2f}" if peer else ""
+        wall = min(times[f"wall {report['threads']}"])
+        rows.append((name, f"{processor:.3f}", of_peer, f"{wall:.3f}", f"{report['errors'][name]:.1e}"))
+    names = ("U-Net", "one thread: processor s", "of OpenVINO int8", f"{report['threads']} threads: s", "error")
+    return "\n".join([*lines, *table(names, rows)]) + "\n"
 
 
 def main() -> None:
@@ -114,39 +117,45 @@ def main() -> None:
     runs = work / f"runs-{options.size}.npz"
     if not runs.is_file():
         write_runs(options.raw, runs, options.size)
-    common = ["--threads", str(options.threads), "--calls", str(options.calls)]
+    common = ["--threads", "{threads}", "--calls", str(options.calls)]
     commands: dict[str, list[str]] = {}
     for name, settings in OURS.items():
         folder = work / name
         inputs = {"inputs": runs} if "eight_bits" in settings else {}
         if options.engines is None or name in options.engines:
             if not (folder / pipeline_folder.MANIFEST).is_file():
-                optimize(options.raw, folder, target="cpu", components=["unet"], on_progress=print, **settings, **inputs)
+                optimize(
+                    options.raw, folder, target="cpu", components=["unet"], on_progress=print, **settings, **inputs
+                )
             commands[name] = [sys.executable, __file__, str(folder), "--child", str(runs), "{out}", *common]
-    for precision in ("float32", "bfloat16", "int8") if options.openvino else ():
+    for precision in ("float32", "bfloat16", "int8", "int8, bfloat16") if options.openvino else ():
         name = f"OpenVINO {precision}"
         if options.engines is None or name in options.engines:
             script = Path(__file__).with_name("openvino_unet.py")
             source = [str(options.raw / "unet" / MODEL), str(runs), "{out}", precision]
-            commands[name] = [str(options.openvino), str(script), *source, *common, "--quantized", str(work / "int8.xml")]
+            commands[name] = [
+                str(options.openvino),
+                str(script),
+                *source,
+                *common,
+                "--quantized",
+                str(work / "int8.xml"),
+            ]
     report: dict[str, Any] = head("scripts/bench/cpu_int8.py") | {
         "size": options.size, "threads": options.threads, "calls": options.calls, "turns": options.turns,
-        "units": "AMX" if multiplies_bfloat16() else "no AMX, int8 by VNNI or vectors", "times": {}, "errors": {},
+        "units": "AMX" if multiplies_bfloat16() else "none (no AMX)", "times": {}, "errors": {},
         "load": [os.getloadavg()[0]],
     }  # fmt: skip
-    for _ in range(options.turns):
-        for name, command in commands.items():
-            out = work / f"{name}.npy"
-            done = subprocess.run(
-                [part.replace("{out}", str(out)) for part in command], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                sys.exit(f"{name} fails: {done.stderr[-2000:]}")
-            times = json.loads(done.stdout.splitlines()[-1])
-            all_times = report["times"].setdefault(name, {"wall": [], "processor": []})
-            for key, values in times.items():
-                all_times[key] += values
-            print(name, f"{min(times['wall']):.3f} s, CPU {min(times['processor']) / options.threads:.3f}", flush=True)
+    for _, (name, command), threads in product(range(options.turns), commands.items(), {1, options.threads}):
+        places = {"{out}": str(work / f"{name}.npy"), "{threads}": str(threads)}
+        done = subprocess.run([places.get(part, part) for part in command], capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{name} fails: {done.stderr[-2000:]}")
+        times = json.loads(done.stdout.splitlines()[-1])
+        for key, values in times.items():
+            report["times"].setdefault(name, {}).setdefault(f"{key} {threads}", []).extend(values)
+        shortest = {key: round(min(values), 3) for key, values in times.items()}
+        print(name, threads, shortest, flush=True)
     report["load"].append(os.getloadavg()[0])
     expected = np.load(work / f"{next(iter(commands))}.npy")
     report["errors"] = {n: metrics.relative_l2_error(np.load(work / f"{n}.npy"), expected) for n in commands}

@@ -1,8 +1,8 @@
 """One U-Net in OpenVINO, for scripts/bench/cpu_int8.py: runs in a Python of its own, which has openvino and nncf.
 
-    PYTHON scripts/bench/openvino_unet.py model.onnx runs.npz out.npy float32|bfloat16|int8 --threads 2 --calls 5
+    PYTHON scripts/bench/openvino_unet.py model.onnx runs.npz out.npy PRECISION --threads 2 --calls 5
 
-int8 is NNCF's post-training quantization of weights and activations (model type transformer), calibrated on the runs;
+PRECISION is float32, bfloat16, int8, or 'int8, bfloat16': the rest in bfloat16. int8 is NNCF's post-training quantization of weights and activations (model type transformer), calibrated on the runs;
 it is written to --quantized and read from there again. Prints one line of JSON, and writes the first run's output.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}
+HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32", "int8, bfloat16": "bf16"}
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         _, value, number = name.split("/")
         runs.setdefault(number, {})[value] = arrays[name]
     path = options.model
-    if options.precision == "int8":
+    if options.precision.startswith("int8"):
         path = options.quantized
         if not path.is_file():
             nncf = importlib.import_module("nncf")

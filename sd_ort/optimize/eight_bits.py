@@ -18,6 +18,7 @@ from fusion_passes.lower import (
     bfloat16_layout,
     float8_output,
     fused_conv,
+    linear_add,
     quantized_conv,
     quantized_linear,
     winograd_conv,
@@ -94,12 +95,18 @@ def uses_int8_tiles(target: str, format_: str) -> bool:
     return target == "cpu" and format_ == "int8"
 
 
-def passes_around(passes: tuple[Pass, ...], target: str, format_: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+def passes_around(
+    passes: tuple[Pass, ...], target: str, dtype: str, format_: str
+) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """Return the lowering passes of a target that run before the layers are quantized, and those that run after.
 
-    Convolutions that stay in float32 get the CPU's kernels for them at last.
+    Layers that stay in float32 or bfloat16 get the CPU's kernels for them at last.
     """
-    late = (winograd_conv.PASS, fused_conv.PASS) if uses_int8_tiles(target, format_) else ()
+    if not uses_int8_tiles(target, format_):
+        return passes, ()
+    if dtype == "bfloat16":
+        return (linear_add.CPU,), passes
+    late = (winograd_conv.PASS, fused_conv.PASS)
     return tuple(each for each in passes if each not in late), tuple(each for each in passes if each in late)
 
 
@@ -113,9 +120,9 @@ def quantize(
     common.NameFixPass()(model)
     int8_tiles = uses_int8_tiles(target, eight_bits.format)
     operators = TARGET_LAYERS[target] | {"Conv"} if int8_tiles else TARGET_LAYERS[target]
-    found = find_layers(
-        model.graph, operators, float32_nodes, quantized_conv.kernel_reject_reason if int8_tiles else None
-    )
+    kernel_reject_reason = quantized_conv.kernel_reject_reason if int8_tiles else None
+    # A CPU that computes the text's keys and values in every step takes 4 % of it for them in float32.
+    found = find_layers(model.graph, operators, float32_nodes, kernel_reject_reason, text_layers=int8_tiles)
     result = Quantization(eight_bits.format)
     result.layers.update(layer.node.op_type for layer in found.accepted)
     result.not_quantized.update(rejection.reason for rejection in found.rejections)

@@ -201,7 +201,7 @@ def rewrite(
         if weights is not None:
             passes = weights.passes(passes)
         if quantization is not None:
-            passes, late = eight_bits.passes_around(passes, target.name, quantization.format)
+            passes, late = eight_bits.passes_around(passes, target.name, dtype, quantization.format)
         lowered = run_all(model, passes)
     _raise_if_cancelled(cancel_event)
     computes_half = dtype != "float32" and not target.half_storage_only

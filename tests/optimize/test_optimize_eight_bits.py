@@ -334,7 +334,7 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
         ),
         ({"target": "gpu", "eight_bits": "int8", **runs}, "target gpu has no kernels for --int8"),
         ({"target": "portable", "eight_bits": "int8"}, "give --prompts, or --inputs"),
-        ({"target": "portable", "eight_bits": "int8", "dtype": "bfloat16", **runs}, "not --bfloat16"),
+        ({"target": "portable", "eight_bits": "int8", "dtype": "bfloat16", **runs}, "not portable"),
         (
             {"target": "portable", "eight_bits": "int8", "components": ["text_encoder"], **runs},
             "has no runs of text_enc",
