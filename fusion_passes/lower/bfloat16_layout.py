@@ -1,9 +1,10 @@
-"""Moves NHWC/NCHW Transposes into 1x1 Bfloat16Convs and QuantizedConvs, which read and write NHWC as the transformers between them do.
+"""Moves NHWC/NCHW Transposes into 1x1 convolutions of the CPU's tiles, which read and write NHWC as transformers do.
 
     Transpose(x; NHWC to NCHW) -> Bfloat16Conv(., weight; 1 x 1)  =>  Bfloat16Conv(x, weight; x_last)
     Bfloat16Conv(x, weight; 1 x 1) -> Transpose(.; NCHW to NHWC)  =>  Bfloat16Conv(x, weight; y_last)
 
-A QuantizeLinear may be in between. Other filters and strides, and outputs with other consumers, stay.
+The same for QuantizedConv, whose QuantizeLinear may be in between if nothing else reads it. Other filters and strides,
+and outputs with other consumers, stay.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Engines run in turn, a process each with one thread and with --threads: a call that is not timed, then --calls. A time
 is the shortest of all turns. The processor time of one thread, which waits for nobody, is that which other work on the
-machine disturbs least. The error is that of the noise prediction (relative, L2) beside float32. Activations are calibrated on three synthetic runs of this size.
-Models of the work folder are kept.
+machine disturbs least. The error is that of the noise prediction (relative, L2) beside float32. Activations are
+calibrated on three synthetic runs of this size. Models of the work folder are kept.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def page(report: dict[str, Any]) -> str:
         "",
         f"Written by `{report['command']}` at {report['commit']} on {machine['cpu']}, {report['threads']} threads, "
         f"{report['size']} x {report['size']} latents, batch 2, random weights; shortest of {report['turns']} turns "
-        f"of {report['calls']} calls. Matrix units: {report['units']}. The machine has {os.cpu_count()} cores; its load "
-        f"average was {report['load'][0]:.1f} before the first turn and {report['load'][1]:.1f} after the last: above "
-        "1, other work disturbed the seconds of several threads, the processor time of one thread least.",
+        f"of {report['calls']} calls. Matrix units: {report['units']}. The machine has {os.cpu_count()} cores; its "
+        f"load average was {report['load'][0]:.1f} before the first turn and {report['load'][1]:.1f} after the last: "
+        "above 1, other work disturbed the seconds of several threads, the processor time of one thread least.",
         "",
     ]
     peer = report["times"].get("OpenVINO int8")
@@ -110,7 +110,8 @@ def main() -> None:
     parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(run_ours(options.raw, *options.child, options.threads, options.calls)))
+        runs, out = options.child
+        print(json.dumps(run_ours(options.raw, runs, out, options.threads, options.calls)))
         return
     work = options.work
     work.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,9 @@
 
     PYTHON scripts/bench/openvino_unet.py model.onnx runs.npz out.npy PRECISION --threads 2 --calls 5
 
-PRECISION is float32, bfloat16, int8, or 'int8, bfloat16': the rest in bfloat16. int8 is NNCF's post-training quantization of weights and activations (model type transformer), calibrated on the runs;
-it is written to --quantized and read from there again. Prints one line of JSON, and writes the first run's output.
+PRECISION is float32, bfloat16, int8, or 'int8, bfloat16': the rest in bfloat16. int8 is NNCF's post-training
+quantization of weights and activations (model type transformer), calibrated on the runs; it is written to --quantized
+and read from there again. Prints one line of JSON, and writes the first run's output.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def quantize(
     """
     common.NameFixPass()(model)
     int8_tiles = uses_int8_tiles(target, eight_bits.format)
-    operators = TARGET_LAYERS[target] | {"Conv"} if int8_tiles else TARGET_LAYERS[target]
+    operators = {*TARGET_LAYERS[target], "Conv"} if int8_tiles else TARGET_LAYERS[target]
     kernel_reject_reason = quantized_conv.kernel_reject_reason if int8_tiles else None
     # A CPU that computes the text's keys and values in every step takes 4 % of it for them in float32.
     found = find_layers(model.graph, operators, float32_nodes, kernel_reject_reason, text_layers=int8_tiles)

@@ -24,9 +24,10 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -50,6 +51,7 @@ from sd_ort.weights.recipes import read_recipes
 
 Deltas = Mapping[str, Delta | np.ndarray]  # by checkpoint tensor, in torch's layout, float32
 FOUR_BITS = frozenset({"int4", "uint4"})  # two elements a byte, which ONNX Runtime takes from files alone
+Computed = TypeVar("Computed")
 BLOCK_ELEMENTS = 1 << 16  # elements of up @ down that are computed at once
 
 # ai.onnx operators whose kernels read a weight unchanged if prepacking is off. Weights that other operators read, such
@@ -236,15 +238,16 @@ class WeightUpdater:
             return {}
 
         table = self.recipes[component]
-        quantized = _same_sources(table, [name for name in names if recipes.is_quantized(table[name])])
-        others = [name for name in names if not recipes.is_quantized(table[name])]
-        sums = [partial(self._sum, component, part, deltas, name, reuse_buffers.get(name)) for name in others]
-        groups = [partial(self._quantized, component, part, group, deltas) for group in quantized]
-        values = compute_sums([*sums, *groups])
-        result = dict(zip(others, values, strict=False))
-        for group, arrays in zip(quantized, values[len(others) :], strict=True):
-            result |= dict(zip(group, arrays, strict=True))
-        return result
+        groups = [[name] for name in names if not recipes.is_quantized(table[name])]
+        groups += _same_sources(table, [name for name in names if recipes.is_quantized(table[name])])
+
+        def compute(group: Sequence[str]) -> list[np.ndarray]:
+            if recipes.is_quantized(table[group[0]]):
+                return self._quantized(component, part, group, deltas)
+            return [self._sum(component, part, deltas, name, reuse_buffers.get(name)) for name in group]
+
+        values = compute_sums([partial(compute, group) for group in groups])
+        return dict(zip(chain(*groups), chain(*values), strict=True))
 
     def _sum(self, component: str, part: str, deltas: Deltas, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return an initializer of 16 or 32 bits with `deltas` added, in `out` if they are low-rank."""
@@ -508,7 +511,7 @@ def _is_read_by_runs(consumer: Consumer) -> bool:
     return consumer.domain == DOMAIN and consumer.op_type in READ_BY_RUNS
 
 
-def compute_sums(sums: Sequence[Callable[[], np.ndarray]]) -> list[np.ndarray]:
+def compute_sums(sums: Sequence[Callable[[], Computed]]) -> list[Computed]:
     """Call `sums` in a thread per processor. BLAS threads would wait for each other in each of these threads: eight
     times the processor time."""
     if not sums:

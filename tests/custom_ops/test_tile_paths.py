@@ -31,8 +31,17 @@ def has_flag(path: str) -> bool:
     return path not in NEEDS or NEEDS[path] in Path("/proc/cpuinfo").read_text().split()
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("folder", "source"), [("quantized_linear", "quantized_linear"), ("quantized_conv", "bfloat16_conv")])
+@pytest.mark.parametrize(
+    ("folder", "source", "path"),
+    [
+        ("quantized_linear", "quantized_linear", "amx"),
+        ("quantized_linear", "quantized_linear", "avx512"),
+        ("quantized_linear", "quantized_linear", "avx2"),
+        ("quantized_conv", "bfloat16_conv", "amx"),
+        ("quantized_conv", "bfloat16_conv", "avx512"),
+        ("quantized_conv", "bfloat16_conv", "baseline"),
+    ],
+)
 def test_int8_is_exact_on_each_path(folder: str, source: str, path: str, tmp_path: Path) -> None:
     """Sums times 1 plus 0 are the integers that NumPy computes: nothing is rounded below 2^24."""
     if not has_flag(path):
@@ -40,8 +49,9 @@ def test_int8_is_exact_on_each_path(folder: str, source: str, path: str, tmp_pat
     library = tmp_path / "paths.so"
     cpp = Path(__file__).with_name("tile_paths.cc")
     subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-psabi", "-fvisibility=hidden", f"-I{Path(custom_ops.__file__).parent}", *PATHS[path],
-         f'-DSOURCE="operators/{source}/cpu.cc"', f"-DKERNEL={source}", str(cpp), "-o", str(library)],
+        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-psabi", "-fvisibility=hidden", *PATHS[path],
+         f"-I{Path(custom_ops.__file__).parent}", f'-DSOURCE="operators/{source}/cpu.cc"', f"-DKERNEL={source}",
+         str(cpp), "-o", str(library)],
         check=True,
     )  # fmt: skip
     compiled = ctypes.CDLL(str(library))

@@ -192,11 +192,20 @@ def test_quantizations_of_sdxl() -> None:
     assert counts["SkipLayerNormalization"] == 210  # as in float16, as all others
 
 
-@pytest.mark.parametrize("format_", ["float8", "int8"])
-def test_operators_of_the_cpu(recorded: Path, reference: Path, tmp_path: Path, format_: str) -> None:
-    """The noise prediction is near that of float32, with a LoRA near diffusers' with that LoRA."""
+@pytest.mark.parametrize(
+    ("format_", "dtype", "layers"),
+    [("float8", "float32", 128), ("int8", "float32", 81 + 128 + 32), ("int8", "bfloat16", 81 + 128 + 32)],
+)
+def test_operators_of_the_cpu(
+    recorded: Path, reference: Path, tmp_path: Path, format_: str, dtype: str, layers: int
+) -> None:
+    """The noise prediction is near that of float32, with a LoRA near diffusers' with that LoRA. In int8 the CPU has
+    kernels for convolutions, and takes the text's keys and values too."""
     out = tmp_path / "out"
-    optimize("demo", out, target="cpu", components=["unet"], eight_bits=format_, inputs=recorded)
+    optimize("demo", out, target="cpu", components=["unet"], eight_bits=format_, inputs=recorded, dtype=dtype)
+    operators = Counter(node.op_type for node in load(out / "unet" / pipeline_folder.MODEL).graph)
+    assert operators["QuantizedLinear"] + operators["QuantizedConv"] == layers
+    assert operators["Bfloat16Attention"] == (32 if dtype == "bfloat16" else 0)
     inputs = list(load(reference / "unet" / pipeline_folder.MODEL).graph.inputs)
     feed = load_recorded_inputs(recorded, "unet", inputs, required=True)[0]
 

@@ -57,7 +57,9 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     return {"Y": convolve(x, w, inputs.get("B"), attributes)}
 
 
-def convolve(x: Array, w: Array, bias: Array | None, attributes: Mapping[str, int | float], scale: Array | None = None) -> Array:
+def convolve(
+    x: Array, w: Array, bias: Array | None, attributes: Mapping[str, int | float], scale: Array | None = None
+) -> Array:
     """Return Y of float64 elements, with the sums times `scale` (1) or (M)."""
     if attributes.get("x_last", 0):
         x = x.transpose(0, 3, 1, 2)

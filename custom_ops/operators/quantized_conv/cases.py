@@ -46,8 +46,9 @@ def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generat
 def _case(index: int, case: OperatorCase) -> OperatorCase:
     """A case with its bias, and one scale for all filters or one each."""
     filters = case.inputs["W"][0]
-    inputs = {"X": case.inputs["X"], "W": case.inputs["W"], "scale": (1 if index % 3 == 1 else filters,), "B": (filters,)}
-    return OperatorCase(f"{case.name}-s{inputs['scale'][0]}", inputs, case.attributes, dtypes=("float32",))
+    scale = (1 if index % 3 == 1 else filters,)
+    inputs = {"X": case.inputs["X"], "W": case.inputs["W"], "scale": scale, "B": (filters,)}
+    return OperatorCase(f"{case.name}-s{scale[0]}", inputs, case.attributes, dtypes=("float32",))
 
 
 # The two with other magnitudes of X are cases of the elements' range here.
