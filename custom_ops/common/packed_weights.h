@@ -1,5 +1,5 @@
-// GEMM weights in bfloat16 or int8 in the order of CPU matrix units: panels of 16 columns, divided into blocks of 64 bytes
-// a column (32 or 64 depths) of one tap (a position of a convolution filter; a matrix has one tap),
+// GEMM weights in bfloat16 or int8 in the order of CPU matrix units: panels of 16 columns, divided into blocks of 64
+// bytes a column (32 or 64 depths) of one tap (a position of a convolution filter; a matrix has one tap),
 //   [panel][tap][block][16 words of 32 bits][16 columns][2 or 4 depths],
 // padded with zeros to an even number of panels. For int8, 128 times the sum of each column in int32 follows.
 #pragma once
@@ -45,7 +45,9 @@ inline uint16_t packed_element(const WeightLayout& w, int64_t at, uint16_t) {
   return w.dtype == DType::kBFloat16 ? static_cast<const uint16_t*>(w.data)[at]
                                      : bfloat16_bits(static_cast<const float*>(w.data)[at]);
 }
-inline int8_t packed_element(const WeightLayout& w, int64_t at, int8_t) { return static_cast<const int8_t*>(w.data)[at]; }
+inline int8_t packed_element(const WeightLayout& w, int64_t at, int8_t) {
+  return static_cast<const int8_t*>(w.data)[at];
+}
 
 template <class T>
 void pack_panel(const WeightLayout& w, int64_t panel, T* to) {

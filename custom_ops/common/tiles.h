@@ -1,10 +1,10 @@
 // GEMM for CPU kernels, in blocks of 32 rows by 32 columns: bfloat16 with sums in float, or int8 with sums in int32,
-// which are exact. The type of the sums selects the elements. Uses AMX if the processor has it; else the dot products of
-// AVX-512 (BF16, VNNI); else float vectors for bfloat16 and products of int16 for int8.
+// which are exact. The type of the sums selects the elements. Uses AMX if the processor has it; else the dot products
+// of AVX-512 (BF16, VNNI); else float vectors for bfloat16 and products of int16 for int8.
 //
-// Rows are stored as [block of depths][row][64 bytes], or in another layout of complete blocks, in units of 16 bits: one
-// bfloat16 or two int8. For the weights see packed_weights.h. A convolution reads its rows (pixels) once per tap, each
-// time from another first row.
+// Rows are stored as [block of depths][row][64 bytes], or in another layout of complete blocks, in units of 16 bits:
+// one bfloat16 or two int8. For the weights see packed_weights.h. A convolution reads its rows (pixels) once per tap,
+// each time from another first row.
 #pragma once
 
 #include <type_traits>
@@ -39,7 +39,7 @@ struct GemmBlock {
   int64_t row_stride;
   int64_t blocks;
   int64_t taps;
-  int64_t first[kMaxTaps];  // first row of each tap
+  int64_t first[kMaxTaps];           // first row of each tap
   const int32_t* offsets = nullptr;  // of int8: packed_offsets()
 };
 

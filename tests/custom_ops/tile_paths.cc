@@ -32,7 +32,8 @@ constexpr int kRows = 16, kBytes = 64;
 thread_local uint8_t tiles[8][kRows][kBytes];
 thread_local bool configured = false;
 
-struct Configuration {  // of palette 1 (Intel, "Architecture Instruction Set Extensions Programming Reference", LDTILECFG)
+struct Configuration {  // of palette 1 (Intel, "Architecture Instruction Set Extensions Programming Reference",
+                        // LDTILECFG)
   uint8_t palette, start_row, reserved[14];
   uint16_t bytes[16];
   uint8_t rows[16];
@@ -113,6 +114,5 @@ void run(void (*kernel)(const Params&, const sd_ort::Parallel&), const void* cal
 EXPORT bool has_amx() { return sd_ort::SD_ORT_ISA::has_amx(); }
 
 EXPORT void run(const void* call, const void* data, int64_t depth, int64_t taps, int64_t columns, bool halves) {
-  run(sd_ort::SD_ORT_ISA::KERNEL, call,
-      {data, sd_ort::DType::kInt8, depth, taps, columns, taps, depth * taps, halves});
+  run(sd_ort::SD_ORT_ISA::KERNEL, call, {data, sd_ort::DType::kInt8, depth, taps, columns, taps, depth * taps, halves});
 }

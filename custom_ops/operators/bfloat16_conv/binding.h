@@ -52,7 +52,8 @@ struct TileConvBinding {
             std::string(Op::kName) + ": W must be (M, C, 3, 3) or (M, C, 1, 1), with the channels of X");
     params.filter_count = filters.shape[0];
     params.edge = filters.shape[2];
-    require(!bias || bias.has_shape({params.filter_count}), std::string(Op::kName) + ": B must have one element a filter");
+    require(!bias || bias.has_shape({params.filter_count}),
+            std::string(Op::kName) + ": B must have one element a filter");
     params.x = x.data;
     params.filters = filters.data;
     params.bias = bias.data;

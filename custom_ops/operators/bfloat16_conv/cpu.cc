@@ -1,9 +1,9 @@
 // Bfloat16Conv and QuantizedConv on the CPU: an implicit GEMM with pixels as rows, once per filter tap. The type of the
 // sums selects the elements: float for bfloat16, int32 for int8.
 //
-// An image is rounded, zero-padded and reordered by pixels: row y (W + 1) + x of its matrix is pixel (y - 1, x - 1); the
-// zero right of a line is that left of the next one. For result (y, x), in the same row numbering, tap (i, j) reads row
-// (y + i) (W + 1) + x + j, so the rows of a tap are consecutive; the extra result of each line is computed and not
+// An image is rounded, zero-padded and reordered by pixels: row y (W + 1) + x of its matrix is pixel (y - 1, x - 1);
+// the zero right of a line is that left of the next one. For result (y, x), in the same row numbering, tap (i, j) reads
+// row (y + i) (W + 1) + x + j, so the rows of a tap are consecutive; the extra result of each line is computed and not
 // written. With stride 2 the padded image is
 // divided into four by even and odd lines and columns, and a tap reads one of them.
 #include "common/tiles.h"

@@ -18,7 +18,7 @@ struct QuantizedLinearBinding {
   static constexpr Port kInputs[] = {{Port::kAny}, {Port::kAny}, {Port::kAny}, {Port::kT}, {Port::kT, true}};
   static constexpr Port kOutputs[] = {{Port::kT, true}, {Port::kFloat8, true}};  // Y, quantized
   static constexpr size_t kConstant = 1;
-  static constexpr size_t kTypedBy = 3;                                          // T is the type of bias
+  static constexpr size_t kTypedBy = 3;  // T is the type of bias
 
   static Params attributes(const Attributes& attributes) {
     Params params{};

@@ -76,7 +76,8 @@ void run_float8(const QuantizedLinearParams& p, const Parallel& parallel) {
   });
 }
 
-// Packs rows `row` to `row` + 31 of X as [block of depths][row][64 bytes]; beyond the last row and column anything may be.
+// Packs rows `row` to `row` + 31 of X as [block of depths][row][64 bytes]; beyond the last row and column anything may
+// be.
 void pack_rows(const QuantizedLinearParams& p, int64_t row, int64_t row_count, uint16_t* to) {
   constexpr int64_t kDepth = 2 * kBlockDepth;
   const int64_t rows = p.rows - row < kBlockRows ? p.rows - row : kBlockRows;

@@ -27,7 +27,7 @@ struct QuantizedLinearParams {
   int32_t scales;   // 1 for all columns, else 0: one a column
   int32_t gelu;
   int32_t gated;
-  Float8Output quantized;  // as y
+  Float8Output quantized;         // as y
   PackedWeights* packed_weights;  // of the CPU's node if its weight is constant, else null
   const uint16_t* packed;         // packed int8 weight, set before the CPU kernel runs
 
