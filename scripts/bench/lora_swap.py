@@ -222,7 +222,8 @@ def table(result: dict[str, Any]) -> str:
         "encoders and the 3 x 3 convolutions of residual blocks. In place: nothing is reopened, and captured graphs "
         "stay valid. Not in place (a CPU): sessions are opened again, which the times include. A CPU's steps are its "
         "processor's time, a whole call by its steps. Times are medians, in brackets of CPU time. Growth: what rounds "
-        "of loading and unloading after the first left. Made by `python scripts/bench/lora_swap.py`.",
+        "of loading and unloading after the first left, allocated by malloc and resident (malloc retains up to 64 MB "
+        "of freed memory a thread). Made by `python scripts/bench/lora_swap.py`.",
         "",
     ]  # fmt: skip
     cells = []
