@@ -9,6 +9,8 @@ With --transformer, it does the same on `demo-dit` with the caches of transforme
 MagCache's ratios are measured on one prompt of the training:
     scripts/bench/step_cache.py --transformer --prompts 60 --out results/transformer_caches.json
 
+The images' quality over their time is drawn beside the page; --plot draws it again from the result.
+
 With --speed FOLDER, it times images of any pipeline folder on any provider instead, by the clock:
     scripts/bench/step_cache.py --speed SD15 --provider sdcuda --batches 1 4 --out results/step_cache_gpu.json
 """
@@ -16,6 +18,7 @@ With --speed FOLDER, it times images of any pipeline folder on any provider inst
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -28,8 +31,9 @@ from tqdm import tqdm
 
 from scripts.report import decibels, head, save, table
 from sd_ort import FluxPipeline, MagCacheConfig, StableDiffusionPipeline, TaylorSeerCacheConfig, demo
+from sd_ort.benchmark.plot import Line, lines
 from sd_ort.checkpoints.presets import open_preset
-from sd_ort.core import metrics
+from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
 from sd_ort.demo.scenes import training_prompts
 from sd_ort.export import templates
@@ -106,7 +110,7 @@ def page(report: dict[str, Any]) -> str:
     guidance = f", guidance {demo.GUIDANCE:g}" if is_unet else ""
     first, *others = report["rows"]
     fastest = min((row for row in others if row["right"] >= first["right"] - FEW), key=lambda row: row["seconds"])
-    lines = [
+    text = [
         f"# {name} on the demo model", "",
         f"{fastest['label']} is {first['seconds'] / fastest['seconds']:.2f} times as fast as full steps and loses "
         f"{first['right'] - fastest['right']} of {report['settings']['prompts']} prompts: the fastest row that loses "
@@ -120,15 +124,15 @@ def page(report: dict[str, Any]) -> str:
          f"{1 / row['seconds']:.2f}", f"{first['seconds'] / row['seconds']:.2f}")
         for row in report["rows"]
     )  # fmt: skip
-    lines += table(("steps", "right", "lost", "median PSNR", "processor s an image", "images/s", "speedup"), rows)
+    text += table(("steps", "right", "lost", "median PSNR", "processor s an image", "images/s", "speedup"), rows)
     if is_unet:
         times = ((name, f"{1000 * seconds:.2f}") for name, seconds in report["steps"].items())
-        lines += ["", *table(("a step, batch 2 (guidance)", "processor ms"), times)]
+        text += ["", *table(("a step, batch 2 (guidance)", "processor ms"), times)]
         shares = ((preset, *(f"{100 * share:.1f} %" for share in each)) for preset, each in report["weights"].items())
-        lines += ["", *table(("U-Net", *(f"branch {branch}" for branch in range(4))), shares)]
-        lines += ["", "Share of the U-Net's weights in the graph of shallow steps, cut from the same file."]
-    lines += ["", f"`{report['command']}` at {report['commit']}, {report['machine']['cpu']}", ""]
-    return "\n".join(lines)
+        text += ["", *table(("U-Net", *(f"branch {branch}" for branch in range(4))), shares)]
+        text += ["", "Share of the U-Net's weights in the graph of shallow steps, cut from the same file."]
+    text += ["", f"`{report['command']}` at {report['commit']}, {report['machine']['cpu']}", ""]
+    return "\n".join(text)
 
 
 def step_seconds(pipeline: Any) -> dict[str, float]:
@@ -169,6 +173,16 @@ def speed(folder: Path, provider: str, batches: list[int], rounds: int) -> list[
     return rows
 
 
+def plot(report: dict[str, Any]) -> str:
+    """Return an SVG of the median PSNR over the seconds of an image, a point for each interval."""
+    rows = sorted((row for row in report["rows"] if row["psnr_db"] is not None), key=lambda row: row["seconds"])
+    points = tuple((round(row["seconds"], 3), row["psnr_db"]) for row in rows)
+    label = f"{', '.join(row['label'] for row in rows)}, from the left"
+    full = next(row["seconds"] for row in report["rows"] if row["psnr_db"] is None)
+    x_title = f"processor seconds an image ({FULL}: {full:.3f})"
+    return str(lines([Line(label, points, "#0072b2")], x_title, "median PSNR to full steps, dB"))
+
+
 def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,7 +195,11 @@ def main() -> int:
     parser.add_argument("--provider", default="cpu", help="provider of --speed (cpu)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1], help="images a call of --speed (1)")
     parser.add_argument("--rounds", type=int, default=7, help="calls that are timed, of --speed (7)")
+    parser.add_argument("--plot", action="store_true", help="only draw --out again")
     arguments = parser.parse_args()
+    if arguments.plot:
+        files.write_text(arguments.out.with_suffix(".svg"), plot(json.loads(arguments.out.read_text())))
+        return 0
     settings = {"prompts": arguments.prompts, "batch": arguments.batch}
     report = head("scripts/bench/step_cache.py") | {"rows": [], "settings": settings}
     if arguments.speed is not None:
@@ -212,6 +230,7 @@ def main() -> int:
         return 0
     report["steps"] = step_seconds(pipeline)
     save(arguments.out, report, page(report))
+    files.write_text(arguments.out.with_suffix(".svg"), plot(report))
     lost = report["rows"][0]["right"] - report["rows"][1 + INTERVALS.index(3)]["right"]
     print(f"{arguments.out}: {lost} lost at N = 3 (at most {LOST_BOUND})")
     return int(lost > LOST_BOUND)

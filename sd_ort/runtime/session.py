@@ -165,7 +165,8 @@ def _open(
     entry = provider_named(provider)
     ort_options = _ort_options(provider, options)
     formats = manifest_options(model_path.parent.parent)
-    if formats.get("eight_bits") == "float8" or (is_plugin(provider) and not formats.get("weights")):
+    own_kernels = "eight_bits" in formats and formats.get("target") == "cpu"
+    if own_kernels or formats.get("eight_bits") == "float8" or (is_plugin(provider) and not formats.get("weights")):
         # onnxruntime 1.31 fuses DequantizeLinear and MatMul to an operator of integers, whatever the 8 bits are, and
         # moves QuantizeLinear before a Reshape with a DequantizeLinear behind. With this setting it folds the
         # DequantizeLinear of a stored weight, which is then in memory in 16 bits.
