@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sd_ort.core.metrics import EQUAL_DB
+
 
 def head(script: str) -> dict[str, Any]:
     """Return the command line, commit, machine and versions of a run of `script`."""
@@ -33,6 +35,13 @@ def save(out: Path, report: dict[str, Any], page: str | None = None) -> None:
     files.write_json(out, report)
     if page is not None:
         files.write_text(out.with_suffix(".md"), page)
+
+
+def decibels(psnr: float | None) -> str:
+    """Return a PSNR as a cell of a table; "equal" if no difference was measured."""
+    if psnr is None:
+        return ""
+    return "equal" if psnr >= EQUAL_DB else f"{psnr:.1f} dB"
 
 
 def save_findings(title: str, script: str, found: dict[str, Any], out: Path | None, **about: Any) -> None:

@@ -100,8 +100,8 @@ def test_what_differs_by_system_is_in_one_header() -> None:
     calls = rf"{headers}|\b(?:std::)?aligned_alloc\b|__declspec|\bvisibility\("
     sources = [path for kind in ("cc", "h", "hip") for path in (ROOT / "custom_ops").rglob(f"*.{kind}")]
     found = {str(path.relative_to(ROOT / "custom_ops")) for path in sources if re.search(calls, path.read_text())}
-    # bfloat16.h asks Linux for its matrix units, and does without them elsewhere; glibc.cc is of glibc alone.
-    assert found == {"common/platform.h", "interface.h", "common/bfloat16.h", "common/glibc.cc"}
+    # tiles.h asks Linux for its matrix units, and does without them elsewhere; glibc.cc is of glibc alone.
+    assert found == {"common/platform.h", "interface.h", "common/tiles.h", "common/glibc.cc"}
 
 
 def test_scripts_do_not_patch_the_path() -> None:

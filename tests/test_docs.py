@@ -64,6 +64,28 @@ def test_results_are_listed() -> None:
     assert [file for file in files if not any(lists(pattern, file) for pattern in patterns)] == []
 
 
+def test_results_are_cited() -> None:
+    """Another page names each file of results, one of its name with another suffix, or its folder."""
+    pages = {page: page.read_text() for page in PAGES if page != RESULTS / "README.md"}
+    names = subprocess.check_output(["git", "ls-files"], cwd=RESULTS, text=True).split()
+
+    def cites(file: str) -> bool:
+        folder, _, name = file.rpartition("/")
+        stem = name.partition(".")[0]
+        words = f"results/{folder}" if folder else f"{stem}."
+        return any(words in text for page, text in pages.items() if page != (RESULTS / file).with_suffix(".md"))
+
+    assert [name for name in names if name != "README.md" and (RESULTS / name).exists() and not cites(name)] == []
+
+
+def test_pages_of_results_begin_with_what_was_found() -> None:
+    """A page of results has a heading, and then a sentence."""
+    for page in RESULTS.rglob("*.md"):
+        heading, blank, first, *_ = page.read_text().splitlines()
+        assert (heading[:2], blank) == ("# ", ""), page
+        assert first[:1] not in ("|", "-", "#", ""), page
+
+
 def test_reference_is_what_the_code_says(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "scripts.reference_pages", "--check"], cwd=ROOT, check=True)
     changed = shutil.copytree(reference_pages.FOLDER, tmp_path / "reference")

@@ -13,7 +13,7 @@ nothing (results/vae_eight_bits.md).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -59,12 +59,20 @@ class Layers:
     rejections: list[Rejection] = field(default_factory=list)
 
 
-def find_layers(graph: ir.Graph, operators: Collection[str], float32_nodes: Collection[ir.Node] = ()) -> Layers:
+def find_layers(
+    graph: ir.Graph,
+    operators: Collection[str],
+    float32_nodes: Collection[ir.Node] = (),
+    conv_reject_reason: Callable[[ir.Node], str | None] | None = None,
+    text_layers: bool = False,
+) -> Layers:
     """Return the layers of `graph` that can be quantized.
 
     Args:
         operators: Those that the target runs in 8 bits, of `CONVOLUTIONS` and `LINEARS`.
         float32_nodes: Nodes that overflow in half precision.
+        conv_reject_reason: Returns why the target's kernel does not compute a convolution, or None.
+        text_layers: Take layers of sequences that do not depend on the latents too: keys and values of the text.
     """
     found = Layers()
     dependent = _dependent_on_latents(graph)
@@ -72,9 +80,11 @@ def find_layers(graph: ir.Graph, operators: Collection[str], float32_nodes: Coll
     for node in graph:
         if node.op_type not in CONVOLUTIONS | LINEARS or node.domain not in ("", DOMAIN):
             continue
-        reason = _reject_reason(node, operators, dependent)
+        reason = _reject_reason(node, operators, dependent, text_layers)
         if reason is None and node in float32_nodes:
             reason = "it is computed in float32, since its values come near the largest float16"
+        if reason is None and conv_reject_reason is not None and node.op_type in CONVOLUTIONS:
+            reason = conv_reject_reason(node)
         if reason is None and node is last:
             reason = "it is the last convolution before the output's"
         if reason is None:
@@ -84,7 +94,9 @@ def find_layers(graph: ir.Graph, operators: Collection[str], float32_nodes: Coll
     return found
 
 
-def _reject_reason(node: ir.Node, operators: Collection[str], dependent: Collection[ir.Value]) -> str | None:
+def _reject_reason(
+    node: ir.Node, operators: Collection[str], dependent: Collection[ir.Value], text_layers: bool
+) -> str | None:
     x, weight = node.inputs[:2]
     if x is None or weight is None or not weight.is_initializer() or weight.is_graph_input():
         return "its weight is not constant"
@@ -94,7 +106,7 @@ def _reject_reason(node: ir.Node, operators: Collection[str], dependent: Collect
     is_convolution = node.op_type in CONVOLUTIONS
     if shape is None or len(shape) != (4 if is_convolution else 2):
         return "its weight is neither a matrix nor a filter of images"
-    if x not in dependent:
+    if x not in dependent and not (text_layers and values.rank(x) == 3):
         return "its input does not depend on the latents: it does not run in every step"
     outputs, inputs = _channels(node, shape)
     if min(outputs, inputs) < MIN_CHANNELS:

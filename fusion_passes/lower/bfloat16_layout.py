@@ -1,9 +1,10 @@
-"""Moves NHWC/NCHW Transposes into 1x1 Bfloat16Convs, which read and write NHWC as the transformers between them do.
+"""Moves NHWC/NCHW Transposes into 1x1 convolutions of the CPU's tiles, which read and write NHWC as transformers do.
 
     Transpose(x; NHWC to NCHW) -> Bfloat16Conv(., weight; 1 x 1)  =>  Bfloat16Conv(x, weight; x_last)
     Bfloat16Conv(x, weight; 1 x 1) -> Transpose(.; NCHW to NHWC)  =>  Bfloat16Conv(x, weight; y_last)
 
-Other filters and strides, and outputs with other consumers, stay.
+The same for QuantizedConv, whose QuantizeLinear may be in between if nothing else reads it. Other filters and strides,
+and outputs with other consumers, stay.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ def bfloat16_layout(model: ir.Model) -> PassOutcome:
     """Rewrite the convolutions of `model` in place; count the Transposes that are moved into them."""
     outcome = PassOutcome()
     for node in model.graph:
-        if node.op_type != "Bfloat16Conv" or (values.dims(node.inputs[1]) or [])[2:] != [1, 1]:
+        if node.op_type not in ("Bfloat16Conv", "QuantizedConv") or (values.dims(node.inputs[1]) or [])[2:] != [1, 1]:
             continue
         if node.attributes.get_int("stride", 1) != 1:
             continue
-        before = None if node.inputs[0] is None else node.inputs[0].producer()
+        first = node if node.op_type == "Bfloat16Conv" else _quantizes_for(node)
+        before = None if first is None or first.inputs[0] is None else first.inputs[0].producer()
         if _transposes(before, TO_NCHW):
             assert before is not None
-            node.replace_input_with(0, before.inputs[0])
+            assert first is not None
+            first.replace_input_with(0, before.inputs[0])
+            if first is not node:
+                first.outputs[0].shape = None if before.inputs[0] is None else before.inputs[0].shape
             node.attributes["x_last"] = ir.AttrInt64("x_last", 1)
             outcome.counts[NAME] += 1
         (result,) = node.outputs
@@ -46,6 +51,13 @@ def bfloat16_layout(model: ir.Model) -> PassOutcome:
             outcome.counts[NAME] += 1
     common.RemoveUnusedNodesPass()(model)
     return outcome
+
+
+def _quantizes_for(node: ir.Node) -> ir.Node | None:
+    """Return the QuantizeLinear whose elements only `node` reads, or None."""
+    producer = None if node.inputs[0] is None else node.inputs[0].producer()
+    alone = producer is not None and producer.op_type == "QuantizeLinear" and len(producer.outputs[0].uses()) == 1
+    return producer if alone else None
 
 
 def _transposes(node: ir.Node | None, order: list[int]) -> bool:

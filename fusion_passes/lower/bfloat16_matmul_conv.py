@@ -12,6 +12,7 @@ in float32. So does the time embedding, which uses Gemm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -30,6 +31,22 @@ def _channels_reject_reason(sizes: Any) -> str | None:
     return f"it has fewer than {MIN_CHANNELS} input or output channels" if few else None
 
 
+def tiles_reject_reason(node: ir.Node, shape: Sequence[int | str]) -> str | None:
+    """Return why the CPU's kernel for matrix units does not compute a Conv with filters of `shape`, or None."""
+    if list(shape[2:]) not in ([1, 1], [3, 3]):
+        return "its filters are neither 1 x 1 nor 3 x 3"
+    if node.attributes.get_int("group", 1) != 1:
+        return "it has groups"
+    if any(step != 1 for step in node.attributes.get_ints("dilations") or ()):
+        return "its dilations are not 1"
+    if list(node.attributes.get_ints("strides") or (1, 1)) not in ([1, 1], [2, 2]):
+        return "its strides are neither 1 nor 2"
+    pads = node.attributes.get_ints("pads") or [0]
+    if any(pad != (shape[2] == 3) for pad in pads) or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        return "its pads do not preserve the size"
+    return None
+
+
 class Convolution(Rule):
     """Conv => Bfloat16Conv"""
 
@@ -42,18 +59,7 @@ class Convolution(Rule):
         shape = values.dims(weight)
         if shape is None or not values.is_constant(weight):
             return "its filters are not constant"
-        if shape[2:] not in ([1, 1], [3, 3]):
-            return "its filters are neither 1 x 1 nor 3 x 3"
-        if node.attributes.get_int("group", 1) != 1:
-            return "it has groups"
-        if any(step != 1 for step in node.attributes.get_ints("dilations") or ()):
-            return "its dilations are not 1"
-        if list(node.attributes.get_ints("strides") or (1, 1)) not in ([1, 1], [2, 2]):
-            return "its strides are neither 1 nor 2"
-        pads = node.attributes.get_ints("pads") or [0]
-        if any(pad != (shape[2] == 3) for pad in pads) or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
-            return "its pads do not preserve the size"
-        return _channels_reject_reason(shape[:2])
+        return tiles_reject_reason(node, shape) or _channels_reject_reason(shape[:2])
 
     def rewrite(self, op: Any, weight: ir.Value, y: ir.Value, **_: Any) -> Any:
         node = y.producer()

@@ -28,9 +28,9 @@ def quantized_linear(model: ir.Model) -> PassOutcome:
     """Rewrite the linear layers of `model` in place; count them. Layers without a dequantized input are no matches."""
     outcome, graph = PassOutcome(), model.graph
     for node in list(graph):
-        if node.op_type not in LINEARS or node.domain not in ("", DOMAIN) or not any(map(_dequantize, node.inputs[:2])):
+        if node.op_type not in LINEARS or node.domain not in ("", DOMAIN) or not any(map(dequantize, node.inputs[:2])):
             continue
-        if reason := _reject_reason(node):
+        if reason := reject_reason(node, 2, 1):
             outcome.rejections.append(Rejection(node, reason))
             continue
         _rewrite(graph, node)
@@ -39,38 +39,37 @@ def quantized_linear(model: ir.Model) -> PassOutcome:
     return outcome
 
 
-def _dequantize(value: ir.Value | None) -> ir.Node | None:
+def dequantize(value: ir.Value | None) -> ir.Node | None:
     """Return the DequantizeLinear that computes a value, or None."""
     producer = None if value is None else value.producer()
     return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
 
 
-def _reject_reason(node: ir.Node) -> str | None:
-    x, weight = (_dequantize(value) for value in node.inputs[:2])
+def reject_reason(node: ir.Node, rank: int, axis: int) -> str | None:
+    """Return why the operands of a layer cannot be read in 8 bits, or None.
+
+    rank: number of axes of its weight. axis: that of the output channels, which may have scales.
+    """
+    x, weight = (dequantize(value) for value in node.inputs[:2])
     if x is None or weight is None:
         return "one of its operands is not dequantized"
     if any(len(each.inputs) > 2 and each.inputs[2] is not None for each in (x, weight)):
         return "it has a zero point"
-    if not values.is_constant(weight.inputs[0]) or values.rank(weight.inputs[0]) != 2:
-        return "its weight is not a constant matrix"
+    if not values.is_constant(weight.inputs[0]) or values.rank(weight.inputs[0]) != rank:
+        return f"its weight is not a constant of {rank} axes"
     if not values.is_constant(x.inputs[1]) or not values.is_constant(weight.inputs[1]):
         return "a scale is not constant"
     if values.scalar(x.inputs[1]) is None:
         return "its activations have more than one scale"
-    if values.rank(weight.inputs[1]) == 1 and weight.attributes.get_int("axis", 1) not in (1, -1):
-        return "the scales of its weight are not those of the columns"
+    if values.rank(weight.inputs[1]) == 1 and weight.attributes.get_int("axis", 1) not in (axis, axis - rank):
+        return "the scales of its weight are not those of the output channels"
     if any(each.inputs[1] is None or each.inputs[1].dtype != ir.DataType.FLOAT for each in (x, weight)):
         return "it is not in float32"
     return None
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
-    x, weight = (_dequantize(value) for value in node.inputs[:2])
-    assert x is not None
-    assert weight is not None
-    elements, scales = weight.inputs[:2]
-    assert elements is not None
-    assert scales is not None
+    quantized, elements = quantized_operands(node)
     inner, columns = values.size(elements, 0), values.size(elements, 1)
     assert inner is not None
     assert columns is not None
@@ -81,20 +80,44 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
         last, bias, gated = gate, gate.inputs[1], True
     output = last.outputs[0]
     if bias is None:
-        bias = new_initializer(graph, unique_name(output, "bias"), np.zeros(columns, np.float32))
+        bias = zero_bias(graph, output, columns)
     rows = new_derived_initializer(
         graph, unique_name(output, "rows"), [elements], [columns, inner], "transpose", [1, 0]
     )
-    count = [] if values.rank(scales) == 0 else [columns]
-    factor = values.scalar(x.inputs[1])
-    scale = new_derived_initializer(graph, unique_name(output, "scale"), [scales], count, "times", factor)
-    inputs = [x.inputs[0], rows, scale, bias, *([] if skip is None else [skip])]
+    inputs = [quantized, rows, scale_of_sums(graph, node, output, columns), bias, *([] if skip is None else [skip])]
     new = ir.node("QuantizedLinear", inputs, {"gelu": int(bool(gelu)), "gated": int(gated)}, domain=DOMAIN)
     new.metadata_props.update(node.metadata_props)
     replace_value(graph, last, new, output)
     graph.remove(last, safe=True)
     if last is not node:
         graph.remove(node, safe=True)
+
+
+def quantized_operands(node: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """Return the elements of the activations and of the weight of a layer that is not rejected."""
+    x, weight = (dequantize(value) for value in node.inputs[:2])
+    assert x is not None
+    assert weight is not None
+    assert x.inputs[0] is not None
+    assert weight.inputs[0] is not None
+    return x.inputs[0], weight.inputs[0]
+
+
+def scale_of_sums(graph: ir.Graph, node: ir.Node, output: ir.Value, channels: int) -> ir.Value:
+    """Return a new initializer, the scale of a layer's activations times the scales of its weight."""
+    x, weight = (dequantize(value) for value in node.inputs[:2])
+    assert x is not None
+    assert weight is not None
+    scales = weight.inputs[1]
+    assert scales is not None
+    count = [] if values.rank(scales) == 0 else [channels]
+    factor = values.scalar(x.inputs[1])
+    return new_derived_initializer(graph, unique_name(output, "scale"), [scales], count, "times", factor)
+
+
+def zero_bias(graph: ir.Graph, output: ir.Value, channels: int) -> ir.Value:
+    """Return a new initializer for a layer without bias."""
+    return new_initializer(graph, unique_name(output, "bias"), np.zeros(channels, np.float32))
 
 
 def _gate(node: ir.Node) -> ir.Node | None:

@@ -16,6 +16,7 @@ from fusion_passes.operators import (
     linear_split_gelu,
     multi_head_attention,
     nhwc_conv,
+    quantized_conv,
     quantized_linear,
     quick_gelu,
     rotary_embedding,
@@ -51,6 +52,7 @@ OPERATORS: tuple[FusedOperator, ...] = (
     bfloat16_conv.OPERATOR,
     bfloat16_matmul.OPERATOR,
     linear_add.OPERATOR,
+    quantized_conv.OPERATOR,
     quantized_linear.OPERATOR,
     scaled_dot_product_attention.OPERATOR,
 )

@@ -20,7 +20,12 @@ ROUNDED = """x = Cast <to = 16> (X)  X_rounded = Cast <to = 1> (x)
 def body(node: ir.Node) -> tuple[str, str]:
     """Return the overload name and the function body in ONNX text."""
     bias = has(node, 2)
-    named, last = (", B", "B") if bias else ("", "")
+    overload, convolution = convolution_body(node, "B" if bias else "")
+    return overload, f"(X, W{', B' if bias else ''}) => (Y) {{ {ROUNDED}  {convolution} }}"
+
+
+def convolution_body(node: ir.Node, bias: str) -> tuple[str, str]:
+    """Return the overload name, and text that convolves X_rounded by W_rounded to Y; `bias` may be empty."""
     size = None if node.inputs[1] is None or node.inputs[1].shape is None else node.inputs[1].shape[-1]
     stride = node.attributes.get_int("stride", 1)
     pad = 0 if size == 1 else 1
@@ -30,11 +35,11 @@ def body(node: ir.Node) -> tuple[str, str]:
     x, first = "X_rounded", ""
     if node.attributes.get_int("x_last", 0):
         x, first, overload = "first", "first = Transpose <perm = [0, 3, 1, 2]> (X_rounded)", f"{overload}_x_last"
-    end = f"Y = Conv {pads}({x}, W_rounded{', ' + last if last else ''})"
+    end = f"Y = Conv {pads}({x}, W_rounded{', ' + bias if bias else ''})"
     if node.attributes.get_int("y_last", 0):
         end = f"{end.replace('Y', 'y_first', 1)}  Y = Transpose <perm = [0, 2, 3, 1]> (y_first)"
         overload = f"{overload}_y_last"
-    return overload, f"(X, W{named}) => (Y) {{ {ROUNDED}  {first}  {end} }}"
+    return overload, f"{first}  {end}"
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:

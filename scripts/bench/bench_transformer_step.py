@@ -29,6 +29,7 @@ import onnx_ir as ir
 import torch
 
 from fusion_passes import weight_recipes
+from fusion_passes.element_formats import FLOAT8
 from scripts.bench.bench_gpu_step import VENDOR, Contender, operations, profile, synchronize, time_rounds
 from scripts.bench.gpu_models import DEVICE, limits
 from sd_ort.checkpoints.checkpoint import build_model, class_name
@@ -43,6 +44,7 @@ from sd_ort.export.tracing import DEFAULT_OPSET
 from sd_ort.graphs import hoist
 from sd_ort.graphs.partition import partition_graph
 from sd_ort.graphs.save import save
+from sd_ort.optimize.eight_bits import EightBits
 from sd_ort.optimize.optimizer import rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
@@ -61,7 +63,24 @@ TEXT = {  # tokens; of families whose prompts keep their own lengths, a long pro
     "ZImageTransformer2DModel": 128, "QwenImageTransformer2DModel": 128,
     "Krea2Transformer2DModel": 128,
 }  # fmt: skip
+FLOAT8_RANGE = 16.0  # largest magnitude of all activations with --float8, which measures none
+
+
+def float8_scale(weight: torch.Tensor) -> torch.Tensor:
+    """The scale of a weight in float8, one for all of it as for cuBLASLt."""
+    return torch.from_numpy(np.asarray(FLOAT8.scale(weight.abs().max().float().cpu().numpy(), round_up=True)))
+
+
+def float8_elements(weight: torch.Tensor) -> torch.Tensor:
+    """The elements of a weight in float8, saturated."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scaled = weight.float() / float8_scale(weight).to(weight.device)
+    return scaled.clamp(-limit, limit).to(torch.float8_e4m3fn)
+
+
 OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "quantize": lambda _, a: float8_elements(a),
+    "channel_scale": lambda argument, a: float8_scale(a) * argument[2],
     "transpose": lambda permutation, a: a.permute(permutation),
     "reshape": lambda shape, a: a.reshape(shape),
     "rows": lambda span, a: a[slice(*span)],
@@ -207,22 +226,32 @@ def evaluate(recipe: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor, dtype: ir.DataType) -> np.ndarray:
-    """A tensor in the host's memory; NumPy and torch share no bfloat16."""
+    """A tensor in the host's memory; NumPy and torch share no bfloat16 and no float8."""
+    if dtype == ir.DataType.FLOAT8E4M3FN:
+        return tensor.contiguous().cpu().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     if dtype == ir.DataType.BFLOAT16:
         return tensor.to(torch.bfloat16).contiguous().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.float().contiguous().cpu().numpy()
 
 
-def write_graphs(template: Path, tensors: Mapping[str, torch.Tensor], work: Path) -> dict[str, Path]:
-    """Optimize a template for our provider and write its parts with their weights; return their paths."""
+def write_graphs(
+    template: Path, tensors: Mapping[str, torch.Tensor], work: Path, float8: bool = False
+) -> dict[str, Path]:
+    """Optimize a template for our provider and write its parts with their weights; return their paths.
+
+    `float8`: linears multiply in float8, with FLOAT8_RANGE for all activations.
+    """
     parsed = Template(template)
 
     def read(name: str) -> np.ndarray:
         return as_array(tensors[name], ir.DataType.BFLOAT16)
 
     source = UnoptimizedComponent("transformer", lambda: parsed.graph(read), lambda: parsed.config, parsed.bytes)
-    parts, entry = rewrite(source, "transformer", TARGETS["gpu"], "bfloat16", lambda _: None, hoisted=True)  # type: ignore[arg-type, return-value]
-    print(f"  {entry['rewrite_counts']}", flush=True)
+    quantization = EightBits("float8", lambda _, names: dict.fromkeys(names, FLOAT8_RANGE)) if float8 else None
+    parts, entry = rewrite(
+        source, "transformer", TARGETS["gpu"], "bfloat16", lambda _: None, hoisted=True, quantization=quantization  # type: ignore[arg-type, return-value]
+    )  # fmt: skip
+    print(f"  {entry['rewrite_counts']} {entry.get('eight_bits', {}).get('layers', '')}", flush=True)
     paths = {}
     for key, part in zip(hoist.PARTS, parts.values(), strict=True):
         for value in part.graph.initializers.values():
@@ -384,12 +413,16 @@ def main() -> None:
     parser.add_argument(
         "--streamed", type=float, nargs="+", metavar="GB", help="only measure weights streamed to so many GB"
     )
+    parser.add_argument(
+        "--float8", action="store_true", help="linears in float8; activations are not measured, so errors say nothing"
+    )
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_transformer"))
     parser.add_argument("--out", type=Path, default=Path("results/transformers"))
     options = parser.parse_args()
     begun = time.perf_counter()
     facts: dict[str, Any] = {
-        "preset": options.preset, "pixels": options.pixels, "rows": options.rows, "commit": machine.commit(),
+        "preset": options.preset, "pixels": options.pixels, "rows": options.rows,
+        "layers": "float8" if options.float8 else "bfloat16", "commit": machine.commit(),
         "machine": machine.machine(), "versions": machine.versions(),
     }  # fmt: skip
 
@@ -403,7 +436,7 @@ def main() -> None:
         tensors = dict(model.state_dict())
         template = find_template(component_key(open_preset(options.preset, 0), "transformer", DEFAULT_OPSET, "dynamo"))
         assert template is not None
-        paths = write_graphs(template, tensors, options.work / options.preset)
+        paths = write_graphs(template, tensors, options.work / options.preset, options.float8)
         say("graphs written")
         engine = Ours(paths, say)
         if options.streamed:
@@ -464,7 +497,8 @@ def main() -> None:
             **facts, "errors": errors, "tflop": flops,
             "limits": limits() if DEVICE == "cuda" else {}, "engines": rows,
         }  # fmt: skip
-        write_json(options.out / f"{options.preset}_{options.pixels}.json", result)
+        name = f"{options.preset}_{options.pixels}{'_float8' * options.float8}"
+        write_json(options.out / f"{name}.json", result)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
     python scripts/bench/eight_bits.py                     # 200 prompts in float8 and int8, then the layers
     python scripts/bench/eight_bits.py --prompts 20 --layers 0
     python scripts/bench/eight_bits.py --worst 118 171 164 23 0 1 2 3 --out results/eight_bits_worst.md
+    python scripts/bench/eight_bits.py --engines "int8 operators" --formats --out results/eight_bits_cpu.md
+    python scripts/bench/eight_bits.py --roofline --out results/eight_bits_roofline.md
 
 Generates the same unseen prompts from the same seeds with the fused float32 pipeline and with the U-Net in 8 bits,
 calibrated on 64 prompts of the training's combinations, on the CPU. Images are read back (`sd_ort.demo.fidelity`) and
 compared with float32's. `portable` folders run QuantizeLinear and DequantizeLinear around layers that compute in
-float32; `cpu` folders run QuantizedLinear, the operator of GPU targets: its kernel, without the op library its body.
+float32; `cpu` folders run QuantizedLinear, the operator of GPU targets, and in int8 QuantizedConv, the CPU's: their
+kernels, without the op library their bodies.
 
 The table of layers quantizes one layer (or group of layers) of the float32 graph. Its error is that of its output on
 recorded runs, the U-Net's error that of the noise prediction, both relative (L2), and the PSNR is that of an image with
@@ -16,6 +19,9 @@ few steps. Results of a work folder are kept: an interrupted run goes on.
 With --worst, the numbers of unseen prompts whose int8 images are far from float32's (and of others), it says which
 layers do it: images of the first of them with a group of layers left in float32, and of all with clipped ranges, with
 the ranges that `optimize` takes, and with layers in float32.
+
+With --roofline, it compares SDXL's 3x3 convolutions as measured in results/gpu_step_eight_bits with the least time of a
+direct convolution in float8.
 """
 
 from __future__ import annotations
@@ -54,7 +60,15 @@ BATCH = 10
 LAYER_RUNS = 3  # recorded runs for the errors of a layer
 LAYER_STEPS = 8  # denoising steps of the image for a layer
 LAYER_PROMPT = "a large red circle left of a small blue square on a white background"
-ENGINES = {"float8": ("portable", "float8"), "int8": ("portable", "int8"), "float8 operators": ("cpu", "float8")}
+ENGINES = {
+    "float8": ("portable", "float8"),
+    "int8": ("portable", "int8"),
+    "float8 operators": ("cpu", "float8"),
+    "int8 operators": ("cpu", "int8"),
+}
+STEP = Path("results/gpu_step_eight_bits/sdxl_b2_128.json")  # SDXL's step in 8 bits by kernels
+WIDE_INPUTS = (*[320] * 7, 640, 640, 960)  # channels that its 3x3 convolutions of 128 x 128 pixels to 320 channels read
+COUNTS = Path("results/gpu_step/sdxl_unet_b2_128.json")  # its floating point operations
 BLOCK, KIND, ANY = map(
     re.compile, (r"(down|up)_blocks\.\d|mid_block", r"attn\d|ff\.net\.\d|proj|conv\d|samplers", ".+")
 )
@@ -283,8 +297,9 @@ def page(result: dict[str, Any]) -> str:
         f"Written by `{result['command']}` at {result['commit']} on {result['machine']['cpu']}.",
         f"Calibrated on {CALIBRATION_PROMPTS} prompts; percentiles of magnitudes: "
         + ", ".join(f"{name} {percentile:g}" for name, percentile in PERCENTILES.items())
-        + ". `float8` and `int8`: linears and convolutions with QDQ, a scale a channel; `operators`: linears by the",
-        "definition of QuantizedLinear, as GPU targets run them, with one scale a weight.",
+        + ". `float8` and `int8`: linears and convolutions with QDQ, a scale a channel; `float8 operators`: linears by",
+        "the definition of QuantizedLinear, as GPU targets run them, with one scale a weight; `int8 operators`: the",
+        "CPU's kernels for linears and convolutions, a scale a channel.",
         "",
     ]
     rows = (
@@ -314,6 +329,55 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def roofline() -> list[str]:
+    """Return the page on SDXL's convolutions: measured in float16 beside the bound of a direct one in float8."""
+    step, counts = (json.loads(path.read_text()) for path in (STEP, COUNTS))
+    row = next(each for each in step["rows"] if each["engine"] == "provider float8")
+    compiled = next(each for each in step["rows"] if each["engine"] == "torch.compile")
+    classes, kernels = row["profile"]["classes_ms"], row["profile"]["top"]
+
+    def sum_of(*words: str) -> float:
+        return sum(time_ for time_, _, name in kernels if any(word in name for word in words))
+
+    products = sum_of("_qqhsh_")
+    transforms, winograd = sum_of("winograd_"), classes["matrix product"] - products
+    direct = classes["convolution"]
+    narrow_ms, narrow_count = next((time_, count) for time_, count, name in kernels if "tilesize256x64x32" in name)
+    assert narrow_count == len(WIDE_INPUTS)
+    narrow_tflop = 2 * 2 * 128 * 128 * 320 * sum(WIDE_INPUTS) * 9 / 1e12
+    linears, convolutions = (
+        sum(counts["tflop"][name] for name in names) for names in (("aten.addmm", "aten.mm"), ("aten.convolution",))
+    )
+    gated = sum_of("quantized_linear_gated")
+    rate = linears / (products + gated) * 1e3
+    measured, bound = direct + transforms + winograd, convolutions / rate * 1e3
+    others, narrow_bound = convolutions - narrow_tflop, narrow_tflop / rate * 1e3
+    saved = measured - bound
+    ratio, least = (time_ / compiled["device_ms"] for time_ in (row["device_ms"], row["device_ms"] - saved))
+    rows = [
+        (f"{narrow_count:.0f} direct ones to 320 channels, 128 x 128", f"{narrow_tflop:.2f}", f"{narrow_ms:.2f}",
+         f"{narrow_tflop / narrow_ms * 1e3:.0f}", f"{narrow_bound:.2f}"),
+        ("the others, most by Winograd", f"{others:.2f}", f"{measured - narrow_ms:.2f}",
+         f"{others / (measured - narrow_ms) * 1e3:.0f}", f"{bound - narrow_bound:.2f}"),
+        ("all", f"{convolutions:.2f}", f"{measured:.2f}", f"{convolutions / measured * 1e3:.0f}", f"{bound:.2f}"),
+    ]  # fmt: skip
+    return [
+        "# SDXL's convolutions: float16 as measured beside a direct one in float8", "",
+        f"A step of SDXL's U-Net in float8 (linears alone), batch {step['batch']}, 1024², on "
+        f"{step['machine']['gpus'][0]} ({STEP}): {row['device_ms']:.1f} ms. Its convolutions run in "
+        f"float16: {direct:.2f} ms direct by cuDNN, {transforms:.2f} ms of Winograd's transforms, {winograd:.2f} ms "
+        "of products in float16, which are Winograd's but for a few small ones.", "",
+        f"Float8 reaches {rate:.0f} TFLOP/s in the same step: {linears:.2f} TFLOP of linears ({COUNTS}) in "
+        f"{products:.2f} ms of cuBLASLt's kernels and {gated:.2f} ms of the gated one. The bound is a direct "
+        "convolution at that rate, whose input costs nothing to quantize.", "",
+        *table(("convolutions", "TFLOP", "float16, ms", "TFLOP/s", "float8 bound, ms"), rows), "",
+        f"At most {saved:.2f} ms of {row['device_ms']:.1f} can be saved, {saved / row['device_ms']:.0%} of the step: "
+        f"{ratio:.2f} of torch.compile's float16 would become {least:.2f}. {narrow_ms - narrow_bound:.2f} ms of that "
+        "are in the direct convolutions of few channels, where Winograd through memory does not pay. For the others "
+        f"float8 is at {(bound - narrow_bound) / (measured - narrow_ms):.2f} of the time at best.", "",
+    ]  # fmt: skip
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -324,9 +388,14 @@ def main() -> None:
     parser.add_argument("--worst", type=int, nargs="+", metavar="N", help="numbers of unseen prompts, the worst first")
     parser.add_argument("--work", type=Path, default=Path("out/eight_bits"), help="folder of the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/eight_bits.md"), help="the result")
+    parser.add_argument("--roofline", action="store_true", help="only SDXL's convolutions on a GPU, from results/")
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
     about = head("scripts/bench/eight_bits.py")
+    if options.roofline:
+        lines = [*roofline(), f"`{about['command']}`", ""]
+        files.write_text(options.out, "\n".join(lines))
+        return
+    options.work.mkdir(parents=True, exist_ok=True)
     reference, runs = options.work / "float32", options.work / "runs.npz"
     if not runs.is_file():
         optimize("demo", reference, target="portable", on_progress=print)

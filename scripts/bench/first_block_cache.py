@@ -67,7 +67,7 @@ def caches(options: argparse.Namespace) -> list[Any]:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return what a row says of its cache."""
+    """Return the settings of a row's cache."""
     names = {
         FirstBlockCacheConfig: "threshold",
         MagCacheConfig: "max_skip_steps",

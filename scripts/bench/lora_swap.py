@@ -32,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from scripts.checks.soak_gpu import usage
-from scripts.report import save
+from scripts.report import decibels, save
 from scripts.report import table as markdown
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engine_selection import target_of
@@ -222,7 +222,8 @@ def table(result: dict[str, Any]) -> str:
         "encoders and the 3 x 3 convolutions of residual blocks. In place: nothing is reopened, and captured graphs "
         "stay valid. Not in place (a CPU): sessions are opened again, which the times include. A CPU's steps are its "
         "processor's time, a whole call by its steps. Times are medians, in brackets of CPU time. Growth: what rounds "
-        "of loading and unloading after the first left. Made by `python scripts/bench/lora_swap.py`.",
+        "of loading and unloading after the first left, allocated by malloc and resident (malloc retains up to 64 MB "
+        "of freed memory a thread). Made by `python scripts/bench/lora_swap.py`.",
         "",
     ]  # fmt: skip
     cells = []
@@ -233,7 +234,7 @@ def table(result: dict[str, Any]) -> str:
             *(f"{each['seconds']:.3f} s ({each['cpu_seconds']:.2f})" for each in every),
             ", ".join(f"{value} {kind}" for kind, value in row["growth"].items()),
             "bit for bit" if row["image at strength 0 as without"] else "no",
-            f"{row['PSNR to reopened sessions']} dB", row["load average"],
+            decibels(row["PSNR to reopened sessions"]), row["load average"],
         ])  # fmt: skip
     names = ("model, provider", "in place", "step with / without", "load", "strength", "other LoRA", "two LoRAs",
              "strength 0", "unload", "growth", "strength 0 is without", "PSNR to NumPy's weights",

@@ -9,6 +9,8 @@ With --transformer, it does the same on `demo-dit` with the caches of transforme
 MagCache's ratios are measured on one prompt of the training:
     scripts/bench/step_cache.py --transformer --prompts 60 --out results/transformer_caches.json
 
+The images' quality over their time is drawn beside the page; --plot draws it again from the result.
+
 With --speed FOLDER, it times images of any pipeline folder on any provider instead, by the clock:
     scripts/bench/step_cache.py --speed SD15 --provider sdcuda --batches 1 4 --out results/step_cache_gpu.json
 """
@@ -16,6 +18,7 @@ With --speed FOLDER, it times images of any pipeline folder on any provider inst
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -26,10 +29,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from scripts.report import head, save, table
+from scripts.report import decibels, head, save, table
 from sd_ort import FluxPipeline, MagCacheConfig, StableDiffusionPipeline, TaylorSeerCacheConfig, demo
+from sd_ort.benchmark.plot import Line, lines
 from sd_ort.checkpoints.presets import open_preset
-from sd_ort.core import metrics
+from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
 from sd_ort.demo.scenes import training_prompts
 from sd_ort.export import templates
@@ -41,6 +45,7 @@ THRESHOLDS = (0.05, 0.1, 0.2)  # of FirstBlockCache
 MAG_THRESHOLDS = (0.06, 0.12, 0.24)
 TAYLOR_INTERVALS = (3, 5)
 FULL = "full steps"
+FEW = 2  # prompts that a cache may lose and still be the one that its page names first
 LOST_BOUND = 3  # images of 200, at an interval of 3
 
 
@@ -66,11 +71,6 @@ def shallow_weights(preset: str, branch: int) -> float:
     whole = sum(int(np.prod(shape)) for shape in sizes.values())
     keep_shallow_part(graph, branch)
     return sum(int(np.prod(sizes[name])) for name in graph.graph.initializers if name in sizes) / whole
-
-
-def decibels(psnr: float | None) -> str:
-    """Return a PSNR as a cell of a table."""
-    return "" if psnr is None else f"{psnr:.1f} dB"
 
 
 def transformer_rows(pipeline: Any) -> Iterator[str]:
@@ -108,27 +108,31 @@ def page(report: dict[str, Any]) -> str:
         ("DeepCache", demo.STEPS) if is_unet else ("Caches between a transformer's steps", demo.TRANSFORMER_STEPS)
     )
     guidance = f", guidance {demo.GUIDANCE:g}" if is_unet else ""
-    lines = [
+    first, *others = report["rows"]
+    fastest = min((row for row in others if row["right"] >= first["right"] - FEW), key=lambda row: row["seconds"])
+    text = [
         f"# {name} on the demo model", "",
+        f"{fastest['label']} is {first['seconds'] / fastest['seconds']:.2f} times as fast as full steps and loses "
+        f"{first['right'] - fastest['right']} of {report['settings']['prompts']} prompts: the fastest row that loses "
+        f"{FEW} at most.", "",
         f"{report['settings']['prompts']} unseen prompts, {steps} steps{guidance}, target cpu "
         "in float32, one thread of a shared machine: seconds are the processor's. `lost`: fewer right than with full "
         "steps. PSNR is that to the images of full steps.", "",
     ]  # fmt: skip
-    first = report["rows"][0]
     rows = (
         (row["label"], row["right"], first["right"] - row["right"], decibels(row["psnr_db"]), f"{row['seconds']:.3f}",
          f"{1 / row['seconds']:.2f}", f"{first['seconds'] / row['seconds']:.2f}")
         for row in report["rows"]
     )  # fmt: skip
-    lines += table(("steps", "right", "lost", "median PSNR", "processor s an image", "images/s", "speedup"), rows)
+    text += table(("steps", "right", "lost", "median PSNR", "processor s an image", "images/s", "speedup"), rows)
     if is_unet:
         times = ((name, f"{1000 * seconds:.2f}") for name, seconds in report["steps"].items())
-        lines += ["", *table(("a step, batch 2 (guidance)", "processor ms"), times)]
+        text += ["", *table(("a step, batch 2 (guidance)", "processor ms"), times)]
         shares = ((preset, *(f"{100 * share:.1f} %" for share in each)) for preset, each in report["weights"].items())
-        lines += ["", *table(("U-Net", *(f"branch {branch}" for branch in range(4))), shares)]
-        lines += ["", "Share of the U-Net's weights in the graph of shallow steps, cut from the same file."]
-    lines += ["", f"`{report['command']}` at {report['commit']}, {report['machine']['cpu']}", ""]
-    return "\n".join(lines)
+        text += ["", *table(("U-Net", *(f"branch {branch}" for branch in range(4))), shares)]
+        text += ["", "Share of the U-Net's weights in the graph of shallow steps, cut from the same file."]
+    text += ["", f"`{report['command']}` at {report['commit']}, {report['machine']['cpu']}", ""]
+    return "\n".join(text)
 
 
 def step_seconds(pipeline: Any) -> dict[str, float]:
@@ -169,6 +173,16 @@ def speed(folder: Path, provider: str, batches: list[int], rounds: int) -> list[
     return rows
 
 
+def plot(report: dict[str, Any]) -> str:
+    """Return an SVG of the median PSNR over the seconds of an image, a point for each interval."""
+    rows = sorted((row for row in report["rows"] if row["psnr_db"] is not None), key=lambda row: row["seconds"])
+    points = tuple((round(row["seconds"], 3), row["psnr_db"]) for row in rows)
+    label = f"{', '.join(row['label'] for row in rows)}, from the left"
+    full = next(row["seconds"] for row in report["rows"] if row["psnr_db"] is None)
+    x_title = f"processor seconds an image ({FULL}: {full:.3f})"
+    return str(lines([Line(label, points, "#0072b2")], x_title, "median PSNR to full steps, dB"))
+
+
 def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,7 +195,11 @@ def main() -> int:
     parser.add_argument("--provider", default="cpu", help="provider of --speed (cpu)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1], help="images a call of --speed (1)")
     parser.add_argument("--rounds", type=int, default=7, help="calls that are timed, of --speed (7)")
+    parser.add_argument("--plot", action="store_true", help="only draw --out again")
     arguments = parser.parse_args()
+    if arguments.plot:
+        files.write_text(arguments.out.with_suffix(".svg"), plot(json.loads(arguments.out.read_text())))
+        return 0
     settings = {"prompts": arguments.prompts, "batch": arguments.batch}
     report = head("scripts/bench/step_cache.py") | {"rows": [], "settings": settings}
     if arguments.speed is not None:
@@ -212,6 +230,7 @@ def main() -> int:
         return 0
     report["steps"] = step_seconds(pipeline)
     save(arguments.out, report, page(report))
+    files.write_text(arguments.out.with_suffix(".svg"), plot(report))
     lost = report["rows"][0]["right"] - report["rows"][1 + INTERVALS.index(3)]["right"]
     print(f"{arguments.out}: {lost} lost at N = 3 (at most {LOST_BOUND})")
     return int(lost > LOST_BOUND)

@@ -6,7 +6,7 @@
     python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
     python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
 
-Standard library only.
+Memory and fused nodes are those of `transformer_weights.md` and `fusion_transformers.md` beside that page.
 """
 
 from __future__ import annotations
@@ -16,10 +16,43 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sd_ort.checkpoints.checkpoint import build_model, class_name
+from sd_ort.checkpoints.presets import PRESETS
+
+# Preset -> what never ran of it, beside its step and its image where there are no files of them.
+FAMILIES = {
+    "flux-dev": "caches other than MagCache and TaylorSeer on a GPU",
+    "flux2-klein-4b": "",
+    "flux2-dev": "a conversion of its 112 GB of weights",
+    "sd35-medium": "",
+    "z-image-turbo": "",
+    "qwen-image": "edits of full size; caches on a GPU",
+    "krea2": "",
+}
 GOALS = {  # of torch.compile
     "flux-dev": 0.88, "flux2-klein-4b": 0.85, "sd35-medium": 0.80, "qwen-image": 0.88, "krea2": 0.88,
 }  # fmt: skip
 IMAGE_GOALS = {"flux-dev": 0.85, "flux2-klein-4b": 0.85, "z-image-turbo": 0.82}
+FAMILY_HEAD = """
+## Families
+
+Step and image: 1024 x 1024, bfloat16, random weights, beside torch.compile of the repeated blocks, or of all of SD 3.5.
+Memory: weights in GB of 10^9 bytes, text encoders + transformer ([weights](transformer_weights.md)). Fused: of the tiny
+preset, opset 23, target `gpu` ([fusions](fusion_transformers.md)). No family ran with its trained weights, in 8 or 4
+bits at full size, or on an AMD GPU; `demo-dit`, a trained FLUX.1 of 7.6 million weights, ran on CPUs.
+"""
+VIDEO = """
+## AnimateDiff and video transformers
+
+They are refused by name, as folders ([test](../tests/export/test_diffusion_transformers.py)) and as single files
+([test](../tests/checkpoints/test_published_transformers.py)). AnimateDiff would need `UNetMotionModel` as a family: F
+frames of each image in the batch, attention over F for each pixel between two transposes, motion adapters as a second
+checkpoint with LoRAs of their own, and FreeNoise's windows over F. Its VAE decodes frame by frame, as now. Video
+transformers (Wan, HunyuanVideo, LTX, Mochi, CogVideoX) would need an axis of time in latents, positions and pipelines;
+VAEs of causal 3-D convolutions, of which we have no kernel (Qwen-Image's runs in 2-D, since an image is one frame);
+attention over tens of thousands of tokens; Wan's two experts, changed between steps; UMT5, LLaMA and GLM text encoders;
+and a writer of video files.
+"""
 IMAGES = """
 ## Whole images as called, 1024 x 1024
 
@@ -29,6 +62,8 @@ grow from step to step, most in 28 steps of FLUX.1. In float32 tiny models agree
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
+Qwen-Image meets its goal, the other steps miss theirs.
+
 Made by `scripts/bench/transformer_table.py` from `{folder}/`, one file per run of
 `scripts/bench/bench_transformer_step.py` (commands below). Random weights, full width and depth, bfloat16. `queued`: ms
 per step of steps queued behind one another, medians of seven rounds in which ours and the peer take turns in one
@@ -37,8 +72,8 @@ cuDNN's attention. Ours is hoisted, tuned and captured: the modulation of a sche
 are computed before the loop, by torch in every step. `ready`: seconds to the first step; `other size`: seconds of the
 first step of another size.
 
-Qwen-Image meets its goal, the other steps miss theirs. Products and attention, which are the vendor's libraries' on
-both sides (cuBLASLt, cuDNN), are 87 to 95 % of our kernels' time. The class tables are of two steps after a pause, at
+Products and attention, which are the vendor's libraries' on both sides (cuBLASLt, cuDNN), are 87 to 95 % of our
+kernels' time. The class tables are of two steps after a pause, at
 the full clock; a step behind others takes 4 to 12 % longer than its kernels, since they draw more than the card's power
 limit, ours with fewer pauses between them more than torch's.
 
@@ -60,6 +95,8 @@ TAIL = """
     python scripts/bench/bench_transformer_image.py flux-dev --steps 28
     python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
     python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
+    python scripts/bench/transformer_weights.py flux-dev flux2-klein-4b z-image-turbo qwen-image krea2
+    python scripts/bench/fusion_transformers.py
     python scripts/bench/transformer_floor.py flux-dev flux2-klein-4b sd35-medium:2 qwen-image krea2 z-image-turbo
     python scripts/bench/transformer_table.py results/transformers --out results/transformers.md
 """
@@ -74,11 +111,64 @@ def main() -> None:
     steps, images = ([run for run in runs if ("optimize_s" in run) is whole] for whole in (False, True))
     text = (
         HEAD.format(folder=options.folder, floors=floor_table(steps, options.folder / "floor"))
+        + family_section(steps, images, options.folder.parent)
         + "".join(map(section, steps))
         + image_section(images)
+        + VIDEO
         + TAIL
     )
     options.out.write_text(text)
+
+
+def family_section(steps: list[dict[str, Any]], images: list[dict[str, Any]], results: Path) -> str:
+    """Return a table for each of FAMILIES. `results`: the folder of the other pages."""
+    text = FAMILY_HEAD
+    weights = table_rows(results / "transformer_weights.md")
+    fused = table_rows(results / "fusion_transformers.md")
+    columns = next(row for row in fused if row[0] == "model")
+    for preset, never in FAMILIES.items():
+        rows = [("parameters", parameters(preset))]
+        memory = [f"{row[1]} {row[2]} + {float(row[3]) + float(row[4]):.1f}" for row in weights if row[0] == preset]
+        rows.append(("memory", "; ".join(memory) or "not computed"))
+        step = compiled(steps, preset, "{ours_ms:.1f} ms, torch.compile {device_ms:.1f}: {ours_ratio:.3f}")
+        image = compiled(images, preset, "{ours_s:.2f} s, torch.compile {theirs_s:.2f}: {ratio:.3f} ({steps} steps)")
+        rows += [("step", step or "never"), ("image", image or "never")]
+        tiny = {row[2]: row for row in fused if row[:2] == [f"{preset}-tiny", "23"]}
+        if tiny:
+            ours, raw = tiny["sd-ort, gpu"], tiny["export"]
+            counts = [f"{name} {count}" for name, count in zip(columns[3:-1], ours[3:-1], strict=True)]
+            rows.append(("fused", f"{', '.join(counts)}; {raw[-1]} nodes became {ours[-1]}"))
+        missing = [what for what, value in (("a step", step), ("an image", image)) if not value]
+        missing = [f"{' and '.join(missing)} of full size"] if missing else []
+        rows.append(("never ran", "; ".join([*missing, *([never] if never else [])]) or "see above"))
+        text += f"\n### {preset}\n\n" + "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]) + "\n"
+    return text
+
+
+def compiled(runs: list[dict[str, Any]], preset: str, form: str) -> str:
+    """Return the row beside torch.compile of a preset's run, in the format `form`; "" without one."""
+    rows = [{**run, **row} for run in runs if run["preset"] == preset for row in run["engines"]]
+    row = next((row for row in rows if "compile" in row["engine"]), None)
+    return "" if row is None else form.format(**row)
+
+
+def parameters(preset: str) -> str:
+    """Return the billions of parameters of a preset's transformer and text encoders."""
+    import torch
+
+    counts = {}
+    for name, config in PRESETS[preset].models.items():
+        if name == "transformer" or name.startswith("text_encoder"):
+            with torch.device("meta"):
+                counts[name] = sum(p.numel() for p in build_model(class_name(config), config).parameters()) / 1e9
+    encoders = " + ".join(f"{count:.2f}" for name, count in counts.items() if name != "transformer")
+    return f"{counts['transformer']:.2f} billion; text encoders {encoders}"
+
+
+def table_rows(path: Path) -> list[list[str]]:
+    """Return the cells of the tables of a page."""
+    lines = [line.strip().strip("|") for line in path.read_text().splitlines() if " | " in line]
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
 
 
 def floor_table(runs: list[dict[str, Any]], folder: Path) -> str:

@@ -38,7 +38,7 @@ def measure(folder: Path, provider: str, arguments: Mapping[str, Any], rounds: i
 
 def guidance(pipeline: Any, arguments: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     """Steps and images, one at a time, on one device and on two."""
-    placed, pipeline.models.placed = pipeline.models.placed, {}
+    placed, pipeline.models.placement.placed = pipeline.models.placement.placed, {}
     loops: dict[str, Any] = {"one": DeviceLoop(pipeline.models), "two": pipeline.loop}
     images: dict[str, list[np.ndarray]] = {name: [] for name in loops}
     steps: dict[str, list[float]] = {name: [] for name in loops}
@@ -63,7 +63,7 @@ def guidance(pipeline: Any, arguments: Mapping[str, Any], rounds: int) -> dict[s
         "unet_ms": unets(loops),
         "exchange_us": 1e6 * exchange(loops["two"]),
     }
-    pipeline.models.placed = placed
+    pipeline.models.placement.placed = placed
     pipeline.loop = loops["one"]
     return found
 
@@ -120,7 +120,7 @@ def device_seconds(loop: DeviceLoop, run: Callable[[], object], count: int) -> f
 
 def decoding(pipeline: Any, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Images a second of several calls, of 4 steps and of all, decoded on the device that samples or on the other."""
-    placed = pipeline.models.placed
+    placed = pipeline.models.placement.placed
     places: dict[str, Mapping[str, Any]] = {"same device": {}, "other device": placed}
     rows = []
     for steps in sorted({4, int(arguments["num_inference_steps"])}):
@@ -129,13 +129,13 @@ def decoding(pipeline: Any, arguments: Mapping[str, Any]) -> list[dict[str, Any]
         images: dict[str, list[np.ndarray]] = {}
         for number in range(3):
             for name, place in places.items():
-                pipeline.models.placed = place
+                pipeline.models.placement.placed = place
                 start = time.perf_counter()
                 outputs = list(pipeline.draw_each(calls))
                 if number:
                     rates[name].append(len(calls) / (time.perf_counter() - start))
                 images[name] = [np.asarray(output.images[0]) for output in outputs]
-        pipeline.models.placed = {}
+        pipeline.models.placement.placed = {}
         start = time.perf_counter()
         for call in calls:
             pipeline(**{**call, "output_type": "latent"})
@@ -146,5 +146,5 @@ def decoding(pipeline: Any, arguments: Mapping[str, Any]) -> list[dict[str, Any]
             "model_images_s": 1 / scaling.overlapped_decoding(1 / one, latents), "latents_s": latents,
             "worst_psnr_db": min(metrics.psnr(b, a) for a, b in zip(*images.values(), strict=True)),
         })  # fmt: skip
-    pipeline.models.placed = placed
+    pipeline.models.placement.placed = placed
     return rows

@@ -354,9 +354,11 @@ def table(rows: list[dict[str, Any]], commit: str | None) -> str:
         for word in ("equal", "above", "refused", "WRONG", "CRASH")
     )
     lines = [
-        "# Real ONNX files", "", " ".join((__doc__ or "").split("\n\n")[2].split()), "",
-        f"Commit {commit}, {machine()['cpu']}, {versions()['onnxruntime']} of onnxruntime. {len(rows)} files, "
-        f"{len(verdicts)} results: {counts} (above: a float16 error above the bound of `verify`, below 0.1).", "",
+        "# Real ONNX files", "",
+        f"{len(rows)} files, {len(verdicts)} results: {counts} (above: a float16 error above the bound of `verify`, "
+        "below 0.1).", "",
+        " ".join((__doc__ or "").split("\n\n")[2].split()), "",
+        f"Commit {commit}, {machine()['cpu']}, {versions()['onnxruntime']} of onnxruntime.", "",
     ]  # fmt: skip
     cells = []
     for row in rows:

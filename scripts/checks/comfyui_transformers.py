@@ -46,7 +46,8 @@ MISSING = (
 )
 SEED = 1
 MAX_ERROR, MIN_CHANGE = 1e-5, 1e-3
-# Of ComfyUI's nets: 64 channels a head in SD 3, at least 1024 channels in Z-Image, and a whole width of its MLP.
+# Of ComfyUI's nets: 64 channels a head in SD 3, at least 1024 channels in Z-Image, and a whole width of its MLP; in
+# Krea 2 MLPs whose widths are multiples of 128, and two text blocks of each kind.
 CHANGES: dict[str, dict[str, Any]] = {
     "flux-dev-tiny": {},
     "flux-schnell-tiny": {},
@@ -55,7 +56,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sd35-large-tiny": {"attention_head_dim": 64, "num_attention_heads": 2, "caption_projection_dim": 128},
     "qwen-image-tiny": {},
     "z-image-turbo-tiny": {"dim": 1056, "n_heads": 11, "n_kv_heads": 11, "axes_dims": [32, 32, 32], "n_layers": 1},
-}
+    "krea2-tiny": {"intermediate_size": 384, "text_hidden_dim": 96, "text_intermediate_size": 256,
+                   "num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2},
+}  # fmt: skip
 LORA_MODULES = ("to_k", "to_q", "to_out.0", "norm_out.linear", "proj_mlp")
 WITH_REFERENCE = ("flux-dev-tiny", "flux2-klein-4b-tiny")
 
@@ -70,6 +73,12 @@ def own_net(host: Any, ours: Any, weights: Mapping[str, torch.Tensor]) -> Any:
     net = ours.model.diffusion_model
     arrays = {name: tensor.numpy() for name, tensor in weights.items()}
     theirs = {name: torch.from_numpy(join_parts(arrays, parts)) for name, parts in net.names.items()}
+    if "final_layer.scale_shift_table" in weights:  # of Krea 2, whose tables belong to no layer
+        tables = {"last": "final_layer"} | {f"blocks.{i}": f"transformer_blocks.{i}" for i in range(len(net.names))}
+        for block, diffusers in tables.items():
+            if (table := weights.get(f"{diffusers}.scale_shift_table")) is not None:
+                name = "modulation.lin" if block == "last" else "mod.lin"
+                theirs[f"diffusion_model.{block}.{name}"] = table if block == "last" else table.flatten()
     for name in ("pos_embed", "x_pad_token", "cap_pad_token"):
         if (diffusers := f"pos_embed.{name}" if name == "pos_embed" else name) in weights:
             theirs[f"diffusion_model.{name}"] = weights[diffusers]
@@ -98,8 +107,10 @@ def inputs_of(
     """Return arguments of `apply_model` for two images of `size` latents."""
     generator = torch.Generator().manual_seed(sum(size))
     channels = comfy_config.get("out_channels", comfy_config["in_channels"])
-    shape = (2, channels, *([1] if name.startswith("qwen") else []), *size)
+    shape = (2, channels, *([1] if name.startswith(("qwen", "krea2")) else []), *size)
     text = config.get("joint_attention_dim", config.get("cap_feat_dim"))
+    if "num_text_layers" in config:
+        text = config["num_text_layers"] * config["text_hidden_dim"]
     inputs: dict[str, Any] = {
         "x": torch.randn(shape, generator=generator),
         "t": torch.full((2,), 0.6),
@@ -162,10 +173,12 @@ def compare(
 
 
 def differences(ours: Any) -> dict[str, Any]:
-    """Return ComfyUI's patches of joined matrices, of the last norm, and of Qwen-Image's queries."""
+    """Return ComfyUI's patches of joined matrices, of the last norm, and of Qwen-Image's and Krea 2's queries."""
     generator, patches = torch.Generator().manual_seed(SEED), {}
     for key, tensor in ours.model.state_dict().items():
-        if key.endswith(".weight") and any(part in key for part in ("qkv", "linear1", "final_layer.adaLN", "to_q.")):
+        if key.endswith(".weight") and any(
+            part in key for part in ("qkv.", "linear1", "final_layer.adaLN", "to_q.", "wq.")
+        ):
             patches[key] = ("diff", (0.1 * torch.randn(tensor.shape, generator=generator) / tensor.shape[-1] ** 0.5,))
     assert patches
     return patches

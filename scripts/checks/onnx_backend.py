@@ -186,14 +186,19 @@ def faults(counts: Counter[tuple[str, str, str]]) -> int:
 def report(counts: Counter[tuple[str, str, str]], seconds: float, found: list[str]) -> str:
     """Return Markdown: verdicts by target, and reasons of refusals."""
     targets = list(dict.fromkeys(target for target, _, _ in counts))
+    totals = Counter((target, verdict) for (target, verdict, _), count in counts.items() for _ in range(count))
+    faults = sum(totals[each, verdict] for each in targets for verdict in (WRONG, CRASH))
     lines = [
+        "# ONNX's own test cases",
+        "",
+        f"{faults} of {totals.total()} results are wrong or crash.",
+        "",
         f"Written at commit {commit()} by `scripts/checks/onnx_backend.py` in {seconds:.0f} s of processor time: "
         f"onnx {onnx.__version__}'s test cases ({', '.join(KINDS)}), optimized and compared with ONNX Runtime "
         f"{ort.__version__} on the source.",
         "",
     ]
     verdicts = (EQUAL, WRONG, CRASH, REFUSED, NOTHING)
-    totals = Counter((target, verdict) for (target, verdict, _), count in counts.items() for _ in range(count))
     lines += table(("target", *verdicts), ((each, *(totals[each, v] for v in verdicts)) for each in targets))
     for verdict in (REFUSED, NOTHING):
         reasons: Counter[str] = Counter()

@@ -44,8 +44,9 @@ from sd_ort import (
     StableDiffusionPipeline,
 )
 from sd_ort.core.files import write_json
-from sd_ort.runtime import bound_run, components
+from sd_ort.runtime import bound_run, component_opener
 from sd_ort.runtime.bound_run import failed_captures
+from sd_ort.runtime.glibc_malloc import mallinfo
 from sd_ort.runtime.machine import commit, machine, versions
 
 SIZES = ((512, 512), (768, 512), (512, 768), (640, 640), (1024, 1024), (256, 256), (448, 576), (704, 512))
@@ -66,7 +67,7 @@ class Request:
 
 @dataclass
 class Soak:
-    """State of one soak: the first image of each request, and what went wrong."""
+    """State of one soak: the first image of each request, and the failures."""
 
     folder: Path
     provider: str
@@ -82,8 +83,8 @@ class Soak:
 
     @contextmanager
     def record_failed_captures(self) -> Iterator[None]:
-        """Record in `uncaptured` the runs that are not captured meanwhile, and what other threads did."""
-        opener: Any = components  # which imports the function
+        """Record in `uncaptured` the runs that were not captured, with the calls of other threads."""
+        opener: Any = component_opener  # which imports the function
         report, create_session = bound_run.report_failed_capture, opener.create_session
 
         def create(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -162,10 +163,14 @@ class Soak:
 
 
 def usage() -> dict[str, Any]:
-    """Device memory in use (MB, None without CUDA), resident memory of the process (MB), and open descriptors."""
-    process = psutil.Process()
+    """Device memory in use (MB, None without CUDA), memory of the process (MB), and open descriptors.
+
+    `allocated_MB` is what malloc has given out; `rss_MB` also has what it retains of freed memory, by thread.
+    """
+    process, malloc = psutil.Process(), mallinfo()
     return {
         "device_MB": device_megabytes(),
+        "allocated_MB": (malloc.uordblks + malloc.hblkhd) >> 20,
         "rss_MB": process.memory_info().rss >> 20,
         "descriptors": process.num_fds(),
     }
@@ -292,7 +297,7 @@ def main() -> int:
     all_requests = list(requests(options.scale))[: options.requests]
     with soak.record_failed_captures():
         changes = run_stages(soak, all_requests, options)
-    limits = {"device_MB": 64, "rss_MB": 512, "descriptors": 4}
+    limits = {"device_MB": 64, "allocated_MB": 64, "rss_MB": 512, "descriptors": 4}
     soak.failures += filter(None, (growth(soak.stages, name, allowed) for name, allowed in limits.items()))
     soak.failures += [f"a run was not captured: {reason}" for reason in failed_captures()[earlier:]]
     report = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-LABELS, BARS, NUMBERS, ROW, FONT = 230, 430, 190, 24, 13  # px
+LABELS, BARS, NUMBERS, ROW, FONT = 270, 430, 240, 24, 13  # px
 WIDTH = LABELS + BARS + NUMBERS
 
 

@@ -6,6 +6,7 @@ Limits are far above any model of the families; they bound the work and memory t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +82,25 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def given_scheduler_config(scheduler: Any) -> dict[str, Any]:
+    """Return the config of a diffusers scheduler object, of a mapping, or of a scheduler_config.json.
+
+    Settings that it lacks have diffusers' defaults. Raises InputError for another object, a name, and a damaged file.
+    """
+    path = Path("the scheduler's config")
+    if isinstance(scheduler, (str, Path)):
+        path = Path(scheduler)
+        if path.suffix != ".json":
+            raise InputError(
+                f"Scheduler {scheduler} cannot be set by name for this model: give a scheduler_config.json."
+            )
+        return _checked(path, read_json(path, f"{path} cannot be the scheduler"), SCHEDULER_TYPE)
+    config = scheduler if isinstance(scheduler, Mapping) else getattr(scheduler, "config", None)
+    if not isinstance(config, Mapping):
+        raise InputError(f"A {type(scheduler).__name__} is no scheduler: give diffusers', its config, or a JSON file.")
+    return _checked(path, dict(config), SCHEDULER_TYPE)
+
+
 def _checked(path: Path, config: dict[str, Any], schema: Any) -> Config:
     wrong = schema_mismatch(config, schema) or ("scaling_factor" if config.get("scaling_factor") == 0 else None)
     if wrong:
@@ -151,6 +171,7 @@ SCHEDULER = {
     "prediction_type": str,
     "timestep_spacing": str,
     **dict.fromkeys(("beta_start", "beta_end", "steps_offset", "solver_order", "original_inference_steps"), _NUMBER),
+    **dict.fromkeys(("shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"), _NUMBER),
     "shift_terminal": bounded(float, 0, 0.99),
     "trained_betas": list_of(_NUMBER, 0, 100_000),
 }

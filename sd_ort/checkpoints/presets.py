@@ -1,14 +1,15 @@
 """Presets: the published configs of models (diffusers / transformers `config.json`), without weights.
 
 A `-tiny` preset has the same topology, so the same operators in the same places, with narrower layers and a byte-level
-vocabulary; diffusion transformers and T5 encoders have fewer blocks too, one or two of each kind. `open_preset` makes a
-checkpoint with random weights of one. torch is imported only to load these.
+vocabulary; diffusion transformers and T5 encoders have fewer blocks too, one or two of each kind. A `-mini` preset of a
+U-Net has single layers at two resolutions, and exports in less than a minute. `open_preset` makes a checkpoint with
+random weights of one. torch is imported only to load these.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -628,6 +629,29 @@ def _tiny(preset: Preset) -> Preset:
     return Preset(preset.pipeline, models, preset.scheduler, options)
 
 
+def mini_model(name: str, config: Config) -> Config:
+    """Return the config of a model around a U-Net, cut to two resolutions and single layers of every kind."""
+    if name.startswith("text_encoder"):
+        return config | {"num_hidden_layers": 2}
+    small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}
+    if name == "vae":
+        return small | {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    small["down_block_types"] = ["CrossAttnDownBlock2D", "DownBlock2D"]
+    small["up_block_types"] = ["UpBlock2D", "CrossAttnUpBlock2D"]
+    heads = config["attention_head_dim"]
+    small["attention_head_dim"] = heads if isinstance(heads, int) else heads[:2]
+    if isinstance(config.get("transformer_layers_per_block"), list):
+        small["transformer_layers_per_block"] = [1, 2]
+    if name == "controlnet":
+        small["conditioning_embedding_out_channels"] = [8, 8, 8, 8]
+        small.pop("up_block_types")
+    return small
+
+
+def _mini(preset: Preset) -> Preset:
+    return replace(preset, models={name: mini_model(name, config) for name, config in preset.models.items()})
+
+
 _FULL = {
     "sd15": _SD15,
     "sd21": _SD21,
@@ -650,7 +674,12 @@ _FULL = {
     "krea2": _krea2(is_distilled=False),
     "krea2-turbo": _krea2(is_distilled=True),
 }
-PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, preset in _FULL.items()}
+_TINY = {name: _tiny(preset) for name, preset in _FULL.items()}
+PRESETS: dict[str, Preset] = {
+    **_FULL,
+    **{f"{name}-tiny": preset for name, preset in _TINY.items()},
+    **{f"{name}-mini": _mini(preset) for name, preset in _TINY.items() if "unet" in preset.models},
+}
 
 
 def open_preset(name: str, seed: int) -> Checkpoint:

@@ -118,7 +118,11 @@ def open_tensors(reader: TensorReader, names: Iterable[str]) -> Read | None:
     if any(entries[name][1]["dtype"] not in DTYPES for name in stored_names):
         return None
     # Query, key and value may be one stored matrix: it is not dequantized anew for each while they follow each other.
-    joined = {name for name, count in Counter(stored_names).items() if count > 1 and "rows" in entries[name][1]}
+    joined = {
+        name
+        for name, count in Counter(stored_names).items()
+        if count > 1 and entries[name][1].keys() & {"rows", "rotation"}
+    }
     latest: dict[str, np.ndarray] = {}
 
     def read_stored(name: str) -> np.ndarray:

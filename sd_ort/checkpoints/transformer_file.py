@@ -1,4 +1,4 @@
-"""Diffusion transformers in one file, with original names (Black Forest Labs, Stability AI) or ComfyUI's.
+"""Diffusion transformers in one file, with original names (Black Forest Labs, Stability AI), ComfyUI's or diffusers'.
 
 The file holds the transformer alone, or ComfyUI's whole checkpoint with VAE and text encoders. Configs, scheduler,
 tokenizers and the models that it lacks come from a folder of the family (`base_pipeline`).
@@ -31,19 +31,38 @@ if TYPE_CHECKING:
     from sd_ort.checkpoints.signatures import Config
 
 Recipes = dict[str, weight_recipes.WeightRecipe]
-# Beginnings of names in diffusers' layout.
-DIFFUSERS_NAMES = re.compile(r"(single_)?transformer_blocks\.0\.(attn\.(to_q|to_qkv_mlp_proj)|norm1?\.linear)\.weight")
+# A name in diffusers' layout, behind a prefix.
+DIFFUSERS_NAMES = re.compile(
+    r"(model\.diffusion_model\.|diffusion_model\.|transformer\.)?((single_)?transformer_blocks\.0\."
+    r"(attn\.(to_q|to_qkv_mlp_proj)|norm1?\.linear)|layers\.0\.attention\.to_q)\.weight"
+)
+# Names in diffusers' layout that tell a family -> original names that do, for `detect_transformer`.
+DIFFUSERS_MARKS = {
+    "x_embedder.weight": "img_in.weight", "text_fusion.projector.weight": "txtfusion.projector.weight",
+    "pos_embed.proj.weight": "joint_blocks.0.x_block.attn.qkv.weight",
+    "transformer_blocks.0.attn2.to_q.weight": "joint_blocks.0.x_block.attn2.qkv.weight",
+    "double_stream_modulation_img.linear.weight": "double_stream_modulation_img.lin.weight",
+    "time_text_embed.guidance_embedder.linear_1.weight": "guidance_in.in_layer.weight",
+    "time_guidance_embed.guidance_embedder.linear_1.weight": "guidance_in.in_layer.weight",
+}  # fmt: skip
 # A name in transformers that are not supported -> the family.
 OTHER_FAMILIES = {
     "cap_embedder.": "Lumina", "adaln_single.": "PixArt or Sana",
     "individual_token_refiner": "Hunyuan", "double_layers.": "AuraFlow", "distilled_guidance_layer": "Chroma",
-    "self_attn.norm_q": "Wan", "llm_adapter": "Anima or Cosmos", "caption_projection": "PixArt or HiDream",
+    "self_attn.norm_q": "Wan", "controlnet_": "ControlNet", "llm_adapter": "Anima or Cosmos",
+    "caption_projection": "PixArt or HiDream",
 }  # fmt: skip
 
 
 def is_transformer_file(names: Mapping[str, Any]) -> bool:
     """Return whether a file with tensors of these names holds a diffusion transformer of a supported layout."""
-    return original_prefix(names) is not None or any(map(DIFFUSERS_NAMES.fullmatch, names))
+    return original_prefix(names) is not None or diffusers_prefix(names) is not None
+
+
+def diffusers_prefix(names: Mapping[str, Any]) -> str | None:
+    """Return the prefix of a transformer's tensors in diffusers' layout, None for a file without one."""
+    matches = (match for match in map(DIFFUSERS_NAMES.fullmatch, names) if match)
+    return next((match[1] or "" for match in matches), None)
 
 
 def other_family(names: Mapping[str, Any]) -> str | None:
@@ -52,7 +71,10 @@ def other_family(names: Mapping[str, Any]) -> str | None:
 
 
 def detect_transformer(path: Path, entries: Mapping[str, Entry], prefix: str) -> str:
-    """Return the family of a transformer in the original layout. Raises InputError for one that is not supported."""
+    """Return the family of a transformer with original names, or with those that DIFFUSERS_MARKS has for them.
+
+    Raises InputError for one that is not supported.
+    """
 
     def shape(name: str) -> list[int]:
         return list(entries.get(f"{prefix}{name}", {}).get("shape", [0, 0]))
@@ -88,10 +110,13 @@ def open_transformer_file(
     Raises InputError for a family that is not supported, for quantized weights, and if models are missing.
     """
     entries = read_entries(path)
-    prefix = original_prefix(entries)
-    if prefix is None:
-        raise InputError(f"{path} is a transformer alone, with diffusers' names: give the whole diffusers folder.")
-    family = detect_transformer(path, entries, prefix)
+    if is_diffusers := (prefix := diffusers_prefix(entries)) is not None:
+        of_model = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+        marks = {DIFFUSERS_MARKS.get(name, name): entry for name, entry in of_model.items()}
+        family = detect_transformer(path, marks, "")
+    else:
+        prefix = original_prefix(entries) or ""
+        family = detect_transformer(path, entries, prefix)
     _check_dtypes(path, entries, prefix)
     base = find_base_pipeline(path, family, config_folder)
     if "transformer" not in base.models:
@@ -99,7 +124,8 @@ def open_transformer_file(
     config = base.configs["transformer"]
     _check_class(path, family, config, base)
     shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    recipes = {"transformer": original_recipes(config, shapes, prefix)}
+    own: Recipes = {name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
+    recipes = {"transformer": own if is_diffusers else original_recipes(config, shapes, prefix)}
     for name, cls in ((n, base.index[n][1]) for n in base.models if n.startswith("text_encoder")):
         if found := _text_encoder_recipes(entries, name, cls, base.configs[name]):
             recipes[name] = found
@@ -129,7 +155,7 @@ def _check_dtypes(path: Path, entries: Mapping[str, Entry], prefix: str) -> None
         if name.startswith(prefix) and name.endswith(".weight") and entry["dtype"] not in DTYPES:
             raise InputError(
                 f"{path} has {entry['dtype']} weights, such as {name}: such quantized weights are not "
-                "read. Get the file in bfloat16, float16, float8 or GGUF."
+                "read. Get the file in bfloat16, float16, float8, int8 with scales or GGUF."
             )
 
 

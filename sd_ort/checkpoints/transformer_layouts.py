@@ -193,6 +193,7 @@ def weight_parts(config: Config, names: Iterable[str]) -> dict[str, tuple[Part, 
     for name in names:
         module, _, end = name.rpartition(".")
         if module in modules:
+            end = "weight" if end == "scale" else end  # of a norm
             parts[name] = tuple(replace(part, module=f"{part.module}.{end}") for part in modules[module])
     return parts
 

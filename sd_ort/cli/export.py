@@ -11,10 +11,16 @@ from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.cli.model_options import checkpoint_options
 from sd_ort.core.errors import InputError
 
+WHOLE = ", ".join(name for name in PRESETS if not name.endswith(("-tiny", "-mini")))
+PRESET_HELP = (
+    f"Instead of MODEL: a public config. One of {WHOLE}. To try them out: NAME-tiny has narrow layers, and a U-Net's "
+    "NAME-mini single ones at two resolutions, which export in less than a minute."
+)
+
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="[MODEL] OUT")
-@click.option("--preset", metavar="NAME", help=f"Instead of MODEL: a public config. One of {', '.join(PRESETS)}.")
+@click.option("--preset", metavar="NAME", help=PRESET_HELP)
 @click.option("--random-weights", is_flag=True, help="Fill the preset with random weights.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random weights.")
 @click.option("--opset", type=int, default=20, show_default=True, help="ONNX opset: 18, 20, 21, 23 (dynamo), 17, 20.")
@@ -28,7 +34,8 @@ def command(paths: tuple[str, ...], preset: str | None, components: tuple[str, .
     MODEL is `demo` or `demo-dit` (small models that come with sd-ort), a checkpoint in one .safetensors file, a folder
     saved by diffusers, or a hub id such as stable-diffusion-v1-5/stable-diffusion-v1-5. Each component is exported in
     fp32 with dynamic batch, height, width and sequence length, and compared with torch before the next is loaded. OUT
-    is written whole or not at all, and left alone when it already holds the same export.
+    is written whole or not at all, and left alone when it already holds the same export. After an interrupt the same
+    command goes on behind the last finished component; `.OUT.finished` beside OUT has these.
     """
     if len(paths) != (2 if preset is None else 1):
         arguments = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"

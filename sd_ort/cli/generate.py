@@ -93,7 +93,11 @@ class Devices(click.ParamType):
     help="Read (word:1.3), [word], BREAK and long prompts as the WebUIs do.",
 )
 @click.option("--clip-skip", type=click.IntRange(0), help="Skip this many last layers of the text encoder.")
-@click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
+@click.option(
+    "--scheduler",
+    help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ...; for a diffusion transformer the path of a "
+    "scheduler_config.json [default: the model's].",
+)
 @click.option(
     "--cache",
     type=click.FloatRange(0, min_open=True),

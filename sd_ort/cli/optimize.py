@@ -195,7 +195,7 @@ def _recorded_inputs(
 
 
 def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:
-    """Print what was made of each component; `explained` is what `sd-ort explain` takes to say more."""
+    """Print the fused nodes of each component. `explained`: the argument of `sd-ort explain` for more."""
     from sd_ort.optimize.optimizer import COUNTED
 
     rows = [op for op in COUNTED if any(op in entry["op_counts"] for entry in entries.values())]
@@ -224,7 +224,7 @@ def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:
 
 
 def show_eight_bits(name: str, entry: dict[str, Any]) -> None:
-    """Print what of a component is in 8 bits, and why the rest is not."""
+    """Print the layers of a component in 8 bits, and why others are not."""
     layers = ", ".join(f"{count} {op}" for op, count in entry["layers"].items())
     click.echo(f"{name}: {entry['format']}: {layers}; others:")
     for reason, count in entry["not_quantized"].items():

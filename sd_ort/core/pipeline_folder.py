@@ -8,10 +8,12 @@ input: it writes to a temporary sibling folder, which is renamed into place only
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sd_ort.core import onnx_file
@@ -142,6 +144,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return {
         key: value if key == "options" else without_nulls(value) for key, value in manifest.items() if value is not None
     }
+
+
+def manifest_options(folder: Path) -> Mapping[str, Any]:
+    """Return the options in a folder's manifest, {} without one; it is parsed again only once it has changed."""
+    try:
+        state = (folder / MANIFEST).stat()
+    except OSError:
+        return {}
+    return _options_of(folder, state.st_ino, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _options_of(folder: Path, *_state: int) -> Mapping[str, Any]:
+    return MappingProxyType(read_manifest(folder).get("options", {}))
 
 
 def _with_new_keys(entry: Any) -> Any:

@@ -43,6 +43,7 @@ from sd_ort.core.pipeline_folder import DATA, MODEL, is_intact, read_manifest, s
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.quiet import quiet
 from sd_ort.export import templates
+from sd_ort.export.finished import FinishedComponents
 from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, normalize_exported_names
 from sd_ort.graphs.external_data_writer import ALIGNMENT
@@ -271,7 +272,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Export components of an open checkpoint to the folder `out` and return its manifest.
 
-    If `out` already contains the same export, nothing is written. After an error, no files remain.
+    If `out` already contains the same export, nothing is written. After an error, no files remain; after an interrupt,
+    the finished components remain beside `out`, and the same call goes on from there.
 
     Raises:
         InputError: The checkpoint or an option cannot be used.
@@ -296,22 +298,45 @@ def export_checkpoint(
     keys = [templates.component_key(source, name, options.opset, options.exporter) for name in names]
     if not source.random_weights and all(map(templates.find_template, keys)):
         on_progress(f"All components have templates: `sd-ort optimize {source.name} OUT` needs no export.")
+    finished = FinishedComponents(out, manifest | {"options": vars(options)})
     with staged(out, *source.paths, overwrite=overwrite, on_progress=on_progress) as work:
         source.write_configs(work)
-        entries: dict[str, Any] = {}
-
-        def export_one(name: str, cancel_event: threading.Event) -> None:
-            count = f"[{names.index(name) + 1}/{len(names)}] {name}"
-            on_progress(f"{count}: exporting ...")
-            entries[name] = export_component(source, name, work / name, options)
-            if not cancel_event.is_set():
-                on_progress(f"{count}: done in {entries[name]['seconds']:.1f} s")
-
-        run_interruptible(export_one, names, at_once=1)
-        manifest["components"] = entries
+        manifest["components"] = _export_components(source, names, work, options, finished, on_progress)
         write_manifest(work, manifest)
+    finished.remove()
     on_progress(f"wrote {out}.")
     return read_manifest(out)
+
+
+def _export_components(
+    source: Checkpoint, names: Sequence[str], work: Path, options: ExportOptions, finished: FinishedComponents,
+    on_progress: ProgressCallback,
+) -> dict[str, Any]:  # fmt: skip
+    """Export components one after the other, but for those in `finished`, and return their manifest entries."""
+    entries: dict[str, Any] = {}
+
+    def export_one(name: str, cancel_event: threading.Event) -> None:
+        count = f"[{names.index(name) + 1}/{len(names)}] {name}"
+        if entry := finished.take(name, work / name):
+            entries[name] = entry
+            on_progress(f"{count}: taken from the export that was interrupted")
+            return
+        on_progress(f"{count}: exporting ...")
+        entries[name] = export_component(source, name, work / name, options)
+        if not cancel_event.is_set():
+            finished.keep(name, work / name, entries[name])
+            on_progress(f"{count}: done in {entries[name]['seconds']:.1f} s")
+
+    try:
+        run_interruptible(export_one, names, at_once=1)
+    except KeyboardInterrupt:
+        if kept := finished.names():
+            on_progress(f"{', '.join(kept)}: kept in {finished.folder}, from where the same command goes on.")
+        raise
+    except Exception:
+        finished.remove()
+        raise
+    return entries
 
 
 def _previous(out: Path) -> dict[str, Any]:

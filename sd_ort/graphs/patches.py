@@ -63,13 +63,13 @@ def offered(names: Iterable[str]) -> list[str]:
 
 
 def outputs_for(names: Iterable[str], band: Band, reader: int) -> list[str]:
-    """Return those of a band's outputs that another band reads, in the order of `offered`."""
+    """Return the outputs of a band that another band reads, in the order of `offered`."""
     halos = {band.index + 1: (".last",), band.index - 1: (".first",)}.get(reader, ())
     return [name for name in offered(names) if name.endswith((".keys", ".values", *halos))]
 
 
 def inputs_from(names: Iterable[str], band: Band, writer: int) -> list[str]:
-    """Return those of a band's inputs that another band writes, in the order of its `outputs_for`."""
+    """Return the inputs of a band that another band writes, in the order of its `outputs_for`."""
     halo = {band.index - 1: ".above", band.index + 1: ".below"}.get(writer)
     names = list(names)
     halos = [name for name in names if halo is not None and name.endswith(halo)]
@@ -310,7 +310,7 @@ class _Editor:
         return self.add("Reshape", [part, self.ints(name, [0, 0, -1])], name)
 
     def shared_keys(self, name: str, node: ir.Node) -> list[tuple[str, ir.Value]]:
-        """Return what other bands attend to: packed keys and values (B, S, N, 2, D), or keys and values."""
+        """Return the keys and values that other bands attend to: packed (B, S, N, 2, D), or apart."""
         query = node.inputs[0]
         assert query is not None
         if value_queries.rank(query) == 5:

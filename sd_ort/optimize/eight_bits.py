@@ -13,7 +13,16 @@ import onnx_ir.passes.common as common
 
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
-from fusion_passes.lower import float8_output, quantized_linear
+from fusion_passes.graph_pass import Pass
+from fusion_passes.lower import (
+    bfloat16_layout,
+    float8_output,
+    fused_conv,
+    linear_add,
+    quantized_conv,
+    quantized_linear,
+    winograd_conv,
+)
 from fusion_passes.quantized_weights import FORMATS
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
 from sd_ort.core.errors import InputError
@@ -24,7 +33,8 @@ from sd_ort.optimize.calibration import CannotRun
 COMPONENTS = frozenset({"unet", "transformer"})
 VAE_DECODER = "vae_decoder"
 # Operators that a target runs in 8 bits, and the formats. Targets of QDQ leave the kernels to the provider; the others
-# have QuantizedLinear for linears, which on GPUs has fast kernels for float8 alone, and no convolution in 8 bits.
+# have QuantizedLinear for linears, which on GPUs has fast kernels for float8 alone, and no convolution in 8 bits. The
+# CPU has fast kernels for int8, and one for convolutions, QuantizedConv.
 TARGET_LAYERS: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("portable", "migraphx"), CONVOLUTIONS | LINEARS),
     **dict.fromkeys(("cpu", "cuda", "hip", "gpu"), frozenset(quantized_linear.LINEARS)),
@@ -80,6 +90,26 @@ class Quantization:
         }
 
 
+def uses_int8_tiles(target: str, format_: str) -> bool:
+    """Return whether a target has the CPU's kernels for linears and convolutions in int8."""
+    return target == "cpu" and format_ == "int8"
+
+
+def passes_around(
+    passes: tuple[Pass, ...], target: str, dtype: str, format_: str
+) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """Return the lowering passes of a target that run before the layers are quantized, and those that run after.
+
+    Layers that stay in float32 or bfloat16 get the CPU's kernels for them at last.
+    """
+    if not uses_int8_tiles(target, format_):
+        return passes, ()
+    if dtype == "bfloat16":
+        return (linear_add.CPU,), passes
+    late = (winograd_conv.PASS, fused_conv.PASS)
+    return tuple(each for each in passes if each not in late), tuple(each for each in passes if each in late)
+
+
 def quantize(
     model: ir.Model, target: str, eight_bits: EightBits, float32_nodes: Collection[ir.Node] = ()
 ) -> Quantization:
@@ -88,7 +118,11 @@ def quantize(
     Raises InputError if no layer can be quantized, or a range is too large.
     """
     common.NameFixPass()(model)
-    found = find_layers(model.graph, TARGET_LAYERS[target], float32_nodes)
+    int8_tiles = uses_int8_tiles(target, eight_bits.format)
+    operators = {*TARGET_LAYERS[target], "Conv"} if int8_tiles else TARGET_LAYERS[target]
+    kernel_reject_reason = quantized_conv.kernel_reject_reason if int8_tiles else None
+    # A CPU that computes the text's keys and values in every step takes 4 % of it for them in float32.
+    found = find_layers(model.graph, operators, float32_nodes, kernel_reject_reason, text_layers=int8_tiles)
     result = Quantization(eight_bits.format)
     result.layers.update(layer.node.op_type for layer in found.accepted)
     result.not_quantized.update(rejection.reason for rejection in found.rejections)
@@ -107,7 +141,10 @@ def quantize(
         ) from error
     if target not in QDQ_TARGETS:
         lowered = quantized_linear.quantized_linear(model)
-        assert lowered.counts["quantized_linear"] == len(found.accepted), lowered.reason_counts()
+        lowered += quantized_conv.quantized_conv(model)
+        assert lowered.counts.total() == len(found.accepted), lowered.reason_counts()
+    if int8_tiles:
+        bfloat16_layout.bfloat16_layout(model)
     if target in FLOAT8_OUTPUT_TARGETS:
         result.written_by_producers = float8_output.float8_outputs(model).counts["float8_output"]
     return result

@@ -23,7 +23,7 @@ from fusion_passes import CONTRIB, DOMAIN, weight_recipes
 from fusion_passes.canonicalize import canonicalize, why_not_fused
 from fusion_passes.canonicalize.opset import lower_opset
 from fusion_passes.fuse import fuse
-from fusion_passes.graph_pass import PassOutcome, run_all, totals
+from fusion_passes.graph_pass import Pass, PassOutcome, run_all, totals
 from fusion_passes.operators import OPERATORS, function_bodies
 from fusion_passes.shapes.types import opset
 from sd_ort.core import pipeline_folder
@@ -197,8 +197,12 @@ def rewrite(
         low_coverage = low_coverage_message(before, Counter(node.op_type for node in model.graph))
         if low_coverage is not None and (reasons := main_reasons(canonical, fused)):
             low_coverage += f" ({'; '.join(reasons)})"
-        passes = target.passes_for(dtype)
-        lowered = run_all(model, passes if weights is None else weights.passes(passes))
+        passes, late = target.passes_for(dtype), tuple[Pass, ...]()
+        if weights is not None:
+            passes = weights.passes(passes)
+        if quantization is not None:
+            passes, late = eight_bits.passes_around(passes, target.name, dtype, quantization.format)
+        lowered = run_all(model, passes)
     _raise_if_cancelled(cancel_event)
     computes_half = dtype != "float32" and not target.half_storage_only
     result = find_float32(model) if computes_half and dtype == "float16" else None
@@ -206,6 +210,8 @@ def rewrite(
     quantized = None
     if quantization is not None:
         quantized = eight_bits.quantize(model, target.name, quantization, result.nodes if result else ())
+        with REWRITING, gc_disabled():
+            lowered |= run_all(model, late)
     _raise_if_cancelled(cancel_event)
     if computes_half:
         float32_nodes = result.nodes if result else ()

@@ -10,7 +10,7 @@ from typing import Any
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import HOISTED
-from sd_ort.optimize.eight_bits import COMPONENTS, QDQ_TARGETS, TARGET_FORMATS, VAE_DECODER
+from sd_ort.optimize.eight_bits import COMPONENTS, QDQ_TARGETS, TARGET_FORMATS, VAE_DECODER, uses_int8_tiles
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime.provider_table import PROVIDERS
@@ -110,8 +110,11 @@ class OptimizeOptions:
                 f"target {target} has no convolutions in 8 bits, of which a VAE decoder is made: leave out "
                 f"--vae-decoder, or use a target of {', '.join(sorted(QDQ_TARGETS))}."
             )
-        if self.dtype == "bfloat16":
-            raise InputError(f"{option} goes with float32 or --float16, whose numbers its scales are, not --bfloat16.")
+        if self.dtype == "bfloat16" and not uses_int8_tiles(target, self.eight_bits):
+            raise InputError(
+                f"{option} goes with float32 or --float16, whose numbers its scales are; --int8 with --bfloat16 for "
+                f"target cpu, not {target}."
+            )
         if self.inputs is None:
             raise InputError(f"{option} needs the ranges of activations: give --prompts, or --inputs of recorded runs.")
 

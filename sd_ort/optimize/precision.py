@@ -48,6 +48,8 @@ ANGLE_OPS = frozenset("Add Cast Concat Cos Div Expand Gather Mul Neg Reciprocal 
 SCALE_OPS = frozenset("Cast Clip Div Floor Mul Reshape Round Unsqueeze".split())
 # Inputs that are float32 in the standard, or no data of the model, whatever the dtype of the first input.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
+# Scales of layers in 8 bits (operator, input), which stay in float32.
+SCALES = frozenset({("QuantizedConv", 2), ("QuantizedLinear", 2)})
 # Weights (operator, input) whose kernels read bfloat16, and round float32.
 READS_BFLOAT16 = frozenset({("Bfloat16Conv", 1), ("Bfloat16MatMul", 1)})
 
@@ -114,6 +116,8 @@ def store_weights(model: ir.Model, dtype: str) -> None:
         if value.dtype != FLOAT or value.is_graph_output() or value.const_value is None:
             continue
         if value.const_value.size < MIN_STORED_ELEMENTS:
+            continue
+        if any((node.op_type, index) in SCALES for node, index in value.uses()):
             continue
         stored = _half_tensor(f"{name}.{half.name.lower()}", value, half)
         graph.register_initializer(stored)

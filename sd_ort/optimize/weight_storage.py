@@ -1,4 +1,4 @@
-"""Storage of weights in 4 or 8 bits, dequantized where they are read (`optimize --weights`).
+"""Weights stored in 4 or 8 bits and dequantized by the graph (`optimize --weights`).
 
 Each weight of a MatMul, Gemm or Conv becomes elements and scales in front of DequantizeLinear: the rows of a product in
 blocks, a convolution by output channels. Activations stay as they are. onnxruntime 1.31 fuses DequantizeLinear and

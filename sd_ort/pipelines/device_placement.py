@@ -81,7 +81,7 @@ class DevicePlacement:
         _, split = self._split
         if split is not None:
             models.open_peers(split[1:])
-            models.splits_image = self.split_image is not None
+            models.placement.splits_image = self.split_image is not None
         if self.unet_on is not None:
             from sd_ort.graphs.partition import partition_graph  # onnx_ir, which a pipeline on one device does without
 

@@ -13,6 +13,7 @@ from sd_ort.checkpoints.configs import Config, component_config
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import inside, output_path
 from sd_ort.core.pipeline_folder import read_manifest, staged
+from sd_ort.pipelines.load_options import LoadOptions
 from sd_ort.pipelines.request import Prompt, Request
 from sd_ort.pipelines.state import PipelineState
 from sd_ort.runtime.provider_choice import AUTO
@@ -179,7 +180,7 @@ class DiffusersCompatMixin(PipelineState):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what the UNet reads."""
+        """The dtype of the UNet's inputs."""
         import torch
 
         return getattr(torch, np.dtype(self.models["unet"].dtype("sample")).name)
@@ -350,15 +351,13 @@ class DiffusersCompatMixin(PipelineState):
         kind: Any = cls
         pipeline.models.require(*kind.REQUIRED_COMPONENTS)
         kind = kind._class_for(pipeline.index, pipeline.models, pipeline.is_sdxl)
-        pipe = kind(
-            pipeline.folder,
-            pipeline.models,
-            options.get("scheduler") or pipeline._scheduler,
+        load = LoadOptions(
             vae_tiling=pipeline.vae.use_tiling,
             vae_slicing=pipeline.vae.use_slicing,
-            safety_checker=bool(options.get("safety_checker", pipeline.safety_checker)),
+            safety_checker=options.get("safety_checker", pipeline.safety_checker),
             device_loop=pipeline.device_loop,
         )
+        pipe = kind(pipeline.folder, pipeline.models, options.get("scheduler") or pipeline._scheduler, load)
         pipe._check_unet()
         pipe.texts, pipe.ip_adapter_scales = pipeline.texts, pipeline.ip_adapter_scales
         pipe.loras, pipe.lora_state = pipeline.loras, pipeline.lora_state

@@ -1,4 +1,4 @@
-"""Steps of a transformer that keep what the blocks behind the first one add (FirstBlockCache of diffusers)."""
+"""FirstBlockCache of diffusers: transformer steps that reuse the residual of the later blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FirstBlockCacheConfig:
         check_steps(steps)
 
     def open(self, models: Components) -> CachedTransformer:
-        """Return the transformer for the steps of one call, whose whole graph is closed: it would be in memory twice.
+        """Return the transformer for the steps of one call, and close its whole graph, whose weights it has.
 
         Raises InputError if its graph cannot be cut.
         """

@@ -91,7 +91,7 @@ class MagCacheConfig:
         return full
 
     def open(self, models: Components) -> CachedTransformer:
-        """Return the transformer for the steps of one call, whose own graph is closed: it would be in memory twice.
+        """Return the transformer for the steps of one call, and close its own graph, whose weights it has.
 
         Raises InputError if its graph cannot be cut.
         """

@@ -20,7 +20,7 @@ def bands_of(models: Components, guidance: float | None) -> int:
 
     Raises InputError if the devices cannot be shared out.
     """
-    devices = 1 + len(models.peers)
+    devices = 1 + len(models.placement.peers)
     if guidance is None:
         return devices
     if devices == 2:

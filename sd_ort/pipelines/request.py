@@ -172,7 +172,7 @@ class Request:
         return listed
 
     def check(self, trained_steps: int) -> None:
-        """Check what needs no model, at heights and widths of `size`; sets `count`.
+        """Check the arguments that no model is needed for, at heights and widths of `size`; sets `count`.
 
         Raises InputError for what does not fit together.
         """

@@ -71,11 +71,11 @@ class SamplingMixin(StepCacheMixin):
         # A ControlNet on the device reads the UNet's sample: all rows, and no channels of a mask.
         same_sample = not controls or (channels is None and not request.guess_mode)
         if not self._runs_on_device(request, schedule) or not same_sample or not request.unet_on_device:
-            if self.models.splits_image:
+            if self.models.placement.splits_image:
                 raise InputError(
                     "split_image runs in the loop on the devices: take a scheduler without callbacks that runs there."
                 )
-            if self.models.peers:
+            if self.models.placement.peers:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
             arrays |= request.pictures
@@ -93,7 +93,9 @@ class SamplingMixin(StepCacheMixin):
         if "controlnet" in self.models and not controls:
             raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
         has_checker = self.safety_checker and "safety_checker" in self.models
-        separate_vae = has_checker or self.vae.use_tiling or self.vae.use_slicing or "vae_decoder" in self.models.placed
+        separate_vae = (
+            has_checker or self.vae.use_tiling or self.vae.use_slicing or "vae_decoder" in self.models.placement.placed
+        )
         decodes = request.output_type in ("pil", "uint8") and not separate_vae
         mean, factor = latent_scale(self.vae.config)
         result = self.loop.run(
@@ -133,12 +135,12 @@ class SamplingMixin(StepCacheMixin):
             layers = ", ".join(self.pag_applied_layers)
             edits.append((f"PAG in {layers}", partial(_perturb_attention, self.folder, self.pag_applied_layers)))
         # the graphs of full and shallow steps alone run on the device as the UNet does
-        request.unet_on_device = not edits and (self.step_cache is None or not self.models.peers)
+        request.unet_on_device = not edits and (self.step_cache is None or not self.models.placement.peers)
         if self.step_cache is not None:
             self.step_cache.check(request, self._scheduler.name)
             request.shallow_steps = self._shallow_steps([*edits])
             edits.append((self.step_cache.label, self.step_cache.return_features))
-        if self.models.splits_image:
+        if self.models.placement.splits_image:
             patches.check(request, self._scheduler.name, self.models, self.size_multiple, [name for name, _ in edits])
         if not edits:
             return
@@ -151,8 +153,12 @@ class SamplingMixin(StepCacheMixin):
     def _condition(self, request: Request) -> Conditioning | PromptTokens:
         """Return the conditioning of the prompts, or their tokens if the text encoders run on the device, too."""
         models = self.models
-        on_device = self.device_loop and request.callback_on_step_end is None and not models.peers
-        if on_device and not models.low_memory and not {name for _, name in self.texts.encoders} & {*models.placed}:
+        on_device = self.device_loop and request.callback_on_step_end is None and not models.placement.peers
+        if (
+            on_device
+            and not models.low_memory
+            and not {name for _, name in self.texts.encoders} & {*models.placement.placed}
+        ):
             tokens = self.texts.tokens(request)
             if tokens is not None:
                 return tokens

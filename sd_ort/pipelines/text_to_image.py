@@ -31,12 +31,13 @@ from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
-from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultNumber, check_load_options
+from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultNumber
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
 from sd_ort.pipelines.images import as_array, finished, pil_images, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
+from sd_ort.pipelines.load_options import DEFAULT_OPTIONS, LoadOptions
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import Normals, draw_noise, sources, start_noise
 from sd_ort.pipelines.output import PipelineOutput
@@ -94,27 +95,23 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         folder: Path,
         models: Components,
         scheduler: Any,
-        *,
-        vae_tiling: bool = False,
-        vae_slicing: bool = False,
-        safety_checker: bool = True,
-        device_loop: bool | None = None,
+        options: LoadOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """The options as in `from_pretrained`."""
+        """`scheduler` as in `from_pretrained`, or another pipeline's."""
         self.folder = folder
         self.models = models
         self._scheduler = (
             scheduler if isinstance(scheduler, PipelineScheduler) else PipelineScheduler(folder, scheduler)
         )
-        self.safety_checker = safety_checker
+        self.safety_checker = bool(options.safety_checker)
         self._started_noise: list[Normals] = []  # of the next calls of `draw_each`
-        wanted = models.device != "cpu" or bool(models.peers)
-        self.device_loop = wanted if device_loop is None else device_loop
+        wanted = models.device != "cpu" or bool(models.placement.peers)
+        self.device_loop = wanted if options.device_loop is None else options.device_loop
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
         self.is_sdxl = is_sdxl(self.unet_config)
         config = component_config(folder, "vae_decoder", required=True)
-        self.vae = Vae(models, config, tiling=vae_tiling, slicing=vae_slicing)
+        self.vae = Vae(models, config, tiling=options.vae_tiling, slicing=options.vae_slicing)
         self.vae_scale_factor = self.vae.scale_factor
         self.texts = PromptEncoder(folder, models, self.index, self.unet_config)
         if self.device_loop and self.HAS_SEPARATE_COMPONENTS:
@@ -168,21 +165,24 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
-        check_load_options(
-            provider, options.get("threads"), low_memory=low_memory, vae_tiling=vae_tiling, vae_slicing=vae_slicing,
-            safety_checker=safety_checker, device_loop=device_loop, graph=graph,
-        )  # fmt: skip
-        dtype = options.get("torch_dtype", options.get("dtype"))
-        folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
+        devices = DevicePlacement(split_guidance, split_image, unet_on, decode_on)
+        load = LoadOptions(
+            low_memory, vae_tiling, vae_slicing, safety_checker, device_loop, graph, controlnet, devices, options
+        )
+        load.check(provider)
+        folder, choice = open_model(model, provider, dtype=load.dtype, config=config, on_progress=print_line)
         if choice.reason:
             announce(choice.line)
-        provider = choice.provider
-        devices = DevicePlacement(split_guidance, split_image, unet_on, decode_on)
-        devices.check("unet" in cls.REQUIRED_COMPONENTS, low_memory, device_loop)
-        session_options = devices.options(provider, loading_options(options, folder))
-        controlnet = [controlnet] if isinstance(controlnet, (str, Path)) else controlnet
-        nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
-        models = Components(folder, provider, session_options, low_memory=low_memory, graph=graph, others=nets)
+        return cls._load(folder, choice.provider, scheduler, load)
+
+    @classmethod
+    def _load(cls, folder: Path, provider: str, scheduler: Any, options: LoadOptions) -> Any:
+        """Open a pipeline folder on a provider. Raises as `from_pretrained`."""
+        devices, low_memory = options.devices, options.low_memory
+        devices.check("unet" in cls.REQUIRED_COMPONENTS, low_memory, options.device_loop)
+        session_options = devices.options(provider, loading_options(options.session, folder))
+        nets = options.controlnets
+        models = Components(folder, provider, session_options, low_memory=low_memory, graph=options.graph, others=nets)
         index = read_index(folder)
         kind = str(index.get("_class_name", ""))
         if not cls.KINDS.search(kind):
@@ -191,23 +191,15 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         models.require(*needed)
         devices.place(models)
         family: Any = cls._class_for(index, models, is_sdxl(component_config(folder, "unet")))
-        pipeline = family(
-            folder,
-            models,
-            PipelineScheduler(folder, scheduler),
-            vae_tiling=vae_tiling,
-            vae_slicing=vae_slicing,
-            safety_checker=bool(safety_checker),
-            device_loop=device_loop,
-        )
+        pipeline = family(folder, models, PipelineScheduler(folder, scheduler), options)
         pipeline._check_unet()
         if not low_memory:  # opened now, so that the first image takes no longer than the second
             parts = [name for name in models if name.startswith("unet_")]
-            if models.splits_image:  # the loop opens another UNet on each device
+            if models.placement.splits_image:  # the loop opens another UNet on each device
                 needed.remove("unet")
             models.open([*needed, *(name for name in models if name == "image_encoder"), *parts])
-            for peer in models.peers:
-                peer.open(parts if models.splits_image else [*parts, "unet"])
+            for peer in models.placement.peers:
+                peer.open(parts if models.placement.splits_image else [*parts, "unet"])
         return pipeline
 
     @classmethod
@@ -233,7 +225,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @cached_property
     def image_processor(self) -> Any:
-        """diffusers', for pictures that are given."""
+        """diffusers' image processor, for input images."""
         from diffusers.image_processor import VaeImageProcessor
 
         return VaeImageProcessor(
@@ -242,7 +234,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     @property
     def scheduler(self) -> Any:
-        """diffusers' scheduler: created on first access, or the object that was given."""
+        """diffusers' scheduler: the caller's object, or one that is created on first access."""
         return self._scheduler.diffusers
 
     @scheduler.setter
@@ -333,7 +325,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         With the loop on the device or `decode_on`, a thread works while a call is on the device: it draws the first
         noise of the next call, and makes the images of the one before, which are yielded then.
         """
-        if "vae_decoder" not in self.models.placed and not self.device_loop:
+        if "vae_decoder" not in self.models.placement.placed and not self.device_loop:
             yield from (self(**{**call, "return_dict": True}) for call in calls)
             return
         upcoming = iter(calls)
@@ -357,7 +349,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
                 yield before.result()
 
     def _start_noise(self, call: Mapping[str, Any], host: Executor) -> list[Normals]:
-        """Return generators for the seeds of a call, whose noise `host` draws."""
+        """Return generators for the seeds of a call; `host` draws their noise."""
         sides = (call.get(name) or self.default_size for name in ("height", "width"))
         shape = 1, self.vae.latent_channels, *(side // self.vae_scale_factor for side in sides)
         return start_noise(call.get("generator"), shape, host)
@@ -365,7 +357,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def _draw_unfinished(self, call: Mapping[str, Any], host: Executor) -> Future[PipelineOutput]:
         """Generate on the device; `host` decodes with `decode_on`, and makes PIL images of pixels."""
         wanted = call.get("output_type") or "pil"
-        if "vae_decoder" in self.models.placed:
+        if "vae_decoder" in self.models.placement.placed:
             latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
             return host.submit(self._finish, latents, Request(output_type=wanted))
         made_by_host = wanted == "pil" and call.get("padding_mask_crop") is None  # which lays PIL images over another
@@ -391,7 +383,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return defaults
 
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
-        """Check the rest of a request, draw, and give back what was asked for."""
+        """Check the rest of a request, generate, and return images, latents or a tuple as the request says."""
         request.size = size
         request.check(self._scheduler.trained)
         check_size(size, self.vae_scale_factor if self.HAS_SEPARATE_COMPONENTS else self.size_multiple)
@@ -459,7 +451,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return request.batch, self.vae.latent_channels, height // side, width // side
 
     def _noise(self, request: Request, given: Any = None) -> np.ndarray:
-        """Standard normal noise (B, C, h, w), float32; drawn as diffusers draws it, or the given one, checked."""
+        """Return standard normal noise (B, C, h, w), float32: the request's latents, checked, or diffusers' numbers."""
         shape = self._latent_shape(request)
         if given is None:
             return draw_noise(shape, request.generator)

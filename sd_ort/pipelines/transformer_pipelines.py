@@ -20,7 +20,7 @@ import numpy as np
 from sd_ort import demo
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.conditioning import text_length, token_ids
-from sd_ort.checkpoints.configs import Config, component_config, scheduler_config
+from sd_ort.checkpoints.configs import Config, component_config, given_scheduler_config, scheduler_config
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, encoder_mismatch
 from sd_ort.checkpoints.generation_defaults import demo_defaults
 from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
@@ -54,7 +54,7 @@ FLUX_STEPS = DefaultInt(28)
 STEP_LIMIT = 5000  # denoising steps
 # Options of StableDiffusionPipeline.from_pretrained that change nothing here at these values.
 UNUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "scheduler": (None,), "device_loop": (None, False), "split_guidance": (None,),
+    "device_loop": (None, False), "split_guidance": (None,),
     "split_image": (None,), "unet_on": (None,), "decode_on": (None,), "safety_checker": (None, True, False),
 }  # fmt: skip
 _NO_ADAPTER = "IP-Adapters of diffusion transformers are not supported: use diffusers"
@@ -218,7 +218,13 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     progress_bar_config: Mapping[str, Any] = {}
 
     def __init__(
-        self, folder: Path, models: Components, *, vae_tiling: bool = False, vae_slicing: bool = False
+        self,
+        folder: Path,
+        models: Components,
+        scheduler: Any = None,
+        *,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
     ) -> None:
         """The options as in `from_pretrained`."""
         self.folder, self.models = folder, models
@@ -230,8 +236,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
             models, component_config(folder, "vae_decoder", required=True), tiling=vae_tiling, slicing=vae_slicing
         )
         self.vae_scale_factor = self.vae.scale_factor
-        self.scheduler_config = scheduler_config(folder)
-        flow_match.check_config(self.scheduler_config)
+        self.scheduler = scheduler
         self._open_tokenizers()
 
     def _open_tokenizers(self) -> None:
@@ -249,6 +254,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         cls,
         model: Path | str,
         provider: str = AUTO,
+        scheduler: Any = None,
         *,
         low_memory: bool = False,
         graph: bool | None = None,
@@ -259,6 +265,8 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     ) -> Any:
         """Load a pipeline folder or a checkpoint on a provider, as `StableDiffusionPipeline.from_pretrained` does.
 
+        `scheduler`: None for the folder's own, or a schedule for few steps: diffusers' FlowMatchEulerDiscreteScheduler,
+        its config as a mapping, or the path of a scheduler_config.json.
         `low_memory`: one component is in memory at a time. Text encoders are dropped before the first step, the
         transformer before the images are decoded. If its weights take more than three quarters of the device's free
         memory, or of the provider option memory_limit, a provider of sd-ort streams them from pinned host memory in
@@ -284,11 +292,11 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         needed = [*names, *(parts if any(n in models for n in parts if n != "transformer") else ())]
         needed = [*dict.fromkeys((*needed, *cls.REQUIRED_COMPONENTS))]
         models.require(*needed)
-        pipeline = cls(folder, models, vae_tiling=vae_tiling, vae_slicing=vae_slicing)
+        pipeline = cls(folder, models, scheduler, vae_tiling=vae_tiling, vae_slicing=vae_slicing)
         if low_memory:
             from sd_ort.graphs.partition import partition_graph  # onnx_ir, which other pipelines do without
 
-            models.stream_weights("transformer", partition_graph)
+            models.opener.plan_stream("transformer", partition_graph)
         else:
             models.open(needed)
         return pipeline
@@ -318,9 +326,24 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         cls.check_folder(pipeline.folder)
         pipeline.models.require(*cls.REQUIRED_COMPONENTS)
         tiling = {"vae_tiling": pipeline.vae.use_tiling, "vae_slicing": pipeline.vae.use_slicing}
-        other = cls(pipeline.folder, pipeline.models, **tiling)
+        other = cls(pipeline.folder, pipeline.models, pipeline.scheduler_config, **tiling)
         other.loras, other.lora_state = pipeline.loras, pipeline.lora_state
         return other
+
+    @property
+    def scheduler(self) -> Any:
+        """diffusers' scheduler of the schedule."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return FlowMatchEulerDiscreteScheduler.from_config(self.scheduler_config)
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        """Set the schedule, as `from_pretrained` takes it. Raises InputError for another class or unknown settings."""
+        own = scheduler_config(self.folder) if scheduler is None else given_scheduler_config(scheduler)
+        config = {"_class_name": flow_match.CLASS, **own}
+        flow_match.check_config(config)
+        self.scheduler_config = config
 
     @property
     def scheduler_name(self) -> str:

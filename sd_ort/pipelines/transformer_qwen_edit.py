@@ -67,7 +67,7 @@ class QwenImageEditPipeline(QwenImagePipeline):
     def _embeddings(
         self, prompts: Sequence[str], image_embeds: np.ndarray, grids: Sequence[tuple[int, int]]
     ) -> Embeddings:
-        """Return `encode_prompt` for what `_encode_images` returns."""
+        """Return `encode_prompt` of the outputs of `_encode_images`."""
         images = self._images_in_chat(len(grids))
         inputs = encode_chats(self.tokenizer, [self.tokenizer.chat.replace("{}", images + each) for each in prompts],
                               grids)  # fmt: skip
@@ -77,7 +77,7 @@ class QwenImageEditPipeline(QwenImagePipeline):
         return Embeddings(self._float32(outputs)["hidden_states"][:, TEMPLATE_TOKENS:], kept)
 
     def _images_in_chat(self, count: int) -> str:
-        """Return what stands before the prompt."""
+        """Return the chat's text before the prompt."""
         return IMAGE
 
     def _encode_images(self, images: Sequence[Image.Image]) -> tuple[np.ndarray, list[tuple[int, int]]]:

@@ -17,9 +17,9 @@ import numpy as np
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.runtime.capture_lock import device_calls
-from sd_ort.runtime.gpu_graphs import GpuGraph
+from sd_ort.runtime.gpu_graphs import CAPTURE_ATTEMPTS, GpuGraph
 from sd_ort.runtime.ort_values import device_arguments, device_value, empty_value, read_value, write_value
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_wheel import FATAL_ONLY, runtime
 from sd_ort.runtime.providers import provider_named, warn_once
 from sd_ort.runtime.session import DEFAULT_OPTIONS, DTYPES, Model, SessionOptions, create_session
 from sd_ort.runtime.stream import Stream, open_stream
@@ -155,14 +155,19 @@ class BoundRun:
             if wait:
                 self.graph.stream.synchronize()
             return
-        try:
+        if self.graph_id == NO_GRAPH_ID:
             self._run(self.graph_id, wait)
-        except SdOrtError as error:
-            if self.graph_id == NO_GRAPH_ID:
-                raise
-            self.graph_id = NO_GRAPH_ID
-            self._run(self.graph_id, wait)
-            report_failed_capture(error)
+            return
+        for _ in range(CAPTURE_ATTEMPTS):
+            try:
+                self._run(self.graph_id, wait)
+            except SdOrtError as error:
+                failure = error
+            else:
+                return
+        self.graph_id = NO_GRAPH_ID
+        self._run(self.graph_id, wait)
+        report_failed_capture(failure)
 
     def release(self) -> None:
         """Free the GPU graph. The buffers go with this object."""
@@ -198,6 +203,7 @@ def run_options(graph_id: int, wait: bool) -> Any:
     """Return the options of a run; all runs share them."""
     options = runtime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    options.log_severity_level = FATAL_ONLY  # errors are raised, and a capture that fails is repeated
     if not wait:
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options

@@ -7,6 +7,9 @@ capture. The rules:
     shared       opening a session, uncaptured runs, copies to and from OrtValues, and allocations on a device
     neither      launches of instantiated graphs, events, and waits for one stream
 
+The last reference to a session may go in any thread, without the lock, and closing one ends captures on CUDA. So does
+what other libraries do. `gpu_graphs.capture_graph` and `bound_run.BoundRun` repeat a capture that failed.
+
 A thread inside either side may enter any side again. A thread that waits for the exclusive side makes no device call,
 so its shared side counts as left meanwhile. A shared section must not wait for another thread.
 """

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,42 +14,23 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.progress import announce
-from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
 from sd_ort.runtime.component_files import ComponentFiles
+from sd_ort.runtime.component_opener import ComponentOpener, Cut, EditedGraph, runs_every_step
+from sd_ort.runtime.component_placement import ComponentPlacement
 from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap, trim_heap
 from sd_ort.runtime.op_library import op_library
-from sd_ort.runtime.partitioned import Partition, PartitionedModel, PlacedPartition
 from sd_ort.runtime.providers import is_plugin
-from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, ModelOverride, SessionOptions, create_session
+from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, SessionOptions
 from sd_ort.runtime.session_device import SessionDevice
 from sd_ort.runtime.stream import Stream
-from sd_ort.runtime.streamed import PinnedWeights, StreamedModel, StreamPlan, WeightStream
 from sd_ort.runtime.updatable_weights import UpdatableWeights, update_callback
 from sd_ort.runtime.weight_overrides import WeightOverrides
-
-# Components of every step. With --low-memory they stay in memory together, and their runs are captured as GPU graphs.
-# Measured on an H200, SD 1.5: the UNet gains 0.7 ms per step; the VAE nothing. A text encoder would gain 2 ms an image,
-# but CLIP takes ArgMax of integers, which the CUDA provider leaves to the CPU.
-STEP_COMPONENTS = frozenset({"unet", "transformer", "controlnet"})
-
-Cut = Callable[[Path, int], Sequence[Partition]]  # cuts the graph at a path into a number of partitions
-
-
-@dataclass(frozen=True)
-class EditedGraph:
-    """A serialized graph over a component's weights, and whether its runs are captured."""
-
-    graph: bytes
-    captured: bool
 
 
 class Components(MutableMapping[str, Model]):
     """Name -> `Model` of a folder's components. A component that is assigned replaces the folder's.
 
-    Sessions run on `target`, on the files of `files`, with the weights of `overrides`. `peers`: the same components on
-    the other devices of one image; `placed`: components that run on other devices than the rest; `partitioned`: devices
-    that each run a partition of a component's graph, and the function that cuts it.
+    `opener` opens them on the pipeline's device; `placement` says which run elsewhere.
     """
 
     def __init__(
@@ -64,27 +45,34 @@ class Components(MutableMapping[str, Model]):
     ) -> None:
         """Check the provider; sessions are opened when they are first used.
 
-        `low_memory`: opening a component closes the others, apart from `STEP_COMPONENTS`. `graph`: capture runs of the
-        components in `STEP_COMPONENTS` as GPU graphs; None to capture what the provider can, and to warn of the rest.
-        `others`: as in `ComponentFiles`.
+        `low_memory`: opening a component closes the others, apart from `STEP_COMPONENTS`. `graph`: as in
+        `ComponentOpener`. `others`: as in `ComponentFiles`.
 
         Raises InputError for a folder that holds no pipeline, ProviderError for a provider that is not installed, or
         that captures no graphs with `graph`.
         """
-        self.files = ComponentFiles(folder, others)
-        self.target = SessionDevice.open(provider, options, captures=bool(graph))
-        self.overrides = WeightOverrides()
+        target = SessionDevice.open(provider, options, captures=bool(graph))
+        self.opener = ComponentOpener(ComponentFiles(folder, others), target, graph)
+        self.placement: ComponentPlacement[Components] = ComponentPlacement()
         self.low_memory = low_memory
-        self.graph = graph
         self.opened: dict[str, Model] = {}
         self.edited_graphs: dict[str, EditedGraph] = {}  # by the key that `edit` returns
         self.closed: set[str] = set()  # closed when their weights were replaced: opened again together
-        self.peers: list[Components] = []
-        self.splits_image = False  # between its rows, too, and not only between the halves of guidance
-        self.placed: dict[str, Components] = {}
-        self.partitioned: dict[str, tuple[list[Components], Cut]] = {}
-        self.streamed: dict[str, tuple[StreamPlan, Cut]] = {}
-        self.pinned: dict[str, PinnedWeights] = {}
+
+    @property
+    def files(self) -> ComponentFiles:
+        """Locations of the components' files."""
+        return self.opener.files
+
+    @property
+    def target(self) -> SessionDevice:
+        """The device of the sessions."""
+        return self.opener.target
+
+    @property
+    def overrides(self) -> WeightOverrides:
+        """What the sessions read instead of their files."""
+        return self.opener.overrides
 
     @property
     def folder(self) -> Path:
@@ -123,44 +111,28 @@ class Components(MutableMapping[str, Model]):
         `arena_bytes`: memory of earlier calls that the session reuses. Before the first call twice the weights are set
         aside, for transformed filters and workspaces.
         """
-        if name in self.placed:
-            return self.placed[name].activation_bytes(name, arena_bytes)
+        if name in self.placement.placed:
+            return self.placement.placed[name].activation_bytes(name, arena_bytes)
         return self.target.activation_bytes(self.files.weight_bytes(name), arena_bytes)
 
     def open_peers(self, device_ids: Sequence[int]) -> None:
         """Open the `peers` on devices `device_ids`. Raises as `_open_on_device`."""
-        self.peers = [self._open_on_device(device_id) for device_id in device_ids]
+        self.placement.peers = [self._open_on_device(device_id) for device_id in device_ids]
 
     def run_on_device(self, name: str, number: int) -> None:
         """Run a component on device `number` from now on.
 
         Another thread may run it there while others run here. Raises as `_open_on_device`.
         """
-        self.placed[name] = self._open_on_device(number)
+        self.placement.placed[name] = self._open_on_device(number)
 
     def partition_over(self, name: str, device_ids: Sequence[int], cut: Cut) -> None:
         """Run the partitions of a component's graph on this device and then on devices `device_ids`.
 
         `cut` returns the partitions. Raises as `_open_on_device`.
         """
-        self.partitioned[name] = [self, *(self._open_on_device(device_id) for device_id in device_ids)], cut
-
-    def stream_weights(self, name: str, cut: Cut) -> None:
-        """Keep a component's weights in pinned host memory from now on, if they do not fit beside what a step computes.
-
-        Only providers of sd-ort stream weights. Raises InputError if runs are to be captured.
-        """
-        stream, weights = self.stream, self.files.weight_bytes(name)
-        if stream is None or stream.has_graphs:
-            return
-        budget = min(self.target.free_bytes(), float(self.options.provider_options.get("memory_limit", "inf")))
-        plan = StreamPlan.of(weights, budget)
-        if plan is None:
-            return
-        if self.graph:
-            raise InputError(f"{name} is streamed from host memory, where no runs are captured: leave graph out.")
-        self.streamed[name] = plan, cut
-        announce(f"{name} does not fit in {budget / 1e9:.2f} GB of device memory: {plan.describe(weights)}.")
+        others = [self._open_on_device(device_id).opener for device_id in device_ids]
+        self.placement.partitioned[name] = [self.opener, *others], cut
 
     def _open_on_device(self, number: int) -> Components:
         """Return the same components with the same weights on device `number`; on a CPU, with sessions of their own.
@@ -169,19 +141,19 @@ class Components(MutableMapping[str, Model]):
         """
         options = self.target.options_on(number)
         self.overrides.finish()
-        peer = Components(self.folder, self.provider, options, graph=self.graph, others=self.files.others)
-        peer.overrides = replace(self.overrides, updatable={})
+        peer = Components(self.folder, self.provider, options, graph=self.opener.graph, others=self.files.others)
+        peer.opener.overrides = replace(self.overrides, updatable={})
         return peer
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether weights of open sessions can be updated (see `make_updatable`): on a GPU whose provider supports it.
+        """Whether open sessions follow weight updates (`make_updatable`): on a GPU whose provider supports it.
 
         The CPU's kernels want prepacked weights: without, a step of SD 1.5 takes 1.07 times as long at 64 x 64 latents
         and 1.12 at 32 x 32. Without the op library, weights of `sd_ort`'s operators are folded into other constants.
-        With `peers` or `partitioned` components, all open their sessions again.
+        If several devices compute one image, all open their sessions again.
         """
-        if self.device == "cpu" or self.low_memory or self.peers or self.partitioned:
+        if self.device == "cpu" or self.low_memory or self.placement.peers or self.placement.partitioned:
             return False
         if not is_plugin(self.provider) and op_library(self.options.library, self.provider) is None:
             return False
@@ -189,7 +161,7 @@ class Components(MutableMapping[str, Model]):
 
     @cached_property
     def transposed_operations(self) -> frozenset[str]:
-        """Operations that read their weights in another layout than the graph's: these cannot be shared."""
+        """Operations whose kernels read weights in another layout than the graph's: these are not shared."""
         if self.device == "cpu" or is_plugin(self.provider):
             return frozenset()
         return frozenset() if self.target.supports_in_place_update("NhwcConv") else frozenset({"NhwcConv"})
@@ -199,8 +171,8 @@ class Components(MutableMapping[str, Model]):
         self.files.require(*names)
 
     def __getitem__(self, name: str) -> Model:
-        if name in self.placed:
-            return self.placed[name][name]
+        if name in self.placement.placed:
+            return self.placement.placed[name][name]
         if name in self.closed:
             self.open([name])
         if name not in self.opened:
@@ -209,20 +181,20 @@ class Components(MutableMapping[str, Model]):
             for other in [other for other in self.opened if self._replaces(name, other)]:
                 del self.opened[other]
             if self.low_memory:
-                keep = _kind(name) in STEP_COMPONENTS
-                for other in [other for other in self.opened if not (keep and _kind(other) in STEP_COMPONENTS)]:
+                keep = runs_every_step(name)
+                for other in [other for other in self.opened if not (keep and runs_every_step(other))]:
                     del self.opened[other]
                 gc.collect()
             self.opened[name] = self._open(name)
         return self.opened[name]
 
     def open(self, names: Sequence[str]) -> None:
-        """Open several components in parallel, with those whose weights are being replaced.
+        """Open several components in parallel, and the closed ones with them.
 
         Reading files takes most of the time. This thread opens the last one, the U-Net if there is one: only the main
         thread reuses memory that was freed (`retain_heap`). Raises the first exception of an opening.
         """
-        every = sorted({*names, *self.closed}, key=lambda name: (_kind(name) in STEP_COMPONENTS, name))
+        every = sorted({*names, *self.closed}, key=lambda name: (runs_every_step(name), name))
         memory = nullcontext() if self.provider != "cpu" else retain_heap() if self.closed else return_heap()
         was_kept, self.closed = bool(self.closed), set()
         beside = [] if self.low_memory else every[:-1]
@@ -235,64 +207,15 @@ class Components(MutableMapping[str, Model]):
         if was_kept and not self.overrides.weights:
             trim_heap()
 
-    def _open(self, name: str, partition: Partition | None = None) -> Model:
+    def _open(self, name: str) -> Model:
         if name in self.edited_graphs:
-            component = name.partition(" ")[0]
-            edited = self.edited_graphs[name]
-            override = replace(self.overrides.of(component), graph=edited.graph)
-            if edited.captured:
-                return self._open_captured(component, override)
-            override = replace(override, shared=())
-            # on a GPU the graph may compute weights from updatable ones, which must not be folded
-            return Model(self._session(component, override, unfolded=self.device != "cpu"), self.lock)
-        if partition is None and name in self.partitioned:
-            return self._open_partitions(name)
-        if name in self.streamed:
-            return self._open_streamed(name)
-        return self._open_captured(name, self.overrides.of(name, partition))
-
-    def _open_captured(self, name: str, override: ModelOverride) -> Model:
-        """Open a component; on a GPU as one whose runs are captured, if it is of every step and this can be."""
-        if self.device != "cpu" and self.graph is not False and _kind(name) in STEP_COMPONENTS:
-            try:
-                session = self._session(name, override, capture=True)
-                return GpuGraphModel(session, self.device, self.lock, self.target.capture_stream)
-            except InputError as error:
-                if self.graph:
-                    raise
-                report_failed_capture(error)
-        return Model(self._session(name, override), self.lock)
-
-    def _open_partitions(self, name: str) -> Model:
-        self.overrides.finish()
-        devices, cut = self.partitioned[name]
-        placed = []
-        for device, partition in zip(devices, cut(self.files.model(name), len(devices)), strict=True):
-            device.overrides = replace(device.overrides, weights=self.overrides.weights)
-            placed.append(PlacedPartition(device._open(name, partition), device.device, device.stream))
-        return PartitionedModel(placed)
-
-    def _open_streamed(self, name: str) -> Model:
-        self.overrides.finish()
-        assert self.stream is not None
-        plan, cut = self.streamed[name]
-        path = self.files.model(name)
-        replaced = self.overrides.weights.get(name, {})
-        if name not in self.pinned:
-            self.pinned[name] = PinnedWeights(cut(path, plan.count), plan, path, replaced, self.stream)
-
-        def opened(part: Partition, views: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
-            override = self.overrides.of(name, part)
-            others = {key: value for key, value in override.weights.items() if key not in views}
-            return self._session(name, replace(override, weights=others, updatable=views), settings=settings)
-
-        limit = self.options.provider_options.get("memory_limit")
-        return StreamedModel(
-            WeightStream(self.pinned[name]), opened, self.device, self.lock, None if limit is None else int(limit)
-        )
+            return self.opener.open_edited(name.partition(" ")[0], self.edited_graphs[name])
+        if name in self.placement.partitioned:
+            return self.placement.open_partitions(name, self.opener)
+        return self.opener.open_streamed(name) if name in self.opener.plans else self.opener.open(name)
 
     def _refuse_streamed(self, name: str, label: str) -> None:
-        if name in self.streamed:
+        if name in self.opener.plans:
             raise InputError(f"{name} is streamed from host memory, which {label} cannot: leave low_memory out.")
 
     def variant(self, name: str, label: str, make: Callable[[Path], bytes], *, captured: bool = False) -> Model:
@@ -306,8 +229,7 @@ class Components(MutableMapping[str, Model]):
             self._refuse_streamed(name, label)
             self.require(name)
             override = self.overrides.of_graph(name, make(self.files.model(name)))
-            model = self._open_captured(name, override) if captured else Model(self._session(name, override), self.lock)
-            self.opened[key] = model
+            self.opened[key] = (self.opener.open if captured else self.opener.open_uncaptured)(name, override)
         return self.opened[key]
 
     def edit(self, name: str, label: str, make: Callable[[Path], bytes | None], *, captured: bool = False) -> str:
@@ -321,7 +243,7 @@ class Components(MutableMapping[str, Model]):
         key = f"{name} {label}"
         if key not in self.edited_graphs:
             self._refuse_streamed(name, label)
-            if name in self.partitioned:
+            if name in self.placement.partitioned:
                 raise InputError(f"{name} runs on several devices, which {label} cannot: leave unet_on out.")
             self.require(name)
             graph = make(self.files.model(name))
@@ -340,27 +262,6 @@ class Components(MutableMapping[str, Model]):
         for key in [key for key in self.opened if key.startswith(f"{name} ")]:
             del self.opened[key]
 
-    def _session(
-        self,
-        name: str,
-        override: ModelOverride,
-        capture: bool = False,
-        unfolded: bool = False,
-        settings: Mapping[str, str] | None = None,
-    ) -> Any:
-        """Open a session; `settings`: provider options over those of `options`."""
-        # Packing the weights of a LoRA takes a text encoder longer than several runs gain.
-        skip = bool(override.weights) and self.provider == "cpu" and _kind(name) not in STEP_COMPONENTS
-        sizes = self.overrides.free_dimensions.get(name, {})
-        options = replace(self.options, capture=capture, skip_optimization=skip or unfolded, free_dimensions=sizes)
-        if settings:
-            options = replace(options, provider_options={**options.provider_options, **settings})
-        if override.weights and not override.shared:  # all are copied
-            self.overrides.finish()
-        session = create_session(self.files.model(name), self.provider, options, override, checked=True)
-        self.overrides.finish()
-        return session
-
     def replace_weights(
         self,
         weights: Mapping[str, Mapping[str, np.ndarray]],
@@ -375,21 +276,21 @@ class Components(MutableMapping[str, Model]):
         closed = self.overrides.assign(weights, shared, unfinished)
         for name in closed:
             self._close(name)
-            self.pinned.pop(name, None)
-        if self.peers:
+            self.opener.discard_pinned(name)
+        if self.placement.peers:
             self.overrides.finish()
-        for peer in self.peers:
+        for peer in self.placement.peers:
             peer.replace_weights(weights, shared)
         return bool(closed)
 
     def release_replaced_weights(self) -> Mapping[str, Mapping[str, np.ndarray]]:
-        """Return to the files' weights and close the sessions on others; return these, to be written over."""
+        """Return to the files' weights, close the sessions on others, and return these arrays to be overwritten."""
         weights = self.overrides.weights
         self.replace_weights({})
         return weights
 
     def make_updatable(self, name: str, weights: Mapping[str, np.ndarray]) -> bool:
-        """Have these initializers of a component in updatable memory from now on.
+        """Move these initializers of a component to updatable memory.
 
         Returns whether its session was closed, to be opened over that memory: not if it prefetched them there.
         """
@@ -411,9 +312,8 @@ class Components(MutableMapping[str, Model]):
         self.drop_variants(name)
 
     def __setitem__(self, name: str, model: Model) -> None:
-        if (self.peers and _kind(name) in STEP_COMPONENTS) or name in self.partitioned:
-            raise InputError(f"{name} is open on two devices: load the pipeline on one to replace it.")
-        self.placed.pop(name, None)
+        self.placement.check_assignable(name)
+        self.placement.placed.pop(name, None)
         self.opened[name] = model
 
     def __delitem__(self, name: str) -> None:
@@ -427,8 +327,3 @@ class Components(MutableMapping[str, Model]):
 
     def __len__(self) -> int:
         return len(self.files.names)
-
-
-def _kind(name: str) -> str:
-    """Return the type of a component: controlnet_2 is a controlnet, an edited UNet a UNet."""
-    return "controlnet" if name.startswith("controlnet_") else name.partition(" ")[0]

@@ -39,6 +39,26 @@ def trim_heap() -> None:
         malloc_trim(ctypes.c_size_t(0))
 
 
+class Mallinfo2(ctypes.Structure):
+    """glibc's struct mallinfo2 (mallinfo(3)), in bytes of all threads.
+
+    `uordblks` and `fordblks` are used and free in heaps, and `hblkhd` is used outside of them.
+    """
+
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]  # fmt: skip
+
+
+def mallinfo() -> Mallinfo2:
+    """Return what malloc counts; zeros without glibc 2.33."""
+    function = getattr(_LIBC, "mallinfo2", None)
+    if function is None:
+        return Mallinfo2()
+    function.restype = Mallinfo2
+    info: Mallinfo2 = function()
+    return info
+
+
 def retain_heap() -> AbstractContextManager[None]:
     """Return the context in which malloc behaves as after `disable_trim`."""
     return _while_opening(disable_trim)

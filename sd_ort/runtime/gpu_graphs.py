@@ -16,6 +16,9 @@ from sd_ort.core.garbage_collection import gc_disabled
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK
 from sd_ort.runtime.stream import Stream
 
+# Of a capture. Another thread that creates or destroys a cuBLAS handle ends it, as closing a session of ONNX Runtime's
+# CUDA provider does, and so does a wait for the device by another library (results/capture_calls.md).
+CAPTURE_ATTEMPTS = 3
 RELAXED = 2  # StreamCaptureModeRelaxed: memory may be allocated during the capture, by this thread and by others
 MEMCPY_NODE, HOST_NODE = 1, 3  # GraphNodeTypeMemcpy and GraphNodeTypeHost
 HOST_TO_DEVICE = 1  # MemcpyHostToDevice
@@ -83,7 +86,19 @@ class GpuGraph:
 
 
 def capture_graph(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
-    """Return the graph of what `run` enqueues on `stream`."""
+    """Return the graph of what `run` enqueues on `stream`, which is called again if a capture fails.
+
+    Raises NotCapturable after CAPTURE_ATTEMPTS.
+    """
+    for _ in range(CAPTURE_ATTEMPTS):
+        graph, reason = _capture(stream, run)
+        if not reason:
+            return graph
+    raise NotCapturable(reason)
+
+
+def _capture(stream: Stream, run: Callable[[], object]) -> tuple[ctypes.c_void_p, str]:
+    """Return the graph, and why there is none."""
     graph, handle = ctypes.c_void_p(), ctypes.c_void_p(stream.handle)
     with CAPTURE_LOCK.exclusive(), gc_disabled():  # a finalizer may wait for the stream
         stream.call("StreamBeginCapture", handle, RELAXED)
@@ -94,12 +109,13 @@ def capture_graph(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
             failure = error
         code = stream.c_function("StreamEndCapture")(handle, ctypes.byref(graph))
     if failure is None and not code:
-        return graph
+        return graph, ""
     stream.c_function("GetLastError")()  # which would be taken for that of the next kernel
     if graph:
         stream.call("GraphDestroy", graph)
-    reason = f"the capture failed with error {code}" if failure is None else first_line(failure.__cause__ or failure)
-    raise NotCapturable(reason)
+    return graph, f"the capture failed with error {code}" if failure is None else first_line(
+        failure.__cause__ or failure
+    )
 
 
 def take_release(stream: Stream, graph: ctypes.c_void_p) -> HostNodeParams | None:

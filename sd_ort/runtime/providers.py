@@ -97,7 +97,8 @@ def _register(library: Path) -> list[Any]:
     devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in before]
     if not devices:
         onnxruntime.unregister_execution_provider_library(library.name)  # or the next check meets it as registered
-        raise ProviderError(f"{library} finds no device that it can run on: sd-ort doctor says what is missing.")
+        tool = "nvidia-smi" if library.name == PROVIDER_LIBRARIES["cuda"] else "rocminfo"
+        raise ProviderError(f"{library} finds no device that it can run on: see whether {tool} lists one.")
     if devices[0].ep_name in OURS:
         warn_of_missing_library(library)
     return devices

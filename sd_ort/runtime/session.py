@@ -17,7 +17,7 @@ import numpy as np
 from sd_ort.core import embedded_weights
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line, is_out_of_memory
 from sd_ort.core.onnx_file import EMBEDDED_LIMIT
-from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
+from sd_ort.core.pipeline_folder import MODEL, check_model, manifest_options, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.glibc_malloc import return_heap
@@ -164,8 +164,9 @@ def _open(
     """Open a session; the weights of `override` are all in the data file."""
     entry = provider_named(provider)
     ort_options = _ort_options(provider, options)
-    formats = read_manifest(model_path.parent.parent).get("options", {})
-    if formats.get("eight_bits") == "float8" or (is_plugin(provider) and not formats.get("weights")):
+    formats = manifest_options(model_path.parent.parent)
+    own_kernels = "eight_bits" in formats and formats.get("target") == "cpu"
+    if own_kernels or formats.get("eight_bits") == "float8" or (is_plugin(provider) and not formats.get("weights")):
         # onnxruntime 1.31 fuses DequantizeLinear and MatMul to an operator of integers, whatever the 8 bits are, and
         # moves QuantizeLinear before a Reshape with a DequantizeLinear behind. With this setting it folds the
         # DequantizeLinear of a stored weight, which is then in memory in 16 bits.
@@ -198,7 +199,7 @@ def _open_error(model: Path, provider: str, error: Exception) -> str:
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
     line = f"ONNX Runtime refuses {model}: {reason or _newer_opset(error) or first_line(error)}"
-    target = read_manifest(model.parent.parent).get("options", {}).get("target", "portable")
+    target = manifest_options(model.parent.parent).get("target", "portable")
     expected = provider_named(provider).target or provider
     if target in ("portable", expected):
         return line
@@ -231,7 +232,7 @@ def _warn_of_missing_library(model_path: Path, provider: str, library: Path | bo
 def _warn_of_missing_units(model_path: Path, provider: str) -> None:
     if provider != "cpu" or multiplies_bfloat16():
         return
-    options = read_manifest(model_path.parent.parent).get("options", {})
+    options = manifest_options(model_path.parent.parent)
     if (options.get("target"), options.get("dtype")) == ("cpu", "bfloat16"):
         warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
 

@@ -1,4 +1,4 @@
-"""A component whose weights stay in pinned host memory and are copied to the device part by part, beside the runs.
+"""Components with weights in pinned host memory, which a stream copies to the device part by part during the runs.
 
 Its graph is cut into partitions. As many as fit stay on the device. Each other one reads its weights from one of two
 buffers there. While a partition runs, the weights of the next streamed one are copied to the other buffer.

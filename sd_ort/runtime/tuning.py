@@ -64,7 +64,7 @@ class TuningSource(Protocol):
         """Use an earlier result; False when there is no such operator or candidate."""
 
     def enable(self, enabled: bool) -> None:
-        """Whether calls of unknown signature are measured when they are met."""
+        """Set whether calls of unknown signature are measured when they occur."""
 
 
 class GpuOps:
@@ -184,7 +184,7 @@ def check(path: Path, record: Record, validators: Mapping[str, str]) -> None:
 
 
 def merge(path: Path, record: Record) -> Record:
-    """Add results to a file; what is known of the same call is replaced, all else stays. Returns the whole content.
+    """Add results to a file in place of those of the same calls, and return its whole content.
 
     Writers wait for each other, and readers see the file before or after, never between. Raises TuningError when the
     file is another build's, OutputError when it cannot be written.
@@ -325,7 +325,7 @@ def apply(session: Any, source: TuningSource | None, record: Record) -> None:
 
 
 def save(sessions: Iterable[Any], source: TuningSource | None, onnxruntime_version: str) -> Path | None:
-    """Write what this process and its sessions have measured to the file that fits; None when that is nothing."""
+    """Write the results of this process and its sessions to their file and return its path; None without results."""
     ort_results: list[Record] = []
     for session in sessions:
         ort_results = merge_onnxruntime(

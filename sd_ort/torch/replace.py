@@ -7,23 +7,34 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from diffusers.models.activations import GEGLU
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.normalization import (
+    AdaLayerNormContinuous,
+    AdaLayerNormZero,
+    AdaLayerNormZeroSingle,
+    SD35AdaLayerNormZeroX,
+)
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers import transformer_flux, transformer_flux2, transformer_krea2
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_z_image import FeedForward as ZFeedForward
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from sd_ort.checkpoints.diffusion_transformers import FAMILIES
 from sd_ort.core.errors import InputError
 from sd_ort.torch import kernels, status
 from sd_ort.torch.modules import (
     attention,
     captured_models,
+    joint_attention,
     last_norm,
+    modulated_norms,
     resnet,
     transformer,
     up_blocks,
@@ -31,20 +42,38 @@ from sd_ort.torch.modules import (
     weight_packing,
     winograd,
 )
+from sd_ort.torch.modules import diffusion_transformers as dit
 
 Level = Literal["auto", "performance", "memory"]
 LEVELS = ("auto", "performance", "memory")
 Target = TypeVar("Target")
 
 # diffusers' class -> the subclass that replaces it, and a function that returns why a module is not replaced, or None.
+_ALWAYS: Callable[[Any], str | None] = lambda _: None  # noqa: E731
 _REPLACEMENTS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], str | None]]] = {
     ResnetBlock2D: (resnet.FastResnetBlock2D, resnet.unsupported_reason),
     BasicTransformerBlock: (transformer.FastBasicTransformerBlock, transformer.unsupported_block_reason),
     Transformer2DModel: (transformer.FastTransformer2DModel, transformer.unsupported_transformer_reason),
-    GEGLU: (transformer.FastGEGLU, lambda _: None),
+    GEGLU: (transformer.FastGEGLU, _ALWAYS),
     Upsample2D: (upsample.FastUpsample2D, upsample.unsupported_reason),
-    UpBlock2D: (up_blocks.FastUpBlock2D, lambda _: None),
-    CrossAttnUpBlock2D: (up_blocks.FastCrossAttnUpBlock2D, lambda _: None),
+    UpBlock2D: (up_blocks.FastUpBlock2D, _ALWAYS),
+    CrossAttnUpBlock2D: (up_blocks.FastCrossAttnUpBlock2D, _ALWAYS),
+    # diffusion transformers
+    AdaLayerNormZero: (modulated_norms.FastAdaLayerNormZero, _ALWAYS),
+    AdaLayerNormZeroSingle: (modulated_norms.FastAdaLayerNormZeroSingle, _ALWAYS),
+    AdaLayerNormContinuous: (modulated_norms.FastAdaLayerNormContinuous, _ALWAYS),
+    SD35AdaLayerNormZeroX: (modulated_norms.FastSD35AdaLayerNormZeroX, _ALWAYS),
+    JointTransformerBlock: (dit.FastJointTransformerBlock, _ALWAYS),
+    transformer_flux.FluxTransformerBlock: (dit.FastFluxTransformerBlock, _ALWAYS),
+    transformer_flux.FluxSingleTransformerBlock: (dit.FastFluxSingleTransformerBlock, _ALWAYS),
+    transformer_flux2.Flux2TransformerBlock: (dit.FastFlux2TransformerBlock, _ALWAYS),
+    transformer_flux2.Flux2SingleTransformerBlock: (dit.FastFlux2SingleTransformerBlock, _ALWAYS),
+    transformer_flux2.Flux2SwiGLU: (dit.FastFlux2SwiGLU, _ALWAYS),
+    QwenImageTransformerBlock: (dit.FastQwenImageTransformerBlock, _ALWAYS),
+    ZImageTransformerBlock: (dit.FastZImageTransformerBlock, _ALWAYS),
+    ZFeedForward: (dit.FastZFeedForward, _ALWAYS),
+    transformer_krea2.Krea2TransformerBlock: (dit.FastKrea2TransformerBlock, _ALWAYS),
+    transformer_krea2.Krea2SwiGLU: (dit.FastKrea2SwiGLU, _ALWAYS),
 }
 _ORIGINALS: dict[type[nn.Module], type[nn.Module]] = {
     **{fast: original for original, (fast, _) in _REPLACEMENTS.items()},
@@ -54,16 +83,18 @@ _ORIGINALS: dict[type[nn.Module], type[nn.Module]] = {
 }
 _WITH_LAST_NORM = (UNet2DConditionModel, Encoder, Decoder)
 # Classes that handle norms themselves, or whose norms are handled by one of these.
-_SUPPORTED = (Attention, *_WITH_LAST_NORM, *_REPLACEMENTS)
+_SUPPORTED = (Attention, *joint_attention.ATTENTIONS, *_WITH_LAST_NORM, *_REPLACEMENTS)
 # Attributes of a component: its weights were converted to channels last; its slicing was enabled.
 _CHANNELS_LAST, _SLICING = "_sd_ort_memory_format", "_sd_ort_sliced"
 
 
 def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -> Target:
-    """Replace modules of a diffusers pipeline or module (SD 1.x, 2.x, SDXL, ControlNet, VAE), and return the target.
+    """Replace modules of a diffusers pipeline or module, and return the target.
 
-    Parameters stay the same objects with the same values and names. `restore` undoes everything. A module of another
-    class, or with another processor, norm or activation, is not replaced: `status()` counts it with the reason.
+    Models are SD 1.x, 2.x, SDXL, ControlNet, the VAE, and the transformers of SD 3, FLUX.1 and 2, Z-Image, Qwen-Image
+    and Krea 2. Parameters stay the same objects with the same values and names. `restore` undoes everything. A module
+    of another class, or with another processor, norm or activation, is not replaced: `status()` counts it with the
+    reason.
 
     Args:
         target: A diffusers pipeline or a torch module.
@@ -80,16 +111,20 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
             reason. A model that changed (LoRA layers and their scales, a processor, moved weights) is captured again.
 
     Raises:
-        InputError: The level is unknown, or the target has no modules or a diffusion transformer.
+        InputError: The level is unknown, the target has no modules, or it has a transformer without any module that
+            can be replaced. The target is then as it was.
     """
     if level not in LEVELS:
         raise InputError(f"Unknown level {level!r}: choose one of {', '.join(LEVELS)}.")
-    if names := [type(part).__name__ for part in components(target) if type(part).__name__ in FAMILIES]:
-        raise InputError(f"{names[0]} is not supported: optimize pipe.vae alone, or generate with sd_ort's pipelines.")
     restore(target)
     for component in components(target):
+        replaced = status.replaced.total()
         for module in component.modules():
             _replace(module, level)
+        if _is_transformer(component) and status.replaced.total() == replaced:
+            restore(target)
+            raise InputError(f"{type(component).__name__} is not supported: optimize pipe.vae alone.")
+        for module in component.modules():
             if graph or (graph is None and level != "memory"):
                 captured_models.enable_capture(module)
         if level == "performance":
@@ -131,7 +166,10 @@ def components(target: object) -> list[nn.Module]:
 def _replace(module: nn.Module, level: Level) -> None:
     """Replace the class of a module, or the processor of an attention, if it is supported, and count it."""
     name = type(module).__name__
-    if isinstance(module, Attention):
+    if joint_attention.is_joint(module):
+        if _count(name, joint_attention.unsupported_reason(module)):
+            joint_attention.replace(module)
+    elif isinstance(module, Attention):
         _replace_processor(module, level)
     if isinstance(module, _WITH_LAST_NORM) and _count(f"{name}.conv_norm_out", last_norm.unsupported_reason(module)):
         module.conv_norm_out.__class__ = last_norm.GroupNormSilu
@@ -144,6 +182,11 @@ def _replace(module: nn.Module, level: Level) -> None:
         status.not_replaced[name, "a subclass of a supported class"] += 1
     elif module.__module__.startswith("diffusers.") and not isinstance(module, _SUPPORTED) and _has_norm(module):
         status.not_replaced[name, "an unsupported class with norms"] += 1
+
+
+def _is_transformer(component: nn.Module) -> bool:
+    """Return whether a component is a denoising transformer of diffusers, of a supported family or another one."""
+    return type(component).__module__.startswith("diffusers.models.transformers.")
 
 
 def _has_norm(module: nn.Module) -> bool:
@@ -189,6 +232,7 @@ def _restore(module: nn.Module) -> None:
     weight_packing.to_row_major(module)
     if type(module) in _ORIGINALS:
         module.__class__ = _ORIGINALS[type(module)]
+    joint_attention.restore(module)
     if isinstance(module, Attention) and isinstance(module.processor, attention.FastAttnProcessor):
         if module.processor.packed:
             weight_packing.unpack_parameters(weight_packing.qkv_weights(module))

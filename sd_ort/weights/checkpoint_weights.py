@@ -26,7 +26,7 @@ class CheckpointWeights:
 
     @property
     def _source(self) -> Mapping[str, Any]:
-        """What the manifest says of the checkpoint."""
+        """The manifest's entry of the checkpoint."""
         source: Mapping[str, Any] = read_manifest(self.folder).get("source", {})
         return source
 

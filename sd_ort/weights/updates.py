@@ -23,10 +23,11 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -50,6 +51,7 @@ from sd_ort.weights.recipes import read_recipes
 
 Deltas = Mapping[str, Delta | np.ndarray]  # by checkpoint tensor, in torch's layout, float32
 FOUR_BITS = frozenset({"int4", "uint4"})  # two elements a byte, which ONNX Runtime takes from files alone
+Computed = TypeVar("Computed")
 BLOCK_ELEMENTS = 1 << 16  # elements of up @ down that are computed at once
 
 # ai.onnx operators whose kernels read a weight unchanged if prepacking is off. Weights that other operators read, such
@@ -162,13 +164,16 @@ class WeightUpdater:
                 shapes = f"{list(blank[tensor].shape)} instead of {list(shape)}"
                 raise InputError(f"the LoRA is of another family: its {tensor} has another shape ({shapes}).")
         new = [each for each in names if each not in self._verified]
-        values = compute_sums([partial(self._quantized, component, part, name, {}) for part, name in new])
-        for (part, name), quantized in zip(new, values, strict=True):
-            if quantized.tobytes() != self._values(self._initializers(part)[name]).tobytes():
-                raise InputError(
-                    f"{self.folder} has {recipes.sources(table[name])[0]} in fewer bits, and "
-                    f"{self._checkpoint.name} is another checkpoint by now: optimize it again."
-                )
+        parts = dict.fromkeys(part for part, _ in new)
+        groups = [(part, group) for part in parts for group in _same_sources(table, [n for p, n in new if p == part])]
+        values = compute_sums([partial(self._quantized, component, part, group, {}) for part, group in groups])
+        for (part, group), arrays in zip(groups, values, strict=True):
+            for name, quantized in zip(group, arrays, strict=True):
+                if quantized.tobytes() != self._values(self._initializers(part)[name]).tobytes():
+                    raise InputError(
+                        f"{self.folder} has {recipes.sources(table[name])[0]} in fewer bits, and "
+                        f"{self._checkpoint.name} is another checkpoint by now: optimize it again."
+                    )
         self._verified.update(new)
 
     def apply(self, components: Components, deltas: Mapping[str, Deltas]) -> bool:
@@ -232,13 +237,20 @@ class WeightUpdater:
         if not names:
             return {}
 
-        sums = [partial(self._sum, component, part, deltas, name, reuse_buffers.get(name)) for name in names]
-        return dict(zip(names, compute_sums(sums), strict=True))
+        table = self.recipes[component]
+        groups = [[name] for name in names if not recipes.is_quantized(table[name])]
+        groups += _same_sources(table, [name for name in names if recipes.is_quantized(table[name])])
+
+        def compute(group: Sequence[str]) -> list[np.ndarray]:
+            if recipes.is_quantized(table[group[0]]):
+                return self._quantized(component, part, group, deltas)
+            return [self._sum(component, part, deltas, name, reuse_buffers.get(name)) for name in group]
+
+        values = compute_sums([partial(compute, group) for group in groups])
+        return dict(zip(chain(*groups), chain(*values), strict=True))
 
     def _sum(self, component: str, part: str, deltas: Deltas, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Return an initializer with `deltas` added, in `out` if they are low-rank."""
-        if recipes.is_quantized(self.recipes[component][name]):
-            return self._quantized(component, part, name, deltas)
+        """Return an initializer of 16 or 32 bits with `deltas` added, in `out` if they are low-rank."""
         weight = self._values(self._initializers(part)[name])
         factors = self._factors(component, part, deltas, name)
         if factors is not None:
@@ -246,11 +258,13 @@ class WeightUpdater:
         delta = self._dense_delta(component, part, name, deltas)
         return np.add(weight, delta.reshape(weight.shape), dtype=np.float32).astype(weight.dtype, copy=False)
 
-    def _quantized(self, component: str, part: str, name: str, deltas: Deltas) -> np.ndarray:
-        """Return an initializer in fewer bits, or its scales, computed from the checkpoint's tensors and `deltas`."""
+    def _quantized(self, component: str, part: str, names: Sequence[str], deltas: Deltas) -> list[np.ndarray]:
+        """Return initializers in fewer bits of the same tensors (elements and scales), computed from the checkpoint's
+        tensors and `deltas`. Each sum is computed once."""
         table = self.recipes[component]
         read = self._checkpoint.read(component, table)
 
+        @cache
         def read_sum(tensor: str) -> np.ndarray:
             weight, delta = read(tensor), deltas.get(tensor)
             if delta is None:
@@ -259,10 +273,11 @@ class WeightUpdater:
             return recipes.as_float32(weight) + dense.reshape(weight.shape)
 
         try:
-            values = recipes.evaluate(table[name], read_sum)
+            values = [recipes.evaluate(table[name], read_sum) for name in names]
         except ValueError as error:
-            raise InputError(f"the LoRA cannot be added to {recipes.sources(table[name])[0]}: {error}.") from error
-        return values.astype(self._initializers(part)[name].dtype, copy=False)
+            raise InputError(f"the LoRA cannot be added to {recipes.sources(table[names[0]])[0]}: {error}.") from error
+        dtypes = [self._initializers(part)[name].dtype for name in names]
+        return [array.astype(dtype, copy=False) for array, dtype in zip(values, dtypes, strict=True)]
 
     def _factors(self, component: str, part: str, deltas: Deltas, name: str) -> LowRankDelta | None:
         """Return the factors of the product that is added to an initializer, None if it is no such sum."""
@@ -444,6 +459,14 @@ class DeviceUpdate:
         self.bound.run(wait)
 
 
+def _same_sources(table: Mapping[str, recipes.WeightRecipe], names: Sequence[str]) -> list[list[str]]:
+    """Return initializers in groups of those that are computed from the same checkpoint tensors."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(tuple(recipes.sources(table[name])), []).append(name)
+    return list(groups.values())
+
+
 def _low_rank(recipe: recipes.WeightRecipe, deltas: Deltas) -> LowRankDelta | None:
     """Return the delta of a tensor, or of the transpose of a matrix, as factors; None for other recipes and deltas."""
     if isinstance(recipe, str):
@@ -488,7 +511,7 @@ def _is_read_by_runs(consumer: Consumer) -> bool:
     return consumer.domain == DOMAIN and consumer.op_type in READ_BY_RUNS
 
 
-def compute_sums(sums: Sequence[Callable[[], np.ndarray]]) -> list[np.ndarray]:
+def compute_sums(sums: Sequence[Callable[[], Computed]]) -> list[Computed]:
     """Call `sums` in a thread per processor. BLAS threads would wait for each other in each of these threads: eight
     times the processor time."""
     if not sums:

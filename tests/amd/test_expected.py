@@ -60,5 +60,6 @@ def test_a_measured_time_is_judged(tmp_path: Path, factor: float, verdict: str) 
 def test_a_target_without_an_expected_time_is_named(tmp_path: Path) -> None:
     message = expected.compare(measured(tmp_path, 1.0), "gfx1102")
     assert (
-        message == "No time is expected of gfx1102, only of gfx1030, gfx1100, gfx1151, gfx1201, gfx908, gfx90a, gfx942, gfx950."
+        message
+        == "No time is expected of gfx1102, only of gfx1030, gfx1100, gfx1151, gfx1201, gfx908, gfx90a, gfx942, gfx950."
     )

@@ -18,7 +18,7 @@ from simulation import ROOT, simulate
 from scripts.checks import soak_gpu
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime import bound_run, components
+from sd_ort.runtime import bound_run, component_opener
 from sd_ort.stages import optimize
 
 SOAK = str(ROOT / "scripts/checks/soak_gpu.py")
@@ -64,12 +64,12 @@ def test_what_threads_did_when_a_run_was_not_captured(monkeypatch: pytest.Monkey
             opens.set()
             ends.wait()
 
-    monkeypatch.setattr(components, "create_session", create_session)
+    monkeypatch.setattr(component_opener, "create_session", create_session)
     monkeypatch.setattr(soak_gpu, "device_megabytes", lambda: None)
     state = soak_gpu.Soak(Path(), "sdcuda", 1)
     with state.record_failed_captures():
-        components.create_session(Path("text_encoder/model.onnx"))
-        thread = threading.Thread(target=components.create_session, args=[Path("unet/model.onnx")], name="opens")
+        component_opener.create_session(Path("text_encoder/model.onnx"))
+        thread = threading.Thread(target=component_opener.create_session, args=[Path("unet/model.onnx")], name="opens")
         thread.start()
         opens.wait()
         bound_run.report_failed_capture(SdOrtError("no memory"))
@@ -81,7 +81,7 @@ def test_what_threads_did_when_a_run_was_not_captured(monkeypatch: pytest.Monkey
     assert (text["session"], unet["session"], unet["thread"], unet["end"]) == ("text_encoder", "unet", "opens", None)
     assert text["begin"] <= text["end"] <= unet["begin"] <= 0
     assert any("create_session" in line for line in row["stacks"]["opens"])
-    assert components.create_session is create_session
+    assert component_opener.create_session is create_session
 
 
 def test_cpu(small_export: Path, controlled: Path, adapter: Path, tmp_path: Path) -> None:

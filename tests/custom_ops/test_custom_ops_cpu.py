@@ -298,17 +298,20 @@ def test_empty_convolutions(inputs: dict[str, tuple[int, ...]], dtype: str, libr
     assert (y == np.broadcast_to(arrays["B"].reshape(1, -1, 1, 1), (n, inputs["B"][0], h, w))).all()
 
 
-@pytest.mark.parametrize("folder", ["bfloat16_conv", "bfloat16_matmul"])
+@pytest.mark.parametrize("folder", ["bfloat16_conv", "bfloat16_matmul", "quantized_conv", "quantized_linear"])
 def test_constant_bfloat16_weights_are_packed_once(folder: str, library: Path) -> None:
-    """By the first call, and read by calls of several threads; as many bits as float32 weights that are rounded."""
+    """By the first call, and read by calls of several threads; as many bits as float32 weights that are rounded. So are
+    int8 weights."""
     operator = load(folder)
-    case = operator.cases[4]
+    case = next(c for c in operator.cases[4:] if c.distribution in ("int8", "normal"))
     arrays = generate_inputs(operator, case, "float32")
     expected = session(one_node_model(operator, case, arrays, "float32"), library).run(None, arrays)[0]
     proto = onnx.load_from_string(one_node_model(operator, case, arrays, "float32"))
     weight = next(value for value in proto.graph.input if value.name == "W")
     proto.graph.input.remove(weight)
-    proto.graph.initializer.append(numpy_helper.from_array(arrays.pop("W").astype(ml_dtypes.bfloat16), "W"))
+    constant = arrays.pop("W")
+    constant = constant if constant.dtype == np.int8 else constant.astype(ml_dtypes.bfloat16)
+    proto.graph.initializer.append(numpy_helper.from_array(constant, "W"))
     runner = session(proto.SerializeToString(), library)
     with ThreadPoolExecutor(3) as threads:
         drawn = [threads.submit(runner.run, None, arrays) for _ in range(6)]
@@ -326,6 +329,11 @@ EMPTY = [
     ("WinogradConv", "winograd_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3}),
     ("Bfloat16Attention", "bfloat16_attention", {"batch": HUGE, "heads": 8, "kv_sequence": HUGE, "head_size": 8}),
     ("Bfloat16Conv", "bfloat16_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3, "edge": 3}),
+    (
+        "QuantizedConv",
+        "bfloat16_conv",
+        {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3, "edge": 3},
+    ),
     ("Bfloat16MatMul", "bfloat16_matmul", {"rows": HUGE, "inner": HUGE}),
     ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8, "channels_last": 1}),
     ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8}),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from test_export import check_against_torch
+from transformer_families import check_eight_bits
 
 import sd_ort as sd_ort_package
 from sd_ort import Flux2KleinPipeline, FluxPipeline, StableDiffusion3Pipeline
@@ -114,6 +115,11 @@ def test_fusions(exported, tmp_path, preset, opset, target):
     result = verify(folder, tmp_path / "out", components=tested)
     assert result["passed"], result["rows"]
     assert {row["component"] for row in result["rows"]} == set(tested)
+
+
+@pytest.mark.parametrize("preset", [SD3, FLUX, KLEIN])
+def test_eight_bits(exported, tmp_path, preset):
+    check_eight_bits(exported(preset, WHOLE[preset]), tmp_path)
 
 
 @pytest.mark.parametrize(("target", "dtype"), [("gpu", "float16"), ("gpu", "bfloat16"), ("cuda", "float16")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import inspect
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -264,6 +266,63 @@ def test_interrupt(tmp_path):
     assert [line for line in error if line][-1].startswith("sd-ort: interrupted")
     assert "Traceback" not in "".join(error)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_keeps_finished_components(tmp_path, monkeypatch):
+    """The same export takes them and leaves nothing beside its folder; one with other options exports all of them."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    failures: dict[str, BaseException] = {}
+    interrupted = threading.Event()
+    exported: list[str] = []
+
+    def export_component(_, name, folder, options):
+        failure = failures.pop(name, None)
+        if isinstance(failure, KeyboardInterrupt):
+            _thread.interrupt_main()
+            interrupted.wait(60)
+        if failure:
+            raise failure
+        exported.append(name)
+        folder.mkdir()
+        (folder / "model.onnx").write_text(f"{name} {options.opset}")
+        return {"seconds": 0.1}
+
+    def run(opset):
+        exported.clear()
+        interrupted.clear()
+        lines: list[str] = []
+        options = {"preset": "sd15-mini", "random_weights": True, "exporter": "torchscript", "opset": opset}
+        manifest = exporter.export(None, tmp_path / "out", **options, on_progress=lines.append)
+        return lines, list(manifest["components"])
+
+    def interrupt(opset, name):
+        failures[name] = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            run(opset)
+        interrupted.set()
+
+    monkeypatch.setattr(exporter, "export_component", export_component)
+    try:
+        interrupt(17, "unet")
+        assert [path.name for path in tmp_path.iterdir()] == [".out.finished"]
+        interrupt(20, "unet")
+        assert exported == ["text_encoder"]
+        interrupt(20, "vae_decoder")
+        assert exported == ["unet", "vae_encoder"]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    lines, components = run(20)
+    assert exported == ["vae_decoder"]
+    assert components == ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
+    assert lines[2] == "[3/4] vae_encoder: taken from the export that was interrupted"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for name in components:
+        assert (tmp_path / "out" / name / "model.onnx").read_text() == f"{name} 20"
+
+    failures["unet"] = OutputError("No space left.")
+    with pytest.raises(OutputError):
+        run(17)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_python_api_raises_the_same_errors(tmp_path):

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformer_families import built, check_fusions, check_lora, check_text_encoder, hoisted_counts, nmse
+from transformer_families import (
+    built,
+    check_eight_bits,
+    check_fusions,
+    check_lora,
+    check_text_encoder,
+    hoisted_counts,
+    nmse,
+)
 
 from scripts.fixtures.parity_models import Models, preset
 from sd_ort import Krea2Pipeline, transformer_pipeline
@@ -102,6 +110,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     expected |= dict.fromkeys(("RMSNormalization", "LayerNormalization", "Gelu", "Gemm", "Softmax", "Expand"), 0)
     assert {op: counts["transformer"][op] for op in expected} == expected
     assert counts["transformer_prompt"]["MultiHeadAttention"] == counts["transformer_prompt"]["RotaryQkv"] == 2
+
+
+def test_eight_bits(models: Models, tmp_path: Path) -> None:
+    check_eight_bits(Path(models.export(FAMILY)), tmp_path)
 
 
 def test_the_text_encoder_is_fused(hoisted: Krea2Pipeline) -> None:

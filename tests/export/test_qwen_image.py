@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 from export_limits import assert_not_exportable
 from image_metrics import psnr
 from PIL import Image
 from safetensors.torch import save_file
-from transformer_families import built, check_fusions, check_lora, check_text_encoder, hoisted_counts, nmse
+from transformer_families import (
+    built,
+    check_eight_bits,
+    check_fusions,
+    check_lora,
+    check_text_encoder,
+    hoisted_counts,
+    nmse,
+)
 
 from scripts.fixtures.parity_models import Models
 from sd_ort import QwenImagePipeline, transformer_pipeline
@@ -127,6 +137,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     assert {op: counts[op] for op in expected} == expected
 
 
+def test_eight_bits(models: Models, tmp_path: Path) -> None:
+    check_eight_bits(Path(models.export(FAMILY)), tmp_path)
+
+
 def test_the_text_encoder_is_fused(hoisted: QwenImagePipeline) -> None:
     check_text_encoder(hoisted.folder, layers=2)
 
@@ -153,6 +167,60 @@ def test_images_with_and_without_a_lora(
     call: dict[str, Any] = {**CALL, "negative_prompt": ["b c", " "]}
     files = (tmp_path / f"{file}.safetensors" for file in ("theirs", "ours"))
     check_lora(models.theirs(FAMILY, KIND), hoisted, call, PROMPTS, *files)
+
+
+# Of Qwen-Image-Lightning's page: the schedule of its LoRAs for 4 and 8 steps.
+LIGHTNING = {
+    "base_image_seq_len": 256, "base_shift": math.log(3), "invert_sigmas": False, "max_image_seq_len": 8192,
+    "max_shift": math.log(3), "num_train_timesteps": 1000, "shift": 1.0, "shift_terminal": None,
+    "stochastic_sampling": False, "time_shift_type": "exponential", "use_beta_sigmas": False,
+    "use_dynamic_shifting": True, "use_exponential_sigmas": False, "use_karras_sigmas": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "steps"), [("diffusers", 8), ("lightning", 4), ("comfyui", 4)])
+def test_few_steps_with_a_lora_and_its_schedule(
+    models: Models, hoisted: QwenImagePipeline, tmp_path: Path, layout: str, steps: int
+) -> None:
+    """Lightning's files have lora_down, lora_up and alpha without a prefix, ComfyUI's with one."""
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    width, rank = 96, 4
+    prefix = {"diffusers": "transformer.", "lightning": "", "comfyui": "diffusion_model."}[layout]
+    up, down = ("lora_B", "lora_A") if layout == "diffusers" else ("lora_up", "lora_down")
+    for name, out in (("attn.to_q", width), ("attn.add_v_proj", width), ("img_mlp.net.0.proj", 4 * width)):
+        full = f"{prefix}transformer_blocks.0.{name}"
+        tensors[f"{full}.{up}.weight"] = torch.randn(out, rank, generator=generator)
+        tensors[f"{full}.{down}.weight"] = torch.randn(rank, width, generator=generator) * width**-0.5
+        if layout != "diffusers":
+            tensors[f"{full}.alpha"] = torch.tensor(0.75 * rank)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    theirs, call = models.theirs(FAMILY, KIND), {**CALL, "num_inference_steps": steps, "true_cfg_scale": 1.0}
+    own, seeded = theirs.scheduler, {"prompt": "a", "generator": 5}
+    before = hoisted(**call, **seeded).images
+    theirs.scheduler = FlowMatchEulerDiscreteScheduler.from_config(LIGHTNING)
+    hoisted.scheduler = LIGHTNING if layout == "comfyui" else theirs.scheduler
+    try:
+        assert psnr(hoisted(**call, **seeded).images, before, peak=1.0) < 50, "the schedule counts"
+        assert QwenImagePipeline.from_pipe(hoisted).scheduler_config == hoisted.scheduler_config
+        check_lora(theirs, hoisted, call, PROMPTS, *[tmp_path / "lora.safetensors"] * 2, guided=False)
+    finally:
+        theirs.scheduler, hoisted.scheduler = own, None
+    assert np.array_equal(hoisted(**call, **seeded).images, before)
+
+
+@pytest.mark.parametrize(("scheduler", "message"), [
+    ("euler", "cannot be set by name for this model: give a scheduler_config.json"),
+    ("missing.json", "missing.json is missing"),
+    ({"_class_name": "DDIMScheduler"}, "DDIMScheduler is not supported for diffusion transformers"),
+    ({"stochastic_sampling": True}, "stochastic_sampling = True is not supported"),
+    ({"base_shift": "3"}, "damaged at 'base_shift'"),
+    (3, "A int is no scheduler"),
+])  # fmt: skip
+def test_schedulers_are_rejected_by_name(hoisted: QwenImagePipeline, scheduler: Any, message: str) -> None:
+    before = hoisted.scheduler_config
+    with pytest.raises(InputError, match=message):
+        hoisted.scheduler = scheduler
+    assert hoisted.scheduler_config is before
 
 
 MAG = {"threshold": 0.3, "num_inference_steps": 12, "mag_ratios": [1.1, 0.9, 1.05, 0.97]}
@@ -184,13 +252,17 @@ def test_caches(models: Models, hoisted: QwenImagePipeline, config: Any, module:
 
 
 def test_generate_command(hoisted: QwenImagePipeline, sd_ort: Any, tmp_path: Path) -> None:
-    """`--guidance` is the scale of `--negative`, which guides."""
+    """`--guidance` is the scale of `--negative`, which guides; `--scheduler` is the file of a schedule."""
+    schedule = tmp_path / "scheduler_config.json"
+    schedule.write_text(json.dumps(LIGHTNING))
     options = ["--height", "32", "--width", "32", "--provider", "cpu", "--seed", "4", "--steps", "2"]
     out = tmp_path / "image.png"
-    more = ["--negative", "blurry", "--guidance", "3"]
+    more = ["--negative", "blurry", "--guidance", "3", "--scheduler", str(schedule)]
     assert sd_ort("generate", "a square", "--model", hoisted.folder, *options, *more, "--out", out)[0] == 0
     call = {"height": 32, "width": 32, "num_inference_steps": 2, "generator": 4}
+    hoisted.scheduler = LIGHTNING
     expected = hoisted("a square", negative_prompt="blurry", true_cfg_scale=3.0, **call).images[0]
+    hoisted.scheduler = None
     with Image.open(out) as image:
         assert np.array_equal(np.asarray(image), np.asarray(expected))
 

@@ -12,9 +12,9 @@ import onnxruntime as ort
 import pytest
 
 from fusion_passes import DOMAIN, weight_recipes
-from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
+from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, Layer, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
-from fusion_passes.lower import float8_output, quantized_linear
+from fusion_passes.lower import bfloat16_layout, float8_output, quantized_conv, quantized_linear
 from fusion_passes.operators import function_bodies
 from fusion_passes.quantized_weights import FORMATS, OPERATIONS
 from fusion_passes.shapes.infer import annotate
@@ -252,9 +252,9 @@ UNLOWERED = [
     ("not dequantized", "w = DequantizeLinear (e, t)  y = MatMul (x, w)"),
     ("not dequantized", "d = DequantizeLinear (q, s)  y = MatMul (d, other)"),
     ("zero point", "d = DequantizeLinear (q, s, z)  w = DequantizeLinear (e, t)  y = MatMul (d, w)"),
-    ("not a constant matrix", "d = DequantizeLinear (q, s)  p = DequantizeLinear (f, s)  y = MatMul (d, p)"),
+    ("not a constant of 2 axes", "d = DequantizeLinear (q, s)  p = DequantizeLinear (f, s)  y = MatMul (d, p)"),
     ("more than one scale", "d = DequantizeLinear <axis = 2> (q, r)  w = DequantizeLinear (e, t)  y = MatMul (d, w)"),
-    ("those of the columns", "d = DequantizeLinear (q, s)  w = DequantizeLinear <axis = 0> (e, r)  y = MatMul (d, w)"),
+    ("those of the output", "d = DequantizeLinear (q, s)  w = DequantizeLinear <axis = 0> (e, r)  y = MatMul (d, w)"),
 ]  # fmt: skip
 
 
@@ -273,6 +273,68 @@ def test_other_linears_are_not_lowered(reason: str, body: str) -> None:
     outcome = quantized_linear.quantized_linear(model)
     assert reason in "; ".join(rejection.reason for rejection in outcome.rejections)
     assert [node.op_type for node in model.graph] == before
+
+
+SQUARE, PIXEL = "float[48,64,3,3] k", "float[48,64,1,1] k"
+CONVOLUTIONS_BETWEEN_QDQ = [
+    (f"y = Conv {SAME} (sample, k, b)", f"{SQUARE}, float[48] b", {"stride": 1, "x_last": 0, "y_last": 0}),
+    ("y = Conv <pads = [1, 1, 1, 1], strides = [2, 2]> (sample, k)", SQUARE, {"stride": 2, "x_last": 0, "y_last": 0}),
+    ("z = Conv (sample, k, b)  l = Transpose <perm = [0, 2, 3, 1]> (z)  y = Relu (l)", f"{PIXEL}, float[48] b",
+     {"stride": 1, "x_last": 0, "y_last": 1}),
+    ("t = Transpose <perm = [0, 2, 3, 1]> (sample)  r = Relu (t)  x = Transpose <perm = [0, 3, 1, 2]> (r)  "
+     "y = Conv (x, k)", PIXEL, {"stride": 1, "x_last": 1, "y_last": 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "weights", "attributes"), CONVOLUTIONS_BETWEEN_QDQ)
+def test_convolutions_between_qdq_are_lowered(body: str, weights: str, attributes: dict[str, int]) -> None:
+    """To the CPU's operator, which computes what the graph with QDQ does; Transposes around 1 x 1 filters go, that in
+    front of QuantizeLinear too."""
+    model = model_of(body, weights, "float[N,64,H,W] sample")
+    (conv,) = (node for node in model.graph if node.op_type == "Conv")
+    feed = {"sample": np.random.default_rng(3).standard_normal((2, 64, 6, 5)).astype(np.float32)}
+    x = conv.inputs[0]
+    assert x is not None
+    x.name = "x"
+    if x.is_graph_input():
+        feed = {"x": feed["sample"]}
+    insert_qdq(model.graph, [Layer(conv, 0)], FORMATS["int8"], {"x": 3.0})
+    expected = run_with_bodies(model, feed)
+    assert quantized_conv.quantized_conv(model).counts == {"quantized_conv": 1}
+    bfloat16_layout.bfloat16_layout(model)
+    assert [node.op_type for node in model.graph if node.op_type != "Relu"] == [
+        *(["Transpose"] if attributes["x_last"] else []), "QuantizeLinear", "QuantizedConv"
+    ]  # fmt: skip
+    node = next(node for node in model.graph if node.op_type == "QuantizedConv")
+    assert {key: value.as_int() for key, value in node.attributes.items()} == attributes
+    np.testing.assert_allclose(run_with_bodies(model, feed), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "attributes", "weight"),
+    [
+        ("strides", "<pads = [1, 1, 1, 1], strides = [3, 3]>", "3,3"),
+        ("pads", "", "3,3"),
+        ("pads", "<pads = [1, 1, 1, 1]>", "1,1"),
+        ("dilations", "<pads = [2, 2, 2, 2], dilations = [2, 2]>", "3,3"),
+        ("3 x 3", "<pads = [2, 2, 2, 2]>", "5,5"),
+        ("one of its operands", "<pads = [1, 1, 1, 1]>", "3,3"),
+    ],
+)
+def test_other_convolutions_are_not_lowered(reason: str, attributes: str, weight: str) -> None:
+    """They are not taken for the CPU either, so that the graph has no QDQ around a layer in float32."""
+    model = model_of(f"y = Conv {attributes} (sample, k)", f"float[48,64,{weight}] k", "float[N,64,H,W] sample")
+    (conv,) = model.graph
+    sample = conv.inputs[0]
+    if reason != "one of its operands":
+        assert reason in (quantized_conv.kernel_reject_reason(conv) or "")
+    insert_qdq(model.graph, [Layer(conv, 0)], FORMATS["int8"], {"sample": 3.0})
+    if reason == "one of its operands":
+        conv.replace_input_with(0, sample)
+    outcome = quantized_conv.quantized_conv(model)
+    assert not outcome.counts
+    assert reason in outcome.rejections[0].reason
+    assert model.graph[-1] is conv
 
 
 # Producers of a float32 value `a` from x and `other` (N, S, 64), with an output in float8.

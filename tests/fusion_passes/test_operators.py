@@ -26,6 +26,7 @@ KERNELS = {
     "LinearAdd": "linear_add",
     "LinearSplitGelu": "linear_split_gelu",
     "MultiHeadAttention": "multi_head_attention",
+    "QuantizedConv": "quantized_conv",
     "RotaryEmbedding": "rotary_embedding",
     "RotaryQkv": "rotary_qkv",
     "SkipGroupNorm": "skip_group_norm",
@@ -87,7 +88,7 @@ def test_the_body_matches_the_kernels_reference(
         [
             onnx.helper.make_tensor_value_info(name, integers or onnx.TensorProto.FLOAT, array.shape)
             for name, array in values.items()
-            for integers in [onnx.TensorProto.INT64 * (array.dtype == np.int64)]
+            for integers in [array.dtype.kind == "i" and onnx.helper.np_dtype_to_tensor_dtype(array.dtype)]
         ]
         for values in (arrays, expected)
     )

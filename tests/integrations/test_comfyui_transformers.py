@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from sd_ort.checkpoints.presets import PRESETS
-from sd_ort.checkpoints.transformer_layouts import Part, join_parts, split_parts
+from sd_ort.checkpoints.transformer_layouts import Part, join_parts, split_parts, weight_parts
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.denoiser import DenoiserRunner
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.pipelines import transformer_z_image
+from sd_ort.pipelines.transformer_krea2 import Krea2Embeddings
 from sd_ort.pipelines.transformer_pipelines import pack
 from sd_ort.pipelines.transformer_qwen_image import Embeddings, positions
 from sd_ort.stages import optimize
@@ -49,6 +50,16 @@ class QwenNet(Net):
         return tokens, torch.from_numpy(ids)[None], padded[:, :, None].shape
 
 
+class Krea2Net(Net):
+    patch = 2
+
+    def process_img(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        padded = padded_to_patches(x)
+        rows, columns = padded.shape[2] // 2, padded.shape[3] // 2
+        tokens = torch.from_numpy(pack(padded.numpy()))
+        return tokens, pos_ids_x(0, rows, columns, 1, None).expand(len(x), -1, -1), rows, columns
+
+
 class Description:
     """A class of comfy.supported_models."""
 
@@ -75,14 +86,15 @@ def pos_ids_x(first: int, rows: int, columns: int, batch: int, device: Any, **_:
 @pytest.fixture
 def transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module on stubs of ComfyUI."""
-    descriptions = {name: type(name, (Description,), {}) for name in ("SD3", "Flux", "FluxSchnell", "Flux2")}
+    descriptions = {name: type(name, (Description,), {}) for name in ("SD3", "Flux", "FluxSchnell", "Flux2", "Krea2")}
     content: dict[str, dict[str, Any]] = {
         "ldm.common_dit": {"pad_to_patch_size": padded_to_patches},
         "ldm.flux.model": {"Flux": Net},
+        "ldm.krea2.model": {"SingleStreamDiT": Krea2Net},
         "ldm.lumina.model": {"NextDiT": type("NextDiT", (Net,), {}), "pos_ids_x": pos_ids_x},
         "ldm.modules.diffusionmodules.mmdit": {"OpenAISignatureMMDITWrapper": Net},
         "ldm.qwen_image.model": {"QwenImageTransformer2DModel": QwenNet},
-        "model_base": dict.fromkeys(("SD3", "Flux", "Flux2", "QwenImage", "Lumina2"), BaseModel)
+        "model_base": dict.fromkeys(("SD3", "Flux", "Flux2", "QwenImage", "Lumina2", "Krea2"), BaseModel)
         | {"ModelType": types.SimpleNamespace(FLOW="flow")},
         "ops": {"disable_weight_init": None},
         "supported_models": descriptions,
@@ -225,8 +237,12 @@ def test_unsupported(transformers: Any, recorded: type[Recorded]) -> None:
         with pytest.raises(InputError, match=message):
             net.forward_orig(**{**inputs, **more})
     net.forward_orig(**inputs)  # and without them it runs
-    with pytest.raises(InputError, match="do not run Krea2Transformer2DModel"):
-        transformers.transformer_model(recorded("krea2"))
+    other = recorded("krea2")
+    other.config = lambda name: {"_class_name": "WanTransformer3DModel"}  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="do not run WanTransformer3DModel"):
+        transformers.transformer_model(other)
+    with pytest.raises(InputError, match="has num_layerwise_text_blocks = 2, this one 1"):
+        transformers.transformer_model(recorded("krea2-tiny"))
     with pytest.raises(InputError, match="64 channels a head, this one 32"):
         transformers.transformer_model(recorded("sd35-medium-tiny"))
     large = transformers.Sd3Net(recorded("sd35-large"), Net())
@@ -285,6 +301,38 @@ def test_z_image(transformers: Any, recorded: type[Recorded]) -> None:
         assert np.array_equal(given[name].numpy(), array), name
     with pytest.raises(InputError, match="an image embedding is not in"):
         net._forward(x, torch.ones(2), context, num_tokens=37, siglip_feats=[x])
+
+
+@pytest.mark.parametrize("frames", [(), (1,)])
+def test_krea2(transformers: Any, recorded: type[Recorded], frames: tuple[int, ...]) -> None:
+    """Tokens and positions are those of our pipeline, the text's layers apart, and the mask is ignored."""
+    models = recorded("krea2")
+    net = transformers.Krea2Net(models, Krea2Net())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 16, *frames, 7, 10, generator=generator)
+    context = torch.randn(2, 6, 12 * 2560, generator=generator)
+    assert torch.equal(net._forward(x, torch.full((2,), 0.3), context, torch.zeros(2, 6)), x)
+    given = models.inputs_given
+    text_ids, image_ids = Krea2Embeddings.position_ids(np.arange(6), [(4, 5)])
+    assert np.array_equal(given["txt_ids"].numpy(), text_ids)
+    assert np.array_equal(given["img_ids"].numpy(), image_ids)
+    assert torch.equal(given["encoder_hidden_states"], context.reshape(2, 6, 12, 2560))
+    with pytest.raises(InputError, match="a reference image is not in"):
+        net._forward(x, torch.ones(2), context, ref_latents=[x])
+
+
+def test_a_model_of_krea2(transformers: Any, recorded: type[Recorded]) -> None:
+    """Sizes that ComfyUI's net derives are those of the published model; norms have its names."""
+    theirs = transformers._krea2_config(recorded("krea2").config("transformer"))
+    assert {name: theirs[name] for name in ("multiplier", "features", "kvheads", "txtdim", "channels")} == {
+        "multiplier": 4, "features": 6144, "kvheads": 12, "txtdim": 2560, "channels": 16,
+    }  # fmt: skip
+    for name, value in (("intermediate_size", 16000), ("text_intermediate_size", 6000), ("axes_dims_rope", [8, 8, 8])):
+        config = recorded("krea2").config("transformer") | {name: value}
+        with pytest.raises(InputError, match=rf"ComfyUI's Krea 2 has {name} = .*, this one"):
+            transformers._krea2_config(config)
+    parts = weight_parts(recorded("krea2").config("transformer"), ["blocks.3.attn.qknorm.qnorm.scale"])
+    assert parts == {"blocks.3.attn.qknorm.qnorm.scale": (Part("transformer_blocks.3.attn.norm_q.weight"),)}
 
 
 def test_parts_of_joined_weights() -> None:

@@ -39,6 +39,7 @@ from sd_ort.pipelines.calibration_runs import STEPS_PER_PROMPT, record_runs
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
+from sd_ort.weights.deltas import LowRankDelta
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
 
@@ -191,11 +192,20 @@ def test_quantizations_of_sdxl() -> None:
     assert counts["SkipLayerNormalization"] == 210  # as in float16, as all others
 
 
-@pytest.mark.parametrize("format_", ["float8", "int8"])
-def test_operators_of_the_cpu(recorded: Path, reference: Path, tmp_path: Path, format_: str) -> None:
-    """The noise prediction is near that of float32, with a LoRA near diffusers' with that LoRA."""
+@pytest.mark.parametrize(
+    ("format_", "dtype", "layers"),
+    [("float8", "float32", 128), ("int8", "float32", 81 + 128 + 32), ("int8", "bfloat16", 81 + 128 + 32)],
+)
+def test_operators_of_the_cpu(
+    recorded: Path, reference: Path, tmp_path: Path, format_: str, dtype: str, layers: int
+) -> None:
+    """The noise prediction is near that of float32, with a LoRA near diffusers' with that LoRA. In int8 the CPU has
+    kernels for convolutions, and takes the text's keys and values too."""
     out = tmp_path / "out"
-    optimize("demo", out, target="cpu", components=["unet"], eight_bits=format_, inputs=recorded)
+    optimize("demo", out, target="cpu", components=["unet"], eight_bits=format_, inputs=recorded, dtype=dtype)
+    operators = Counter(node.op_type for node in load(out / "unet" / pipeline_folder.MODEL).graph)
+    assert operators["QuantizedLinear"] + operators["QuantizedConv"] == layers
+    assert operators["Bfloat16Attention"] == (32 if dtype == "bfloat16" else 0)
     inputs = list(load(reference / "unet" / pipeline_folder.MODEL).graph.inputs)
     feed = load_recorded_inputs(recorded, "unet", inputs, required=True)[0]
 
@@ -249,8 +259,11 @@ def test_a_lora_beside_diffusers(float8: Path) -> None:
     np.testing.assert_array_equal(draw(), before)
 
 
-def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(recorded: Path, tmp_path: Path) -> None:
-    """Elements and scales are bit for bit those of a checkpoint in which torch added the LoRA."""
+def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elements and scales are bit for bit those of a checkpoint in which torch added the LoRA; a delta is computed once
+    for both."""
     fused = tmp_path / "fused"
     shutil.copytree(demo.MODEL_DIR, fused)
     file = fused / "unet" / "diffusion_pytorch_model.safetensors"
@@ -266,7 +279,12 @@ def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(recorded: Path, tm
         optimize(source, out, **options)
     manager = LoraManager(tmp_path / "plain")
     manager.add("night", read_adapter(lora_path("night"), {}), "night")
-    made = manager.updated_weights("unet", "unet", manager.deltas({"night": 1.0})["unet"])
+    deltas = manager.deltas({"night": 1.0})["unet"]
+    dense, computed = LowRankDelta.dense, list[LowRankDelta]()
+    monkeypatch.setattr(LowRankDelta, "dense", lambda delta: computed.append(delta) or dense(delta))
+    made = manager.updated_weights("unet", "unet", deltas)
+    assert len(computed) == len({id(delta) for delta in computed}) > 20
+    assert len(computed) == sum(array.dtype == np.int8 for array in made.values())
     wanted = LoraManager(tmp_path / "expected")._initializers("unet")
     eight_bits = [name for name in made if made[name].dtype == np.int8]
     assert len(eight_bits) > 20
@@ -325,7 +343,7 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
         ),
         ({"target": "gpu", "eight_bits": "int8", **runs}, "target gpu has no kernels for --int8"),
         ({"target": "portable", "eight_bits": "int8"}, "give --prompts, or --inputs"),
-        ({"target": "portable", "eight_bits": "int8", "dtype": "bfloat16", **runs}, "not --bfloat16"),
+        ({"target": "portable", "eight_bits": "int8", "dtype": "bfloat16", **runs}, "not portable"),
         (
             {"target": "portable", "eight_bits": "int8", "components": ["text_encoder"], **runs},
             "has no runs of text_enc",

@@ -23,7 +23,7 @@ from sd_ort.graphs.load import load
 from sd_ort.pipelines import cached_transformer
 from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.runtime.bound_run import GpuGraphModel
-from sd_ort.runtime.components import Components
+from sd_ort.runtime.component_opener import ComponentOpener
 from sd_ort.runtime.session import Model, ModelOverride
 from sd_ort.stages import optimize
 
@@ -123,13 +123,13 @@ def test_bad_settings(sd_ort: Cli, folder: Path, pipeline: FluxPipeline, tmp_pat
 def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over shared buffers, captured: the steps and the images of the host, with a second call over the same buffers."""
 
-    def as_captured(models: Components, name: str, override: ModelOverride) -> Model:
-        return GpuGraphModel(models._session(name, override), "cpu")
+    def as_captured(opener: ComponentOpener, name: str, override: ModelOverride | None = None) -> Model:
+        return GpuGraphModel(opener.session(name, override or opener.overrides.of(name)), "cpu")
 
     call = {"true_cfg_scale": 2.0, "negative_prompt": "a blue square"}
     pipeline.enable_cache(threshold=THRESHOLD)
     expected = draw(pipeline, **call)
-    monkeypatch.setattr(Components, "_open_captured", as_captured)
+    monkeypatch.setattr(ComponentOpener, "open", as_captured)
     device = FluxPipeline.from_pretrained(folder, "cpu", threads=1)
     device.enable_cache(threshold=THRESHOLD)
     for _ in range(2):

@@ -202,11 +202,11 @@ def test_weights_that_a_session_copies_are_there_before(
         finished.append(models.overrides.unfinished is None)
         go_on.set()
 
-    monkeypatch.setattr("sd_ort.runtime.components.create_session", opened)
+    monkeypatch.setattr("sd_ort.runtime.component_opener.create_session", opened)
     for shared in (True, False):
         loras.apply(models, loras.deltas({"a": 1.0}))
         override = models.overrides.of("unet")
-        models._session("unet", override if shared else replace(override, shared=()))
+        models.opener.session("unet", override if shared else replace(override, shared=()))
         assert models.overrides.unfinished is None
     assert finished == [False, True]
 

@@ -21,7 +21,7 @@ from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.pipelines.mag_cache import MagCacheConfig, nearest
 from sd_ort.pipelines.taylor_seer_cache import TaylorSeerCacheConfig
 from sd_ort.runtime.bound_run import GpuGraphModel
-from sd_ort.runtime.components import Components
+from sd_ort.runtime.component_opener import ComponentOpener
 from sd_ort.runtime.session import Model, ModelOverride
 
 STEPS = 12
@@ -142,13 +142,13 @@ def test_mag_cache_on_a_device(folder: Path, pipeline: FluxPipeline, monkeypatch
     """Captured over shared buffers: the images of the host, with a second call, and no output but the prediction is
     read. TaylorSeer runs there in its lite mode alone."""
 
-    def as_captured(models: Components, name: str, override: ModelOverride) -> Model:
-        return GpuGraphModel(models._session(name, override), "cpu")
+    def as_captured(opener: ComponentOpener, name: str, override: ModelOverride | None = None) -> Model:
+        return GpuGraphModel(opener.session(name, override or opener.overrides.of(name)), "cpu")
 
     pipeline.enable_cache(MagCacheConfig(**MAG))
     expected = draw(pipeline, **GUIDED)
     pipeline.disable_cache()
-    monkeypatch.setattr(Components, "_open_captured", as_captured)
+    monkeypatch.setattr(ComponentOpener, "open", as_captured)
     device = FluxPipeline.from_pretrained(folder, "cpu", threads=1)
     device.enable_cache(MagCacheConfig(**MAG))
     reads: list[tuple[int, ...]] = []

@@ -13,10 +13,12 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from sd_ort.core.errors import SdOrtError
+from sd_ort.runtime import bound_run as bound_run_module
 from sd_ort.runtime import ort_values, session
-from sd_ort.runtime.bound_run import BoundRun
+from sd_ort.runtime.bound_run import NO_GRAPH_ID, BoundRun
 from sd_ort.runtime.capture_lock import CaptureLock
-from sd_ort.runtime.gpu_graphs import NotCapturable, capture_graph
+from sd_ort.runtime.gpu_graphs import CAPTURE_ATTEMPTS, NotCapturable, capture_graph
 from sd_ort.runtime.ort_values import device_value, empty_value, read_value, write_value
 from sd_ort.runtime.provider_table import PROVIDERS
 from sd_ort.runtime.session import Model, open_graph
@@ -155,8 +157,9 @@ class Stream:
 
     prefix, handle = "cuda", 1
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, void: int = 0) -> None:
+        """`void`: how many captures fail."""
+        self.device, self.void = device, void
 
     def call(self, name: str, *_: Any) -> None:
         if name == "StreamBeginCapture":
@@ -167,6 +170,9 @@ class Stream:
         def end_capture(_: object, graph: Any) -> int:
             time.sleep(0.001)  # for calls of other threads
             self.device.capturing = None
+            self.void -= 1
+            if self.void >= 0:
+                return 901  # cudaErrorStreamCaptureInvalidated
             ctypes.cast(graph, ctypes.POINTER(ctypes.c_void_p))[0] = 1
             return 0
 
@@ -261,6 +267,41 @@ def test_no_device_call_of_another_thread_comes_during_a_capture(device: Device,
     join(threads)
     assert device.calls >= 2
     assert not device.wrong
+
+
+def test_a_capture_that_failed_is_repeated(device: Device) -> None:
+    """As when another thread destroys a cuBLAS handle. Nothing is reported, unless all attempts fail."""
+    runs: list[int] = []
+    stream: Any = Stream(device, void=CAPTURE_ATTEMPTS - 1)
+    assert capture_graph(stream, lambda: runs.append(1))
+    assert len(runs) == CAPTURE_ATTEMPTS
+    stream = Stream(device, void=CAPTURE_ATTEMPTS)
+    with pytest.raises(NotCapturable, match="the capture failed with error 901"):
+        capture_graph(stream, lambda: None)
+    assert capture_graph(stream, lambda: None)
+
+
+@pytest.mark.parametrize("void", [1, CAPTURE_ATTEMPTS - 1, CAPTURE_ATTEMPTS])
+def test_a_provider_captures_again_after_a_failure(device: Device, void: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until all attempts have failed, which is reported; then the run is not captured."""
+    graph_ids: list[int] = []
+    reports: list[Exception] = []
+
+    def run(self: BoundRun, graph_id: int, wait: bool) -> None:
+        graph_ids.append(graph_id)
+        if graph_id == 7 and len(graph_ids) <= void:
+            raise SdOrtError("void")
+
+    monkeypatch.setattr(BoundRun, "_run", run)
+    monkeypatch.setattr(bound_run_module, "report_failed_capture", reports.append)
+    opened: Any = Session(device)
+    outputs: Any = {"y": device.value()}
+    bound = BoundRun(opened, {"x": X}, "cuda", graph_id=7, outputs=outputs)
+    if void < CAPTURE_ATTEMPTS:
+        assert (graph_ids, bound.graph_id, reports) == ([7] * (void + 1), 7, [])
+    else:
+        assert (graph_ids, bound.graph_id) == ([*[7] * void, NO_GRAPH_ID], NO_GRAPH_ID)
+        assert [str(report) for report in reports] == ["void"]
 
 
 def test_threads_that_open_run_and_copy_while_others_capture(device: Device) -> None:

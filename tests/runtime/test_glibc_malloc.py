@@ -8,45 +8,31 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap
+from sd_ort.runtime.glibc_malloc import disable_trim, mallinfo, retain_heap, return_heap
 
 MB = 1 << 20
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 alone tells")
 
 
-class Info(ctypes.Structure):
-    """glibc's struct mallinfo2: bytes of the heap, of blocks outside of it, and what the heap has free."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in
-                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]  # fmt: skip
-
-
-def told() -> Info:
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = Info
-    info: Info = mallinfo2()
-    return info
-
-
 def no_hole() -> int:
     """A size that fits in nothing the heap has free: what ran before in this process may have left holes."""
-    return int(told().fordblks) + 300 * MB
+    return int(mallinfo().fordblks) + 300 * MB
 
 
 def mapped() -> bool:
     """Whether a block that fits in no hole is taken from the system for itself."""
     np.empty(MB, np.uint8)  # glibc looks at the heap's end when something is freed
-    before, size = told().hblkhd, no_hole()
+    before, size = mallinfo().hblkhd, no_hole()
     block = np.empty(size, np.uint8)
-    return told().hblkhd >= before + block.nbytes
+    return mallinfo().hblkhd >= before + block.nbytes
 
 
 def stays() -> bool:
     """Whether such a block stays in the heap when it is freed."""
     size = no_hole()
     np.empty(size, np.uint8)
-    return told().fordblks >= size
+    return mallinfo().fordblks >= size
 
 
 def test_what_is_freed_goes_back_or_stays() -> None:
@@ -73,7 +59,7 @@ def test_a_hole_in_the_heap_decides_nothing() -> None:
         above = np.empty(no_hole(), np.uint8)  # in no hole of before either, so that `hole` is not the heap's end
         size = hole.nbytes
         del hole
-    assert told().fordblks >= size
+    assert mallinfo().fordblks >= size
     assert above.nbytes >= MB
     with return_heap():
         assert mapped()

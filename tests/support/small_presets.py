@@ -7,34 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from scripts.fixtures.parity_models import TRANSFORMERS
-from sd_ort.checkpoints.presets import PRESETS, Preset
+from sd_ort.checkpoints.presets import PRESETS, Preset, mini_model
 
 MINI = ("--preset", "sd15-mini", "--random-weights")
 
 
 def mini(preset: Preset) -> Preset:
-    """A preset cut to two resolutions and single layers: every kind of part is left, and it exports in seconds."""
+    """A preset of single layers, as `sd15-mini`; diffusion transformers, too."""
 
     def cut(name: str, config: dict[str, Any]) -> dict[str, Any]:
-        if name.startswith("text_encoder"):
-            return config if {"d_model", "head_dim"} & config.keys() else config | {"num_hidden_layers": 2}
-        if name == "transformer" and (narrow := TRANSFORMERS.get(config["_class_name"])):
-            return config | narrow
+        if name.startswith("text_encoder") and {"d_model", "head_dim"} & config.keys():
+            return config
         if name == "transformer":
-            return config | {"num_layers": 1}
-        small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}
-        if name == "vae":
-            return small | {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-        small["down_block_types"] = ["CrossAttnDownBlock2D", "DownBlock2D"]
-        small["up_block_types"] = ["UpBlock2D", "CrossAttnUpBlock2D"]
-        heads = config["attention_head_dim"]
-        small["attention_head_dim"] = heads if isinstance(heads, int) else heads[:2]
-        if isinstance(config.get("transformer_layers_per_block"), list):
-            small["transformer_layers_per_block"] = [1, 2]
-        if name == "controlnet":
-            small["conditioning_embedding_out_channels"] = [8, 8, 8, 8]
-            small.pop("up_block_types")
-        return small
+            return config | TRANSFORMERS.get(config["_class_name"], {"num_layers": 1})
+        return mini_model(name, config)
 
     return Preset(preset.pipeline, {n: cut(n, c) for n, c in preset.models.items()}, preset.scheduler, preset.options)
 

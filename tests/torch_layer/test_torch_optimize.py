@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -170,11 +169,6 @@ class Custom:
 def test_invalid_arguments_raise_one_line() -> None:
     with pytest.raises(InputError, match=r"^Unknown level 'fast': choose one of auto, performance, memory.$"):
         optimize(unet(), "fast")  # type: ignore[arg-type]
-    transformer = type("FluxTransformer2DModel", (torch.nn.Linear,), {})(1, 1)
-    with pytest.raises(
-        InputError, match=r"^FluxTransformer2DModel is not supported: optimize pipe.vae alone, or .*\.$"
-    ):
-        optimize(SimpleNamespace(components={"transformer": transformer, "vae": torch.nn.Linear(1, 1)}))
     with pytest.raises(InputError, match=r"^A str has no modules"):
         optimize("runwayml/stable-diffusion-v1-5")
 

@@ -6,7 +6,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "common/bfloat16.h"
+#include "common/tiles.h"
 #include "operators/bfloat16_attention/op.h"
 
 namespace sd_ort {

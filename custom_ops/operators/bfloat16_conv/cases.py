@@ -25,7 +25,8 @@ class Params(ctypes.Structure):
         (POINTER, "x filters bias y"),
         (INT64, "batch channels height width filter_count edge stride"),
         (INT32, "x_last y_last"),
-        (POINTER, "packed_weights packed"),
+        (POINTER, "packed_weights packed scale"),
+        (INT32, "scales"),
     )
 
 
@@ -53,6 +54,13 @@ def output_shapes(case: OperatorCase) -> dict[str, Shape]:
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
     """X (N, C, H, W), W (M, C, k, k), B (M) -> Y (N, M, ceil(H / stride), ceil(W / stride)); X or Y channels last."""
     x, w = (inputs[name].astype(ml_dtypes.bfloat16).astype(np.float64) for name in ("X", "W"))
+    return {"Y": convolve(x, w, inputs.get("B"), attributes)}
+
+
+def convolve(
+    x: Array, w: Array, bias: Array | None, attributes: Mapping[str, int | float], scale: Array | None = None
+) -> Array:
+    """Return Y of float64 elements, with the sums times `scale` (1) or (M)."""
     if attributes.get("x_last", 0):
         x = x.transpose(0, 3, 1, 2)
     edge = w.shape[2]
@@ -61,9 +69,11 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
     stride = int(attributes.get("stride", 1))
     windows = windows[:, :, ::stride, ::stride]
     y = np.einsum("nchwij,mcij->nmhw", windows, w, optimize=True)
-    if "B" in inputs:
-        y += inputs["B"].astype(np.float64)[:, None, None]
-    return {"Y": y.transpose(0, 2, 3, 1) if attributes.get("y_last", 0) else y}
+    if scale is not None:
+        y *= scale.astype(np.float64)[:, None, None]
+    if bias is not None:
+        y += bias.astype(np.float64)[:, None, None]
+    return y.transpose(0, 2, 3, 1) if attributes.get("y_last", 0) else y
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:

@@ -1,13 +1,10 @@
-// Bfloat16MatMul on the CPU: rows are rounded and packed, then multiplied block by block. bfloat16 rows in complete
-// blocks are read in place.
-#include "common/bfloat16.h"
+// Bfloat16MatMul on the CPU: rows are rounded and packed. bfloat16 rows in complete blocks are read in place.
+#include "common/tile_matmul.h"
 #include "operators/bfloat16_matmul/op.h"
 
 namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
-
-constexpr int64_t kCachedElements = 1 << 19;  // weights that fit the cache of a core: 1 MiB
 
 // Packs rows `row` to `row` + 31 of X as [block of depths][row][32 depths], zeros beyond the last row and column.
 template <class T>
@@ -51,34 +48,13 @@ void write(const Bfloat16MatMulParams& p, int64_t row, int64_t panel, const floa
 }  // namespace
 
 void bfloat16_matmul(const Bfloat16MatMulParams& p, const Parallel& parallel) {
-  static thread_local ThreadScratch<uint16_t> scratch;
-  const int64_t pairs = p.gated ? ceil_div(p.columns / 2, kPanelColumns) : ceil_div(p.columns, kBlockColumns);
-  const Tasks tasks(p.rows, 2 * pairs);
-  const int64_t blocks = ceil_div(p.inner, kBlockDepth);
   const bool in_place = p.dtype == DType::kBFloat16 && p.inner % kBlockDepth == 0;
-  const int64_t first = in_place ? p.rows / kBlockRows : 0;  // first block of rows that is packed
-  const int64_t row_count = (tasks.row_blocks - first) * kBlockRows;
-  uint16_t* rows = scratch.get(blocks * row_count * kBlockDepth);
   const auto pack = p.dtype == DType::kFloat32 ? pack_rows<float> : pack_rows<BFloat>;
   const auto put = p.y_dtype == DType::kFloat32 ? write<float> : write<BFloat>;
-  if (row_count > 0) {
-    parallel(tasks.row_blocks - first, [&](size_t block) {
-      const int64_t row = static_cast<int64_t>(block) * kBlockRows;
-      pack(p, first * kBlockRows + row, row_count, rows + row * kBlockDepth);
-    });
-  }
-  const GemmBlock packed = {rows, p.packed, row_count * kBlockDepth, kBlockDepth, blocks, 1, {}};
-  const GemmBlock unpacked = {static_cast<const uint16_t*>(p.x), p.packed, kBlockDepth, p.inner, blocks, 1, {}};
-  const bool by_rows = tasks.pairs_per_task * blocks * 2 * kBlockElements < kCachedElements;
-  parallel(tasks.count(), [&](size_t task) {
-    const TileScope tiles;
-    alignas(64) float sums[kBlockRows * kBlockColumns];
-    tasks.run(static_cast<int64_t>(task), by_rows, [&](int64_t block, int64_t panel) {
-      block < first ? multiply_block(unpacked, block * kBlockRows, panel, sums)
-                    : multiply_block(packed, (block - first) * kBlockRows, panel, sums);
-      put(p, block * kBlockRows, panel, sums);
-    });
-  });
+  multiply_rows<float>(
+      {p.rows, p.inner, p.columns, p.gated != 0, p.packed, in_place ? p.x : nullptr}, parallel,
+      [&](int64_t row, int64_t row_count, uint16_t* to) { pack(p, row, row_count, to); },
+      [&](int64_t row, int64_t panel, const float* sums) { put(p, row, panel, sums); });
 }
 
 }  // namespace SD_ORT_ISA

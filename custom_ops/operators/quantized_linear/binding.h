@@ -3,18 +3,22 @@
 
 #include "common/cpu.h"
 #include "common/ort_op.h"
+#include "common/packed_weights.h"
 #include "operators/quantized_linear/op.h"
 
 namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(quantized_linear, QuantizedLinearParams)
 
-struct QuantizedLinearBinding : BindingBase<QuantizedLinearParams, quantized_linear_cpu> {
+struct QuantizedLinearBinding {
+  using Params = QuantizedLinearParams;
+  using State = PackedWeights;
   static constexpr const char* kName = "QuantizedLinear";
   // X, W, scale, bias, skip
   static constexpr Port kInputs[] = {{Port::kAny}, {Port::kAny}, {Port::kAny}, {Port::kT}, {Port::kT, true}};
   static constexpr Port kOutputs[] = {{Port::kT, true}, {Port::kFloat8, true}};  // Y, quantized
-  static constexpr size_t kTypedBy = 3;                                          // T is the type of bias
+  static constexpr size_t kConstant = 1;
+  static constexpr size_t kTypedBy = 3;  // T is the type of bias
 
   static Params attributes(const Attributes& attributes) {
     Params params{};
@@ -61,6 +65,17 @@ struct QuantizedLinearBinding : BindingBase<QuantizedLinearParams, quantized_lin
     params.y = tensors.output(0, shape);
     params.quantized = tensors.float8_output(1, shape, params.quantized.scale);
     params.rows = Tensor{params.x, shape}.rows();
+  }
+
+  static void cpu(const Params& call, const Parallel& parallel) {
+    Params params = call;
+    PackedWeights temporary;
+    PackedWeights& weights = params.packed_weights == nullptr ? temporary : *params.packed_weights;
+    if (params.eight_bits == DType::kInt8 && params.rows > 0 && params.columns > 0) {
+      params.packed = weights.get(
+          {params.weight, DType::kInt8, params.inner, 1, params.columns, 1, params.inner, params.gated != 0}, parallel);
+    }
+    quantized_linear_cpu(params, parallel);
   }
 };
 

@@ -42,6 +42,7 @@ class Params(ctypes.Structure):
         (INT64, "rows inner columns"),
         (INT32, "scales gelu gated"),
         (Float8Output, "quantized"),
+        (POINTER, "packed_weights packed"),
     )
 
 

@@ -10,6 +10,8 @@
 
 namespace sd_ort {
 
+class PackedWeights;
+
 struct QuantizedLinearParams {
   DType dtype;         // of bias, skip and Y
   DType eight_bits;    // of x and weight: kFloat8 or kInt8
@@ -25,7 +27,9 @@ struct QuantizedLinearParams {
   int32_t scales;   // 1 for all columns, else 0: one a column
   int32_t gelu;
   int32_t gated;
-  Float8Output quantized;  // as y
+  Float8Output quantized;         // as y
+  PackedWeights* packed_weights;  // of the CPU's node if its weight is constant, else null
+  const uint16_t* packed;         // packed int8 weight, set before the CPU kernel runs
 
   int64_t y_columns() const { return gated ? columns / 2 : columns; }
   std::string signature() const {

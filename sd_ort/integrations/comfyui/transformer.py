@@ -11,6 +11,7 @@ from typing import Any
 
 import comfy.ldm.common_dit
 import comfy.ldm.flux.model
+import comfy.ldm.krea2.model
 import comfy.ldm.lumina.model
 import comfy.ldm.modules.diffusionmodules.mmdit
 import comfy.ldm.qwen_image.model
@@ -40,7 +41,7 @@ class TransformerNet(GraphNet):
         self.config = models.config("transformer")
         weights = own.state_dict()
         super().__init__(models, DenoiserRunner(models, "transformer"), weight_parts(self.config, weights), weights)
-        for name in ("patch_size", "params"):  # which ComfyUI's methods read
+        for name in ("patch_size", "patch", "params"):  # which ComfyUI's methods read
             if hasattr(own, name):
                 setattr(self, name, getattr(own, name))
 
@@ -224,6 +225,42 @@ class ZImageNet(TransformerNet, comfy.ldm.lumina.model.NextDiT):
         return -out.reshape(latents.shape)[:, :, : x.shape[2], : x.shape[3]]
 
 
+class Krea2Net(TransformerNet, comfy.ldm.krea2.model.SingleStreamDiT):
+    """Krea 2. Latents are (B, C, h, w) or (B, C, 1, h, w)."""
+
+    process_img: Any  # ComfyUI's
+
+    def _forward(
+        self,
+        x: torch.Tensor,
+        timesteps: torch.Tensor,
+        context: torch.Tensor,
+        attention_mask: Any = None,
+        ref_latents: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        control: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Predict as x from latents x, timesteps (B,) of 0 to 1, and context (B, T, layers * C).
+
+        ComfyUI's own net ignores the mask too.
+        """
+        latents = x.movedim(2, 1).flatten(0, 1) if x.ndim == 5 else x
+        tokens, img_ids, rows, columns = self.process_img(latents)
+        conditioning = {
+            "encoder_hidden_states": context.unflatten(-1, (-1, self.config["text_hidden_dim"])),
+            "img_ids": img_ids[0],
+            "txt_ids": img_ids.new_zeros(context.shape[1], 3),
+        }
+        out = self.predict(
+            tokens, timesteps, conditioning, (2 * rows, 2 * columns), transformer_options, a_ControlNet=control,
+            a_reference_image=ref_latents,
+        )  # fmt: skip
+        out = out.unflatten(-1, (-1, 2, 2)).unflatten(1, (rows, columns)).permute(0, 3, 1, 4, 2, 5)
+        out = out.flatten(2, 3).flatten(3, 4)[..., : x.shape[-2], : x.shape[-1]]
+        return out.reshape(x.shape) if x.ndim == 4 else out.unflatten(0, (len(x), -1)).movedim(1, 2)
+
+
 class _Sd3(PromptsOnSamplerDevice, comfy.model_base.SD3):
     """SD 3 and 3.5."""
 
@@ -242,6 +279,10 @@ class _QwenImage(PromptsOnSamplerDevice, comfy.model_base.QwenImage):
 
 class _ZImage(PromptsOnSamplerDevice, comfy.model_base.Lumina2):
     """Z-Image."""
+
+
+class _Krea2(PromptsOnSamplerDevice, comfy.model_base.Krea2):
+    """Krea 2."""
 
 
 def _sd3_config(config: Config) -> dict[str, Any]:
@@ -316,6 +357,34 @@ def _z_image_config(config: Config) -> dict[str, Any]:
     }
 
 
+def _krea2_config(config: Config) -> dict[str, Any]:
+    """Raises InputError for a model that ComfyUI's net, which derives some sizes from others, cannot be."""
+    heads, size, text = config["num_attention_heads"], config["attention_head_dim"], config["text_hidden_dim"]
+
+    def mlp(width: int, multiplier: int) -> int:
+        return -(-(2 * width // 3) * multiplier // 128) * 128
+
+    sizes = config["intermediate_size"], config["text_intermediate_size"]
+    multiplier = next((n for n in range(1, 17) if (mlp(heads * size, n), mlp(text, n)) == sizes), None)
+    axis = 6 * (size // 16)
+    own = {
+        "axes_dims_rope": [size - 2 * axis, axis, axis], "num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2,
+        "norm_eps": 1e-5, "intermediate_size": sizes[0] if multiplier else mlp(heads * size, 4),
+    }  # fmt: skip
+    if wrong := next((name for name, value in own.items() if config[name] != value), None):
+        raise InputError(f"ComfyUI's Krea 2 has {wrong} = {own[wrong]}, this one {config[wrong]}.")
+    if multiplier is None:
+        raise InputError(f"ComfyUI's Krea 2 has text_intermediate_size = {mlp(text, 4)}, this one {sizes[1]}.")
+    channels = config["in_channels"] // 4
+    return {
+        "image_model": "krea2", "in_channels": channels, "channels": channels, "features": heads * size,
+        "multiplier": multiplier, "tdim": config["timestep_embed_dim"], "txtdim": text, "heads": heads,
+        "kvheads": config["num_key_value_heads"], "layers": config["num_layers"], "theta": config["rope_theta"],
+        "txtlayers": config["num_text_layers"], "txtheads": config["text_num_attention_heads"],
+        "txtkvheads": config["text_num_key_value_heads"],
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Host:
     """ComfyUI's classes of a family.
@@ -346,6 +415,9 @@ _HOSTS = {
     ),
     "ZImageTransformer2DModel": _Host(
         ZImageNet, comfy.ldm.lumina.model.NextDiT, _ZImage, "ZImage", _z_image_config
+    ),
+    "Krea2Transformer2DModel": _Host(
+        Krea2Net, comfy.ldm.krea2.model.SingleStreamDiT, _Krea2, "Krea2", _krea2_config
     ),
 }  # fmt: skip
 

@@ -191,7 +191,7 @@ class Buffers:
             self.schedule = None
 
     def begin(self, job: SamplingJob) -> DeviceSchedule:
-        """Copy the arrays of a job to the device and queue what runs before its first step.
+        """Copy the arrays of a job to the device and queue the graphs before its first step.
 
         Nothing is copied once something is queued: the copy would wait for it.
         """
@@ -208,7 +208,7 @@ class Buffers:
         return schedule
 
     def finish(self, job: SamplingJob, stages: Sequence[StepStage]) -> tuple[np.ndarray, float]:
-        """Run all steps, each of them `stages` in turn, and what follows the last.
+        """Run all steps, each of them `stages` in turn, and then the decoder.
 
         Returns the result as `DeviceLoop.run`, and the mean seconds of a step.
         """

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def open_loop(models: Components) -> DeviceLoop:
     """Return the loop of components on one device, or on several."""
-    if models.splits_image:
+    if models.placement.splits_image:
         from sd_ort.pipelines.device.patches import SplitImageLoop  # onnx_ir, which the others do without
 
         return SplitImageLoop(models)
-    return SplitGuidanceLoop(models, models.peers[0]) if models.peers else DeviceLoop(models)
+    return SplitGuidanceLoop(models, models.placement.peers[0]) if models.placement.peers else DeviceLoop(models)

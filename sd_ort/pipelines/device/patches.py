@@ -49,7 +49,7 @@ class SplitImageLoop(DeviceLoop):
 
     def __init__(self, models: Components) -> None:
         super().__init__(models)
-        self.loops = [self, *(DeviceLoop(peer) for peer in models.peers)]
+        self.loops = [self, *(DeviceLoop(peer) for peer in models.placement.peers)]
         self.pool = ThreadPoolExecutor(len(self.loops), "band")
         self.turn = threading.Lock()
         self.events = [(Events(loop.models.stream), Events(loop.models.stream)) for loop in self.loops]
@@ -128,7 +128,7 @@ class PatchDevice:
             self.stream.use()
 
     def send(self, others: Sequence[PatchDevice]) -> None:
-        """Copy to the other bands' devices what these read, once they have read what was there."""
+        """Copy rows to the other bands' devices, once these have read the previous ones."""
         self.use()
         for other in others:
             if self.stream is not None:

@@ -16,6 +16,8 @@ MAX_SHORT_KEYS = 80  # of a prompt: what one of the kernels processes at once
 
 def _fallback(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if k.shape[1] != q.shape[1]:  # not by enable_gqa, which most of torch's kernels refuse with a mask
+        k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
     return y.transpose(1, 2).contiguous()
 
@@ -29,8 +31,9 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
     require(same_dtype(q, k, v, bias), "arguments of different dtypes")
     require(q.ndim == k.ndim == v.ndim == 4 and k.shape == v.shape, "query, key or value of another shape")
     batch, sequence, heads, size = q.shape
-    length = k.shape[1]
-    require(k.shape == (batch, length, heads, size), "query, key or value of another shape")
+    length, kv_heads = k.shape[1:3]
+    require(k.shape == (batch, length, kv_heads, size), "query, key or value of another shape")
+    require(heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0), "query, key or value of another shape")
     require(all(x.stride(-1) == 1 or x.numel() == 0 for x in (q, k, v)), "heads that are strided along the last axis")
     require(bias is None or not causal, "both a bias and causal")
     if not (length <= MAX_SHORT_KEYS and _is_tuned(kernels)):
@@ -46,7 +49,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
             bias_strides = (bias.stride(0) * (bias.shape[0] > 1), bias.stride(1) * (bias.shape[1] > 1))
         params = Params(
             DTYPE_CODES[q.dtype], _view(q), _view(k), _view(v), pointer(bias), pointer(y),
-            batch, heads, heads, sequence, length, size, *bias_strides, scale, int(causal),
+            batch, heads, kv_heads, sequence, length, size, *bias_strides, scale, int(causal),
         )  # fmt: skip
         kernels.run("MultiHeadAttention", params, q.device)
     return y if length else y.zero_()
@@ -80,7 +83,8 @@ def attention(
 ) -> Tensor:
     """Return softmax(scale q kT + bias) v for each head, (B, S, H, D) and contiguous.
 
-    Shapes: q (B, S, H, D), k and v (B, L, H, D), bias (B|1, H|1, S, L). The default scale is D^-1/2. If an argument
+    Shapes: q (B, S, H, D), k and v (B, L, H, D) or with a divisor of H heads (grouped queries), bias (B|1, H|1, S, L).
+    The default scale is D^-1/2. If an argument
     requires gradients, torch's own attention runs, whose backward does not recompute the sums of the scores.
     """
     requires_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

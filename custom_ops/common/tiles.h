@@ -1,17 +1,26 @@
-// bfloat16 GEMM with float32 accumulation for CPU kernels, in blocks of 32 rows by 32 columns. Uses AMX if the
-// processor has it, else float vectors.
+// GEMM for CPU kernels, in blocks of 32 rows by 32 columns: bfloat16 with sums in float, or int8 with sums in int32,
+// which are exact. The type of the sums selects the elements. Uses AMX if the processor has it; else the dot products
+// of AVX-512 (BF16, VNNI); else float vectors for bfloat16 and products of int16 for int8.
 //
-// Rows are stored as [block of 32 depths][row][32 depths], or in another layout of complete blocks; for the weights see
-// packed_weights.h. A convolution reads its rows (pixels) once per tap, each time from another first row.
+// Rows are stored as [block of depths][row][64 bytes], or in another layout of complete blocks, in units of 16 bits:
+// one bfloat16 or two int8. For the weights see packed_weights.h. A convolution reads its rows (pixels) once per tap,
+// each time from another first row.
 #pragma once
+
+#include <type_traits>
 
 #include "common/cpu.h"
 #include "common/packed_weights.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512F__)
+#define SD_ORT_DOT_PRODUCTS
+#endif
 #if defined(__AVX512F__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define SD_ORT_AMX
 #include <cpuid.h>
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -30,7 +39,8 @@ struct GemmBlock {
   int64_t row_stride;
   int64_t blocks;
   int64_t taps;
-  int64_t first[kMaxTaps];  // first row of each tap
+  int64_t first[kMaxTaps];           // first row of each tap
+  const int32_t* offsets = nullptr;  // of int8: packed_offsets()
 };
 
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
@@ -76,14 +86,53 @@ inline void store_up_to(BFloat* to, Floats x, int64_t count) {
   memcpy(to, bits, count * sizeof(uint16_t));
 }
 
-// Computes sums[row * 32 + column] of kRows (16 or 32) rows from `row` on and panels `panel` and `panel` + 1. kAdd adds
-// to the previous sums.
-template <bool kAdd, int64_t kRows>
-void multiply_block_vectors(const GemmBlock& p, int64_t row, int64_t panel, float* sums) {
+// Adds the products of the pairs of int16 of two vectors to the int32 of `sum`.
+inline Ints add_pairs(Ints sum, Ints a, Ints b) {
+#if defined(__AVX512BW__)
+  return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// Adds the products of a word of a row and one word a column: bfloat16 low and high, or int8 at even and odd bytes.
+inline void multiply_words(Floats& sum, uint32_t row, Ints words) {
+  const uint32_t low = row << 16, high = row & 0xffff0000u;
+  float first, second;
+  memcpy(&first, &low, 4);
+  memcpy(&second, &high, 4);
+  sum += splat(first) * (Floats)(words << 16);
+  sum += splat(second) * (Floats)(words & static_cast<int32_t>(0xffff0000u));
+}
+inline Ints odd_bytes(Ints words) {  // of int16: the upper byte with its sign
+  using Shorts = int16_t __attribute__((vector_size(kLanes * 4)));
+  return (Ints)((Shorts)words >> 8);
+}
+inline void multiply_words(Ints& sum, uint32_t row, Ints words) {
+  using Shorts = int16_t __attribute__((vector_size(kLanes * 4)));
+  const Ints rows = static_cast<int32_t>(row) - Ints{};
+  sum = add_pairs(sum, odd_bytes((Ints)((Shorts)rows << 8)), odd_bytes((Ints)((Shorts)words << 8)));
+  sum = add_pairs(sum, odd_bytes(rows), odd_bytes(words));
+}
+
+inline Ints load(const int32_t* from) {
+  Ints values;
+  memcpy(&values, from, sizeof(values));
+  return values;
+}
+inline void store(int32_t* to, Ints values) { memcpy(to, &values, sizeof(values)); }
+
+// Computes sums[row * 32 + column] of `count` rows from `row` on and panels `panel` and `panel` + 1; the other rows of
+// kRows (16 or 32) become anything. kAdd adds to the previous sums.
+template <bool kAdd, class Sum>
+void multiply_block_vectors(const GemmBlock& p, int64_t row, int64_t panel, Sum* sums, int64_t count) {
+  using Sums = decltype(load(sums));
   const int64_t panel_size = p.taps * p.blocks * kBlockElements;
   for (int64_t half = 0; half < 2; ++half) {
-    for (int64_t r = 0; r < kRows; r += 4) {
-      Floats sum[4][kPanelColumns / kLanes] = {};
+    for (int64_t r = 0; r < count; r += 4) {
+      Sums sum[4][kPanelColumns / kLanes] = {};
       const uint16_t* weights = p.weights + (panel + half) * panel_size;
       for (int64_t tap = 0; tap < p.taps; ++tap) {
         for (int64_t block = 0; block < p.blocks; ++block, weights += kBlockElements) {
@@ -92,16 +141,10 @@ void multiply_block_vectors(const GemmBlock& p, int64_t row, int64_t panel, floa
             for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
               Ints words;
               memcpy(&words, weights + (pair * kPanelColumns + v * kLanes) * 2, sizeof(words));
-              const Floats even = (Floats)(words << 16), odd = (Floats)(words & static_cast<int32_t>(0xffff0000u));
               for (int64_t i = 0; i < 4; ++i) {
                 uint32_t both;
                 memcpy(&both, rows + i * p.row_stride + pair * 2, 4);
-                const uint32_t low = both << 16, high = both & 0xffff0000u;
-                float first, second;
-                memcpy(&first, &low, 4);
-                memcpy(&second, &high, 4);
-                sum[i][v] += splat(first) * even;
-                sum[i][v] += splat(second) * odd;
+                multiply_words(sum[i][v], both, words);
               }
             }
           }
@@ -109,7 +152,7 @@ void multiply_block_vectors(const GemmBlock& p, int64_t row, int64_t panel, floa
       }
       for (int64_t i = 0; i < 4; ++i) {
         for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
-          float* to = sums + (r + i) * kBlockColumns + half * kPanelColumns + v * kLanes;
+          Sum* to = sums + (r + i) * kBlockColumns + half * kPanelColumns + v * kLanes;
           store(to, kAdd ? load(to) + sum[i][v] : sum[i][v]);
         }
       }
@@ -119,11 +162,11 @@ void multiply_block_vectors(const GemmBlock& p, int64_t row, int64_t panel, floa
 
 #if defined(SD_ORT_AMX)
 
-// Whether the processor has AMX for bfloat16 and Linux permits this process to use it (Intel, "Architecture
+// Whether the processor has AMX for bfloat16 and int8 and Linux permits this process to use it (Intel, "Architecture
 // Instruction Set Extensions Programming Reference", CPUID 7.0; Linux, arch_prctl(2): ARCH_REQ_XCOMP_PERM).
 inline bool request_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1 & d >> 24 & d >> 25) == 0) return false;
   constexpr long kRequest = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
@@ -132,7 +175,7 @@ inline bool has_amx() {
   return runs;
 }
 
-#define SD_ORT_AMX_TARGET __attribute__((target("amx-tile,amx-bf16")))
+#define SD_ORT_AMX_TARGET __attribute__((target("amx-tile,amx-bf16,amx-int8")))
 
 // Eight tiles of 16 rows of 64 bytes.
 SD_ORT_AMX_TARGET inline void configure_tiles() {
@@ -146,11 +189,19 @@ SD_ORT_AMX_TARGET inline void configure_tiles() {
 }
 SD_ORT_AMX_TARGET inline void release_tiles() { _tile_release(); }
 
-template <bool kAdd, int64_t kRows>
-SD_ORT_AMX_TARGET void multiply_block_amx(const GemmBlock& p, int64_t row, int64_t panel, float* sums) {
-  constexpr int64_t kStride = kBlockColumns * sizeof(float);
+// GCC's intrinsics take tile numbers as literals.
+#define SD_ORT_MULTIPLY_TILES(sum, row, column) \
+  if constexpr (std::is_same_v<Sum, int32_t>) { \
+    _tile_dpbssd(sum, row, column);             \
+  } else {                                      \
+    _tile_dpbf16ps(sum, row, column);           \
+  }
+
+template <bool kAdd, int64_t kRows, class Sum>
+SD_ORT_AMX_TARGET void multiply_block_amx(const GemmBlock& p, int64_t row, int64_t panel, Sum* sums) {
+  constexpr int64_t kStride = kBlockColumns * sizeof(Sum);
   constexpr bool kLower = kRows > 16;
-  float* lower = sums + 16 * kBlockColumns;
+  Sum* lower = sums + 16 * kBlockColumns;
   const int64_t panel_size = p.taps * p.blocks * kBlockElements;
   const int64_t bytes = p.row_stride * sizeof(uint16_t);
   const uint16_t* left = p.weights + panel * panel_size;
@@ -176,10 +227,12 @@ SD_ORT_AMX_TARGET void multiply_block_amx(const GemmBlock& p, int64_t row, int64
         _tile_loadd(6, right, 64);
         _tile_loadd(7, right + panel_size, 64);
         if (kLower) _tile_loadd(5, rows + 16 * p.row_stride, bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (kLower) _tile_dpbf16ps(2, 5, 6);
-        if (kLower) _tile_dpbf16ps(3, 5, 7);
+        SD_ORT_MULTIPLY_TILES(0, 4, 6)
+        SD_ORT_MULTIPLY_TILES(1, 4, 7)
+        if (kLower) {
+          SD_ORT_MULTIPLY_TILES(2, 5, 6)
+          SD_ORT_MULTIPLY_TILES(3, 5, 7)
+        }
       }
     }
   }
@@ -189,37 +242,120 @@ SD_ORT_AMX_TARGET void multiply_block_amx(const GemmBlock& p, int64_t row, int64
   if (kLower) _tile_stored(3, lower + kPanelColumns, kStride);
 }
 
+#else
+
+inline bool has_amx() { return false; }
+
+#endif
+
+#if defined(SD_ORT_DOT_PRODUCTS)
+
+// Whether int8 rows are stored as x + 128, which VNNI multiplies by signed weights. The excess, 128 times the sum of a
+// column's weights, is subtracted.
+inline bool adds_128() {
+  static const bool runs = !has_amx() && __builtin_cpu_supports("avx512vnni");
+  return runs;
+}
+
+inline bool has_dot_products(float*) {
+  static const bool runs = __builtin_cpu_supports("avx512bf16");
+  return runs;
+}
+inline bool has_dot_products(int32_t*) { return adds_128(); }
+
+// As multiply_block_vectors(), by the instructions that add the products of a word of 32 bits to each sum.
+template <bool kAdd, class Sum>
+__attribute__((target("avx512vnni,avx512bf16"))) void multiply_block_dots(const GemmBlock& p, int64_t row,
+                                                                          int64_t panel, Sum* sums, int64_t count) {
+  constexpr bool kInt8 = std::is_same_v<Sum, int32_t>;
+  constexpr int64_t kHeight = 8;  // rows at once: 16 sums of 16 columns stay in registers
+  using Sums = decltype(load(sums));
+  const int64_t panel_size = p.taps * p.blocks * kBlockElements;
+  for (int64_t r = 0; r < count; r += kHeight) {
+    Sum* to = sums + r * kBlockColumns;
+    Sums sum[kHeight][2];
+    for (int64_t i = 0; i < kHeight; ++i) {
+      for (int64_t half = 0; half < 2; ++half) {
+        sum[i][half] = kAdd ? load(to + i * kBlockColumns + half * kPanelColumns) : Sums{};
+        if constexpr (kInt8) sum[i][half] -= load(p.offsets + (panel + half) * kPanelColumns);
+      }
+    }
+    const uint16_t* weights = p.weights + panel * panel_size;
+    for (int64_t tap = 0; tap < p.taps; ++tap) {
+      const uint16_t* rows = p.rows + (row + r + p.first[tap]) * p.row_stride;
+      for (int64_t block = 0; block < p.blocks; ++block, rows += p.block_stride) {
+        for (int64_t word = 0; word < kBlockDepth / 2; ++word, weights += 2 * kPanelColumns) {
+          const __m512i a = _mm512_loadu_si512(weights), b = _mm512_loadu_si512(weights + panel_size);
+          for (int64_t i = 0; i < kHeight; ++i) {
+            int32_t pair;
+            memcpy(&pair, rows + i * p.row_stride + word * 2, 4);
+            const __m512i x = _mm512_set1_epi32(pair);
+            if constexpr (kInt8) {
+              sum[i][0] = (Sums)_mm512_dpbusd_epi32((__m512i)sum[i][0], x, a);
+              sum[i][1] = (Sums)_mm512_dpbusd_epi32((__m512i)sum[i][1], x, b);
+            } else {
+              sum[i][0] = (Sums)_mm512_dpbf16_ps((__m512)sum[i][0], (__m512bh)x, (__m512bh)a);
+              sum[i][1] = (Sums)_mm512_dpbf16_ps((__m512)sum[i][1], (__m512bh)x, (__m512bh)b);
+            }
+          }
+        }
+      }
+    }
+    for (int64_t i = 0; i < kHeight; ++i) {
+      store(to + i * kBlockColumns, sum[i][0]);
+      store(to + i * kBlockColumns + kPanelColumns, sum[i][1]);
+    }
+  }
+}
+
+#else
+
+inline bool adds_128() { return false; }
+
+#endif
+
+// Byte of an int8 zero in packed rows.
+inline uint8_t packed_zero() { return adds_128() ? 0x80 : 0; }
+
+// Packs 64 elements of an int8 row. Weights are zero from `count` on, so that anything may be there.
+inline void pack_bytes(const int8_t* from, int64_t count, uint16_t* to) {
+  constexpr int64_t kBytes = 2 * kBlockDepth;
+  uint64_t eights[kBytes / 8] = {};
+  memcpy(eights, from, count < kBytes ? count : kBytes);
+  const uint64_t flip = adds_128() ? 0x8080808080808080u : 0;
+  for (uint64_t& eight : eights) eight ^= flip;
+  memcpy(to, eights, kBytes);
+}
+
 // Configures AMX tiles of this thread during its lifetime.
 class TileScope {
  public:
+#if defined(SD_ORT_AMX)
   TileScope() {
     if (has_amx()) configure_tiles();
   }
   ~TileScope() {
     if (has_amx()) release_tiles();
   }
-};
-
-template <bool kAdd = false, int64_t kRows = kBlockRows>
-void multiply_block(const GemmBlock& p, int64_t row, int64_t panel, float* sums) {
-  has_amx() ? multiply_block_amx<kAdd, kRows>(p, row, panel, sums)
-            : multiply_block_vectors<kAdd, kRows>(p, row, panel, sums);
-}
-
 #else
-
-class TileScope {
- public:
   TileScope() {}
   ~TileScope() {}
+#endif
 };
 
-template <bool kAdd = false, int64_t kRows = kBlockRows>
-void multiply_block(const GemmBlock& p, int64_t row, int64_t panel, float* sums) {
-  multiply_block_vectors<kAdd, kRows>(p, row, panel, sums);
-}
-
+template <bool kAdd = false, int64_t kRows = kBlockRows, class Sum>
+void multiply_block(const GemmBlock& p, int64_t row, int64_t panel, Sum* sums, int64_t count = kRows) {
+#if defined(SD_ORT_AMX)
+  if (has_amx()) {
+    return count <= 16 ? multiply_block_amx<kAdd, 16>(p, row, panel, sums)
+                       : multiply_block_amx<kAdd, kRows>(p, row, panel, sums);
+  }
 #endif
+#if defined(SD_ORT_DOT_PRODUCTS)
+  if (has_dot_products(sums)) return multiply_block_dots<kAdd>(p, row, panel, sums, count);
+#endif
+  multiply_block_vectors<kAdd>(p, row, panel, sums, count);
+}
 
 #if defined(__AVX512F__)
 inline Ints even_quarters(Ints x, Ints y) {

@@ -1,0 +1,58 @@
+"""Lowers convolutions between QDQ to QuantizedConv, the CPU's kernel in int8.
+
+    x = DequantizeLinear(q, s), w = DequantizeLinear(e, t)     s a number, t a number or one a filter
+    Conv(x, w, b?)  =>  QuantizedConv(q, e, s t, b or 0; stride)     3 x 3 with pads 1, or 1 x 1 without; stride 1 or 2
+
+Rejected: the operands that `quantized_linear` rejects; other filters, strides, pads, dilations or groups.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from fusion_passes import DOMAIN
+from fusion_passes import value_queries as values
+from fusion_passes.cleanup import remove_unused
+from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_pass import PassOutcome, Rejection
+from fusion_passes.lower import quantized_linear as linear
+from fusion_passes.lower.bfloat16_matmul_conv import tiles_reject_reason
+
+
+def quantized_conv(model: ir.Model) -> PassOutcome:
+    """Rewrite the convolutions of `model` in place; count them. Those without a dequantized input are no matches."""
+    outcome, graph = PassOutcome(), model.graph
+    for node in list(graph):
+        if node.op_type != "Conv" or node.domain != "" or not any(map(linear.dequantize, node.inputs[:2])):
+            continue
+        if reason := linear.reject_reason(node, 4, 0) or kernel_reject_reason(node):
+            outcome.rejections.append(Rejection(node, reason))
+            continue
+        _rewrite(graph, node)
+        outcome.counts["quantized_conv"] += 1
+    remove_unused(graph)
+    return outcome
+
+
+def kernel_reject_reason(node: ir.Node) -> str | None:
+    """Return why the kernel does not compute a convolution, quantized or to be quantized, or None."""
+    shape = values.dims(node.inputs[1])
+    return "its filters have no known shape" if shape is None else tiles_reject_reason(node, shape)
+
+
+def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
+    quantized, elements = linear.quantized_operands(node)
+    (output,), filters = node.outputs, values.size(elements, 0)
+    assert filters is not None
+    bias = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    inputs = [
+        quantized,
+        elements,
+        linear.scale_of_sums(graph, node, output, filters),
+        linear.zero_bias(graph, output, filters) if bias is None else bias,
+    ]
+    attributes = {"stride": (node.attributes.get_ints("strides") or (1,))[0], "x_last": 0, "y_last": 0}
+    new = ir.node("QuantizedConv", inputs, attributes, domain=DOMAIN)
+    new.metadata_props.update(node.metadata_props)
+    replace_value(graph, node, new, output)
+    graph.remove(node, safe=True)
