@@ -172,7 +172,7 @@ __global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const
     uint32_t columns = rows.columns;
     launder(columns);  // recompute comparisons: the masks of all stages exceed the scalar registers of CDNA
     rows.columns = static_cast<int>(columns);
-#if defined(SD_ORT_ACCUMULATORS_APART) && __clang_major__ > 19  // clang 19 would keep `rows` in memory
+#if defined(SD_ORT_ACCUMULATORS_APART)
     launder(rows.stride);  // recompute offsets: those of all stages exceed its vector registers
 #endif
     values.begin(rows);
