@@ -70,6 +70,7 @@ void launder(Raw&) {}
 #else
 __device__ inline void launder(uint16_t& value) { asm volatile("" : "+h"(value)); }
 __device__ inline void launder(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ inline void launder(float& value) { asm volatile("" : "+f"(value)); }
 __device__ inline void launder(uint2& value) { asm volatile("" : "+r"(value.x), "+r"(value.y)); }
 __device__ inline void launder(uint4& value) {
   asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
