@@ -65,7 +65,7 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 @click.option(
     "--vae-decoder",
     is_flag=True,
-    help="With --float8 or --int8, for portable and migraphx: the VAE decoder's layers too.",
+    help="With --float8 or --int8, for portable and migraphx, and int8 for cpu: the VAE decoder's layers too.",
 )
 @click.option(
     "--prompts",

@@ -105,10 +105,10 @@ class OptimizeOptions:
         if self.eight_bits not in TARGET_FORMATS.get(target, ()):
             others = ", ".join(name for name, formats in TARGET_FORMATS.items() if self.eight_bits in formats)
             raise InputError(f"target {target} has no kernels for {option}: use a target of {others}.")
-        if self.vae_decoder and target not in QDQ_TARGETS:
+        if self.vae_decoder and target not in QDQ_TARGETS and not uses_int8_tiles(target, self.eight_bits):
             raise InputError(
-                f"target {target} has no convolutions in 8 bits, of which a VAE decoder is made: leave out "
-                f"--vae-decoder, or use a target of {', '.join(sorted(QDQ_TARGETS))}."
+                f"target {target} has no convolutions for {option}, of which a VAE decoder is made: leave out "
+                f"--vae-decoder, or use a target of {', '.join(sorted(QDQ_TARGETS))}; cpu has those for --int8."
             )
         if self.dtype == "bfloat16" and not uses_int8_tiles(target, self.eight_bits):
             raise InputError(

@@ -130,6 +130,21 @@ def test_the_decoder_in_8_bits(recorded: Path, reference: Path, tmp_path: Path) 
     assert 30 < psnr(*images) < 60
 
 
+def test_the_decoder_on_the_cpu(recorded: Path, reference: Path, tmp_path: Path) -> None:
+    """The kernels for int8 compute what QDQ does at the same layers."""
+    options: dict[str, Any] = {"eight_bits": "int8", "vae_decoder": True, "inputs": recorded}
+    for target in ("cpu", "portable"):
+        optimize("demo", tmp_path / target, target=target, components=[VAE_DECODER], **options)
+    counts = pipeline_folder.read_manifest(tmp_path / "cpu")["components"][VAE_DECODER]["op_counts"]
+    assert (counts["QuantizedConv"], counts["QuantizedLinear"]) == (30, 1)  # Attention has three
+    inputs = list(load(reference / VAE_DECODER / pipeline_folder.MODEL).graph.inputs)
+    (feed,) = load_recorded_inputs(recorded, VAE_DECODER, inputs, required=True)
+    folders = (tmp_path / "cpu", tmp_path / "portable", reference)
+    images = [open_component(folder, VAE_DECODER)(**feed)["sample"] / 2 + 0.5 for folder in folders]
+    assert psnr(images[0], images[1]) > 45
+    assert 30 < psnr(images[0], images[2]) < 60
+
+
 def test_verify_quantizes_again(float8: Path) -> None:
     result = verify_weights("demo", float8)
     check_weights(result, "demo", float8)
@@ -359,7 +374,7 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
         (["--prompts", str(empty)], "--prompts goes with --float8 or --int8"),
         (["--float8", "--prompts", str(empty)], "has no prompts"),
         (["--vae-decoder"], "--vae-decoder goes with --float8 or --int8"),
-        (["--float8", "--vae-decoder", "--target", "gpu"], "target gpu has no convolutions in 8 bits"),
+        (["--float8", "--vae-decoder", "--target", "gpu"], "target gpu has no convolutions for --float8"),
         (["--float8", "--prompts", str(empty), "--inputs", str(recorded)], "without --inputs"),
     ):
         result = CliRunner().invoke(command, [*base, *arguments])
