@@ -47,7 +47,7 @@ def bars(rows: Sequence[Bar]) -> Markup:
 
 @dataclass(frozen=True)
 class Segment:
-    """One part of a stacked bar: its name in the legend, and its length."""
+    """One part of a stacked bar: its name in the legend, and its length. A gap has no name."""
 
     name: str
     value: float
@@ -62,11 +62,12 @@ def stacked_bars(rows: Sequence[tuple[str, tuple[Segment, ...]]], unit: str) -> 
         end = float(LABELS)
         parts.append(_text(LABELS - 8, i * ROW + ROW / 2 + 4, label, "end"))
         for segment in segments:
-            parts.append(_rectangle(end, i * ROW + 3, scale * segment.value, segment.color, segment))
+            if segment.name:
+                parts.append(_rectangle(end, i * ROW + 3, scale * segment.value, segment.color, segment))
             end += scale * segment.value
         total = sum(segment.value for segment in segments)
         parts.append(_text(end + 6, i * ROW + ROW / 2 + 4, f"{total:.3g} {unit}"))
-    legend = {segment.name: segment.color for _, segments in rows for segment in segments}
+    legend = {segment.name: segment.color for _, segments in rows for segment in segments if segment.name}
     columns = 4
     for i, (name, color) in enumerate(legend.items()):
         x, y = LABELS + i % columns * 150, (len(rows) + i // columns) * ROW + 3

@@ -118,8 +118,10 @@ def _profile(built: BuiltEngine, settings: BenchmarkSettings, out: SharedFolder)
     events = with_sites(nodes, site_names(Path(engine.directory) / str(settings.component) / MODEL))
     if kernels:
         events, clock = by_kernels(events, kernels), "kernels"
-    out.write(trace_name(engine), files.json_bytes(to_trace(events, sequential=clock != "nodes")))
-    return {"trace": trace_name(engine), "clock": clock, **summary(events)}
+    sequential = clock != "nodes"
+    out.write(trace_name(engine), files.json_bytes(to_trace(events, sequential=sequential)))
+    line = time_line(events, sequential=sequential)
+    return {"trace": trace_name(engine), "clock": clock, **summary(events), "time_line": line}
 
 
 # --- Recording, in the engine's process -----------------------------------------------------------------------------
@@ -281,6 +283,25 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         "by_site": table(lambda e: ".".join(e.site.split(".")[:SITE_DEPTH])),
         "hottest": table(lambda e: f"{e.site} {e.operator}")[:HOTTEST],
     }
+
+
+def time_line(events: Sequence[Event], *, sequential: bool) -> list[tuple[str, float]]:
+    """Return the operators of the last run in order of time, each with its ms; neighbors of one operator are one part.
+
+    "" is the time between two nodes. `sequential`: as in `to_trace`.
+    """
+    last = max((event.run for event in events), default=0)
+    parts: list[tuple[str, float]] = []
+    end = float("inf")
+    for event in events:
+        if event.run != last:
+            continue
+        gap = [("", event.start - end)] if not sequential and event.start > end else []
+        for name, duration in [*gap, (event.operator, event.duration)]:
+            before = parts.pop()[1] if parts and parts[-1][0] == name else 0.0
+            parts.append((name, before + duration / 1e3))
+        end = event.start + event.duration
+    return parts
 
 
 def to_trace(events: Sequence[Event], *, sequential: bool) -> dict[str, Any]:

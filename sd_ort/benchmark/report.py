@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from markupsafe import Markup
 
 from sd_ort.benchmark import plot
 from sd_ort.benchmark.report_file import COLUMNS, FORMAT, PAGE, format_speedup, ratio_note, results_folder
-from sd_ort.benchmark.report_parts import OTHER, OURS, RAW, TORCH, Block, TableRow
+from sd_ort.benchmark.report_parts import KERNEL_COLORS, OTHER, OURS, RAW, TORCH, Block, TableRow
 from sd_ort.benchmark.step_report import read_steps, step_blocks
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files
@@ -247,8 +248,27 @@ def _mlperf(report: Row) -> list[Block]:
     return [Block("Offline: images per second", plot=plot.bars(bars), columns=header.split(","), rows=body)]
 
 
+def _time_lines(engines: Sequence[Row]) -> list[Block]:
+    """Return the plot of one call of each engine, node after node; reports of earlier versions have none."""
+    rows = [row for row in engines if row.get("time_line")]
+    sums: Counter[str] = Counter()
+    for row in rows:
+        for operator, ms in row["time_line"]:
+            sums[operator] += ms
+    del sums[""]
+    colors = dict(zip((operator for operator, _ in sums.most_common()), KERNEL_COLORS, strict=False))
+
+    def part(operator: str, ms: float) -> plot.Segment:
+        name = operator if operator in colors or not operator else "other"
+        return plot.Segment(name, ms, colors.get(operator, OTHER))
+
+    lines = [(row["label"], tuple(part(*each) for each in row["time_line"])) for row in rows]
+    note = "Node after node, in order of time; neighbors of one operator are one part."
+    return [Block("Time line of one call", note, plot=plot.stacked_bars(lines, "ms"))] if lines else []
+
+
 def _profile(report: Row) -> list[Block]:
-    blocks = []
+    blocks = _time_lines(report["engines"])
     for row in report["engines"]:
         if row["status"] != "ok":
             blocks.append(Block(note=f"{row['label']} failed: {row['reason']}"))

@@ -12,20 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.benchmark import plot
-from sd_ort.benchmark.report_parts import OTHER, OURS, RAW, TORCH, Block
+from sd_ort.benchmark.report_parts import KERNEL_COLORS, OTHER, OURS, RAW, TORCH, Block
 from sd_ort.core import files
 
 Row = dict[str, Any]
 # Kernel classes of scripts/bench, in the order in which a bar shows them; others follow in gray.
-CLASS_COLORS = {
-    "matrix product": "#4263eb",
-    "convolution": "#1098ad",
-    "attention": "#d9480f",
-    "layer norm": "#74b816",
-    "group norm": "#37b24d",
-    "gelu": "#f59f00",
-    "element-wise": "#ae3ec9",
-}
+CLASSES = ("matrix product", "convolution", "attention", "layer norm", "group norm", "gelu", "element-wise")
+CLASS_COLORS = dict(zip(CLASSES, KERNEL_COLORS, strict=True))
 
 
 def read_steps(folder: Path) -> dict[str, Row]:

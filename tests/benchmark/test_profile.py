@@ -69,6 +69,20 @@ def test_kernels_belong_to_the_node_that_launched_them() -> None:
     assert [(event.operator, event.duration) for event in timed[6:]] == [("(other kernels)", 1)] * 2
 
 
+def test_time_line_of_the_last_run() -> None:
+    """Of nodes with gaps between; without, if durations are not those of the nodes' clock."""
+    events = profile.node_events(ort_trace(), runs=2)
+    parts = profile.time_line(events, sequential=False)
+    assert parts == [
+        ("Conv", pytest.approx(0.01)), ("", pytest.approx(0.01)), ("Conv", pytest.approx(0.02)),
+        ("MatMul", pytest.approx(0.03)),
+    ]  # fmt: skip
+    assert profile.time_line(events, sequential=True) == [
+        ("Conv", pytest.approx(0.03)), ("MatMul", pytest.approx(0.03)),
+    ]  # fmt: skip
+    assert profile.time_line([], sequential=True) == []
+
+
 def test_trace_loads_in_perfetto() -> None:
     events = profile.node_events(ort_trace(), runs=1)
     made = profile.to_trace(events, sequential=False)["traceEvents"]
@@ -88,6 +102,8 @@ def test_profile_of_a_tiny_unet(sd_ort: Cli, small_export: Path, tmp_path: Path)
     sites = {r["name"]: r["share"] for r in row["by_site"]}
     assert {"down_blocks.0", "mid_block.attentions", "up_blocks.3"} <= sites.keys()
     assert sites.get(profile.OTHER, 0) < 0.5
+    assert 0 < sum(ms for operator, ms in row["time_line"] if operator) < 3 * row["total_ms"]
+    assert "Time line of one call" in (tmp_path / "report.html").read_text()
     events = json.loads((tmp_path / row["trace"]).read_text())["traceEvents"]
     assert sum(e.get("dur", 0) for e in events) / 1e3 == pytest.approx(row["total_ms"])
     assert "Conv [CPU]" in table

@@ -174,6 +174,7 @@ def test_nothing_of_a_report_is_markup(tmp_path: Path) -> None:
     profile = results("profile", engines=[{
         "label": "a", "status": "ok", "total_ms": 1.0, "clock": "nodes", "trace": "javascript:alert(1)",
         "by_operator": [{"name": "MatMul", "ms": 1.0, "share": 0.5, "count": 1}], "by_site": [],
+        "time_line": [["MatMul", 1.0], ["", 0.5]],
     }])  # fmt: skip
     base = {"benchmark": results(), "profile": profile}
     pages = 0
