@@ -74,10 +74,9 @@ def run_interruptible(make: Callable[[str, threading.Event], None], names: Itera
     """
     stopped = threading.Event()
     pool = ThreadPoolExecutor(at_once, thread_name_prefix=STOPPABLE)
-    running = [pool.submit(make, name, stopped) for name in names]
     interrupted = True
     try:
-        pending = set(running)
+        pending = {pool.submit(make, name, stopped) for name in names}
         while pending:
             done, pending = wait(pending, _WAIT_SECONDS, FIRST_COMPLETED)
             for future in done:
