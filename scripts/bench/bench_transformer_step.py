@@ -231,6 +231,8 @@ def as_array(tensor: torch.Tensor, dtype: ir.DataType) -> np.ndarray:
         return tensor.contiguous().cpu().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     if dtype == ir.DataType.BFLOAT16:
         return tensor.to(torch.bfloat16).contiguous().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if dtype == ir.DataType.FLOAT16:
+        return tensor.half().contiguous().cpu().numpy()
     return tensor.float().contiguous().cpu().numpy()
 
 
@@ -239,7 +241,8 @@ def write_graphs(
 ) -> dict[str, Path]:
     """Optimize a template for our provider and write its parts with their weights; return their paths.
 
-    `float8`: linears multiply in float8, with FLOAT8_RANGE for all activations.
+    `float8`: linears multiply in float8, with FLOAT8_RANGE for all activations, and the rest computes in float16, as
+    `sd-ort optimize` wants it.
     """
     parsed = Template(template)
 
@@ -249,7 +252,8 @@ def write_graphs(
     source = UnoptimizedComponent("transformer", lambda: parsed.graph(read), lambda: parsed.config, parsed.bytes)
     quantization = EightBits("float8", lambda _, names: dict.fromkeys(names, FLOAT8_RANGE)) if float8 else None
     parts, entry = rewrite(
-        source, "transformer", TARGETS["gpu"], "bfloat16", lambda _: None, hoisted=True, quantization=quantization  # type: ignore[arg-type, return-value]
+        source, "transformer", TARGETS["gpu"], "float16" if float8 else "bfloat16", lambda _: None, hoisted=True,  # type: ignore[arg-type, return-value]
+        quantization=quantization,
     )  # fmt: skip
     print(f"  {entry['rewrite_counts']} {entry.get('eight_bits', {}).get('layers', '')}", flush=True)
     paths = {}
