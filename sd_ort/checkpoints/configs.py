@@ -82,7 +82,7 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def given_scheduler_config(scheduler: Any) -> dict[str, Any]:
+def as_scheduler_config(scheduler: Any) -> dict[str, Any]:
     """Return the config of a diffusers scheduler object, of a mapping, or of a scheduler_config.json.
 
     Settings that it lacks have diffusers' defaults. Raises InputError for another object, a name, and a damaged file.

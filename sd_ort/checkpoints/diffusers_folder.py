@@ -43,7 +43,7 @@ KREA2_LAYERS = tuple(range(2, 36, 3))  # of diffusers' pipeline, if its index na
 
 
 def other_pipeline(index: Config) -> str | None:
-    """Return the kind of a model_index.json's pipeline if sd-ort does not export it, else None."""
+    """Return the pipeline kind that a model_index.json names if sd-ort does not export this kind, else None."""
     name = str(index.get("_class_name", ""))
     return next((f"{name} {text}" for pattern, text in OTHER_PIPELINES.items() if re.match(pattern, name)), None)
 

@@ -71,7 +71,7 @@ def other_family(names: Mapping[str, Any]) -> str | None:
 
 
 def detect_transformer(path: Path, entries: Mapping[str, Entry], prefix: str) -> str:
-    """Return the family of a transformer with original names, or with those that DIFFUSERS_MARKS has for them.
+    """Return the family of a transformer by its tensor names, which are original or those in DIFFUSERS_MARKS.
 
     Raises InputError for one that is not supported.
     """

@@ -98,7 +98,7 @@ def uses_int8_tiles(target: str, format_: str) -> bool:
 def passes_around(
     passes: tuple[Pass, ...], target: str, dtype: str, format_: str
 ) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
-    """Return the lowering passes of a target that run before the layers are quantized, and those that run after.
+    """Return a target's lowering passes in two parts: those before quantization, and those after it.
 
     Layers that stay in float32 or bfloat16 get the CPU's kernels for them at last.
     """

@@ -20,7 +20,7 @@ import numpy as np
 from sd_ort import demo
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.conditioning import text_length, token_ids
-from sd_ort.checkpoints.configs import Config, component_config, given_scheduler_config, scheduler_config
+from sd_ort.checkpoints.configs import Config, as_scheduler_config, component_config, scheduler_config
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, encoder_mismatch
 from sd_ort.checkpoints.generation_defaults import demo_defaults
 from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
@@ -340,7 +340,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
         """Set the schedule, as `from_pretrained` takes it. Raises InputError for another class or unknown settings."""
-        own = scheduler_config(self.folder) if scheduler is None else given_scheduler_config(scheduler)
+        own = scheduler_config(self.folder) if scheduler is None else as_scheduler_config(scheduler)
         config = {"_class_name": flow_match.CLASS, **own}
         flow_match.check_config(config)
         self.scheduler_config = config

@@ -460,7 +460,7 @@ class DeviceUpdate:
 
 
 def _same_sources(table: Mapping[str, recipes.WeightRecipe], names: Sequence[str]) -> list[list[str]]:
-    """Return initializers in groups of those that are computed from the same checkpoint tensors."""
+    """Group initializers by the checkpoint tensors that they are computed from."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         groups.setdefault(tuple(recipes.sources(table[name])), []).append(name)
