@@ -300,7 +300,7 @@ class Ours:
             self.say(f"{part}: {(time.perf_counter() - begun) * 1e3:.2f} ms once")
             del model
             gc.collect()
-        return {name: feeds[name] for name in self.model.inputs}
+        return {name: feeds[name].astype(self.model.dtype(name)) for name in self.model.inputs}
 
     def contender(self, inputs: Mapping[str, torch.Tensor]) -> Contender:
         """Bind and capture the step for the sizes of `inputs`, with the tuning that they need."""
