@@ -48,6 +48,13 @@ const char* with_type(DType dtype, F&& function) {
 }
 
 #if !SD_ORT_SIMULATED
+// Host: blocks that fill the current AMD device, with so many on each multiprocessor. NVIDIA's devices, and a process
+// without a device, take the number that was measured on an H200.
+inline int64_t blocks_that_fill(int per_multiprocessor, int64_t on_h200) {
+  const int64_t blocks = kHip ? int64_t{per_multiprocessor} * multiprocessors() : on_h200;
+  return blocks > 0 ? blocks : on_h200;
+}
+
 __device__ inline float to_float(float x) { return x; }
 template <>
 __device__ inline float from_float<float>(float x) {

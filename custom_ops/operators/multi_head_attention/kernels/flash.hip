@@ -185,9 +185,8 @@ const char* run_head(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel
 }  // namespace
 
 int64_t attention_target_blocks() {
-  constexpr int64_t kLargeGpu = 400;  // of an H200, where it was measured
-  static const int64_t found = kHip ? 3 * multiprocessors() : kLargeGpu;
-  return found > 0 ? found : kLargeGpu;
+  static const int64_t blocks = blocks_that_fill(3, 400);
+  return blocks;
 }
 
 int64_t attention_max_flash_head() { return kLargestFlashHead; }

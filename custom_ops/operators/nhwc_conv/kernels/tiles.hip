@@ -348,9 +348,8 @@ const char* launch_shape(const NhwcConvParams& p, const NhwcConvShape& shape, in
 }  // namespace
 
 int64_t nhwc_conv_target_blocks() {
-  constexpr int64_t kLargeGpu = 256;  // of an H200, where it was measured
-  static const int64_t found = kHip ? 2 * multiprocessors() : kLargeGpu;
-  return found > 0 ? found : kLargeGpu;
+  static const int64_t blocks = blocks_that_fill(2, 256);
+  return blocks;
 }
 
 const char* nhwc_conv_tiles_launch(const NhwcConvParams& p, int64_t splits, void* workspace, void* stream) {
