@@ -23,4 +23,4 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape]:
     return [gate if has(node, 1) else (*gate[:-1], gate[-1] // 2)]
 
 
-OPERATOR = FusedOperator("SwiGlu", shape, body)
+OPERATOR = FusedOperator("SwiGlu", shape, body, float8_output=1)

@@ -11,8 +11,14 @@ SD_ORT_CPU_KERNEL(swiglu, SwiGluParams)
 
 struct SwiGluBinding : BindingBase<SwiGluParams, swiglu_cpu> {
   static constexpr const char* kName = "SwiGlu";
-  static constexpr Port kInputs[] = {{Port::kT}, {Port::kT, true}};  // gate, up
-  static constexpr Port kOutputs[] = {{Port::kT}};                   // Y
+  static constexpr Port kInputs[] = {{Port::kT}, {Port::kT, true}};              // gate, up
+  static constexpr Port kOutputs[] = {{Port::kT, true}, {Port::kFloat8, true}};  // Y, quantized
+
+  static Params attributes(const Attributes& attributes) {
+    Params params{};
+    params.quantized.scale = attributes.real("quantized_scale", 0.f);
+    return params;
+  }
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0)) return;
@@ -35,6 +41,7 @@ struct SwiGluBinding : BindingBase<SwiGluParams, swiglu_cpu> {
     std::vector<int64_t> shape = gate.shape;
     shape.back() = params.columns;
     params.y = tensors.output(0, shape);
+    params.quantized = tensors.float8_output(1, shape, params.quantized.scale);
   }
 };
 

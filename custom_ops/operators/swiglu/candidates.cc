@@ -6,7 +6,7 @@ namespace sd_ort {
 namespace {
 
 bool supports_vectors(const SwiGluParams& p) {
-  return p.columns * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.gate, p.up, p.y);
+  return p.columns * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.gate, p.up, p.y, p.quantized.data);
 }
 
 Candidate<SwiGluParams> candidate(const char* name, SwiGluConfig config) {

@@ -8,7 +8,7 @@ namespace SD_ORT_ISA {
 namespace {
 
 template <class T>
-void gate_row(const T* gate, const T* up, T* y, int64_t columns) {
+void gate_row(const T* gate, const T* up, const QuantizedOutput<T>& y, int64_t columns) {
   int64_t i = 0;
   for (; i + kLanes <= columns; i += kLanes) store(y + i, silu(load(gate + i)) * load(up + i));
   const int64_t rest = columns - i;
@@ -21,7 +21,7 @@ void run(const SwiGluParams& p, const Parallel& parallel) {
   parallel(ceil_div(p.rows, rows_a_task), [&](size_t task) {
     for (int64_t row = task * rows_a_task; row < p.rows && row < int64_t(task + 1) * rows_a_task; ++row) {
       gate_row(static_cast<const T*>(p.gate) + row * p.stride, static_cast<const T*>(p.up) + row * p.stride,
-               static_cast<T*>(p.y) + row * p.columns, p.columns);
+               QuantizedOutput<T>(p.y, p.quantized) + row * p.columns, p.columns);
     }
   });
 }

@@ -4,13 +4,15 @@
 // Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors = rows * columns / kVec.
 #include "common/gpu.h"
 #include "common/math.h"
+#include "common/quantized_output.h"
 #include "operators/swiglu/op.h"
 
 namespace sd_ort {
 
 template <class T, int kVec, int kBlock>
-__global__ __launch_bounds__(kBlock) void swiglu_kernel(const T* gate, const T* up, T* y, uint32_t vectors,
-                                                        uint32_t vectors_per_row, kernel_int64_t stride) {
+__global__ __launch_bounds__(kBlock) void swiglu_kernel(const T* gate, const T* up, QuantizedOutput<T> y,
+                                                        uint32_t vectors, uint32_t vectors_per_row,
+                                                        kernel_int64_t stride) {
   wait_for_predecessor();
   const uint32_t index = blockIdx.x * kBlock + threadIdx.x;
   if (index >= vectors) return;
@@ -22,7 +24,7 @@ __global__ __launch_bounds__(kBlock) void swiglu_kernel(const T* gate, const T* 
   Vec<T, kVec>::load(up + from).unpack(right);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) left[i] = silu(left[i]) * right[i];
-  Vec<T, kVec>::pack(left).store(y + static_cast<int64_t>(vector) * kVec);
+  y.store(static_cast<int64_t>(vector) * kVec, left);
 }
 
 namespace {
@@ -33,8 +35,8 @@ const char* launch_kernel(const SwiGluParams& p, void* stream) {
   if (vectors == 0) return nullptr;
   if (vectors > UINT32_MAX) return "the tensor has more than 2^32 vectors";
   return launch(swiglu_kernel<T, kVec, kBlock>, dim3(ceil_div(vectors, kBlock)), dim3(kBlock), 0, stream,
-                static_cast<const T*>(p.gate), static_cast<const T*>(p.up), static_cast<T*>(p.y), vectors,
-                p.columns / kVec, p.stride);
+                static_cast<const T*>(p.gate), static_cast<const T*>(p.up), QuantizedOutput<T>(p.y, p.quantized),
+                vectors, p.columns / kVec, p.stride);
 }
 
 template <class T>
