@@ -5,6 +5,12 @@
 
 for targets with that kernel. Rejected: another alpha, as CLIP's; operands of different or unknown shapes; a SiLU with
 other consumers.
+
+`PACK` makes one product of two whose results are gate and up:
+
+    SwiGlu(MatMul(x, V), MatMul(x, W))  =>  SwiGlu(MatMul(x, [V W]))
+
+Rejected: operands that are no such products, have other consumers, or are of two tensors or of different widths.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_edits import new_derived_initializer, replace_value
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 
 
@@ -73,6 +79,54 @@ def _rewrite(graph: ir.Graph, node: ir.Node, activation: ir.Node, up: ir.Value) 
         graph.remove(old, safe=True)
 
 
+def pack_swiglu(model: ir.Model) -> PassOutcome:
+    """Pack the products before the SwiGlu nodes of `model` in place."""
+    outcome, graph = PassOutcome(), model.graph
+    for node in list(graph):
+        if node.op_type != "SwiGlu" or node.domain != DOMAIN or len(node.inputs) == 1:
+            continue
+        products = [_product(value) for value in node.inputs]
+        if reason := _reject_products(products):
+            outcome.rejections.append(Rejection(node, reason))
+            continue
+        gate, up = (product for product in products if product is not None)
+        weights = [weight for product in (gate, up) if (weight := product.inputs[1]) is not None]
+        rows, width = values.size(weights[0], 0) or 0, values.size(weights[0], 1) or 0
+        name = f"{node.outputs[0].name}.gate_up"
+        weight = new_derived_initializer(graph, f"{name}_weight", weights, [rows, 2 * width], "interleave", 1)
+        packed = ir.node("MatMul", [gate.inputs[0], weight])
+        packed.metadata_props.update(gate.metadata_props)
+        total, half = packed.outputs[0], gate.outputs[0]
+        total.name, total.dtype = name, half.dtype
+        total.shape = None if half.shape is None else ir.Shape([*list(half.shape)[:-1], 2 * width])
+        graph.insert_before(node, packed)
+        node.replace_input_with(0, total)
+        node.resize_inputs(1)
+        for old in (gate, up):
+            graph.remove(old, safe=True)
+        outcome.counts["packed_swiglu"] += 1
+    return outcome
+
+
+def _product(value: ir.Value | None) -> ir.Node | None:
+    """Return the MatMul by a constant matrix that computes `value` for one consumer, or None."""
+    node = None if value is None else value.producer()
+    if value is None or node is None or node.op_type != "MatMul" or node.domain or len(list(value.uses())) != 1:
+        return None
+    weight = node.inputs[1]
+    return node if weight is not None and values.is_constant(weight) and values.rank(weight) == 2 else None
+
+
+def _reject_products(products: list[ir.Node | None]) -> str | None:
+    found = [product for product in products if product is not None]
+    if len(found) != 2:
+        return "gate or up is not a MatMul with a constant matrix and no other consumers"
+    if found[0].inputs[0] is not found[1].inputs[0]:
+        return "gate and up are products of two tensors"
+    widths = {values.size(product.inputs[1], 1) for product in found if product.inputs[1] is not None}
+    return "gate and up differ in width" if len(widths) != 1 or None in widths else None
+
+
 def _graph(body: str, outputs: str = "", up: str = "B,S,4") -> str:
     return f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
         g (float[B,S,8] x, float[B,S,4] a, float[{up}] b) => (float[B,S,4] y {outputs}) {{ {body} }}"""
@@ -107,3 +161,25 @@ CASES = [
 ]  # fmt: skip
 
 PASS = Pass("swiglu", swiglu, CASES)
+
+
+def _pack_case(name: str, body: str, rejection: str | None = None, matmuls: int = 2) -> PassCase:
+    graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
+        g (float[B,S,8] x, float[B,S,8] z, float[8,4] given) => (float[B,S,4] y)
+        <float[8,4] v, float[8,4] w, float[8,4] u, float[4] bias> {{ {body} }}"""
+    return PassCase(name, graph, int(rejection is None), {"MatMul": matmuls}, rejection, {"B": 2, "S": 5})
+
+
+_ALONE = "not a MatMul with a constant matrix and no other consumers"
+PACK_CASES = [
+    _pack_case("two products", "a = MatMul (x, v)  b = MatMul (x, w)  y = sd_ort.SwiGlu (a, b)", matmuls=1),
+    _pack_case("two tensors", "a = MatMul (x, v)  b = MatMul (z, w)  y = sd_ort.SwiGlu (a, b)", "two tensors"),
+    _pack_case("a weight that is an input", "a = MatMul (x, v)  b = MatMul (x, given)  y = sd_ort.SwiGlu (a, b)",
+               _ALONE),
+    _pack_case("a bias", "a = MatMul (x, v)  c = MatMul (x, w)  b = Add (c, bias)  y = sd_ort.SwiGlu (a, b)", _ALONE),
+    _pack_case("a gate that is read again", "a = MatMul (x, v)  b = MatMul (x, w)  s = sd_ort.SwiGlu (a, b)"
+               "  y = Sub (s, a)", _ALONE),
+    _pack_case("the product squared", "a = MatMul (x, v)  y = sd_ort.SwiGlu (a, a)", _ALONE, 1),
+]  # fmt: skip
+
+PACK = Pass("pack_swiglu", pack_swiglu, PACK_CASES)
