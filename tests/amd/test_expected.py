@@ -63,3 +63,13 @@ def test_a_target_without_an_expected_time_is_named(tmp_path: Path) -> None:
         message
         == "No time is expected of gfx1102, only of gfx1030, gfx1100, gfx1151, gfx1201, gfx908, gfx90a, gfx942, gfx950."
     )
+
+
+def test_first_numbers_takes_ten_minutes(tmp_path: Path) -> None:
+    """The promise of scripts/amd/README.md, counted; a run is compared with it."""
+    seconds = {title: sum(parts.values()) for title, parts in FOUND["first_numbers"].items()}
+    assert seconds.keys() == expected.CARDS.keys()
+    assert 300 < min(seconds.values()) <= max(seconds.values()) < 600
+    assert FOUND["first_numbers"][CARD] == expected.first_numbers(FOUND["calls"], CARD)
+    line = expected.compare(measured(tmp_path, 1.0), "gfx1100", 712.4).splitlines()[-1]
+    assert line == f"first_numbers: 712 s; expected with eight cores and a {CARD} {seconds[CARD]:.0f} s."
