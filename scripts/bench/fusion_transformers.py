@@ -43,7 +43,7 @@ PRESETS = (
     "qwen-image-tiny", "qwen-image-edit-2511-tiny", "krea2-tiny",
 )  # fmt: skip
 OPSETS = (20, 23)
-TARGETS = ("portable", "cpu", "cuda", "gpu")
+TARGETS = ("portable", "cpu", "cuda", "gpu", "hip")
 ATTENTIONS = ("MultiHeadAttention", "Attention", "GroupQueryAttention", "PackedMultiHeadAttention")
 RMS_NORMS = ("RMSNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 LAYER_NORMS = ("AdaptiveNorm", "LayerNormalization", "SkipLayerNormalization")
@@ -52,9 +52,8 @@ COS = 6  # input of RotaryQkv; without it, as in SD 3, nothing is rotated
 COLUMNS = ("attention", "rotary", "RMS", "adaptive norm", "bias", "Transpose", "nodes")
 
 
-def measure(model: ir.Model) -> tuple[int, ...]:
+def measure(graph: ir.Graph) -> tuple[int, ...]:
     """Return the numbers of `COLUMNS`."""
-    graph = model.graph
     counts = Counter(node.op_type for node in graph)
     rotary_qkv = [node for node in graph if node.op_type == "RotaryQkv"]
     # Query, key and value of each stream; norms of query and key are scales among the inputs.
@@ -109,16 +108,16 @@ def rows(preset: str, opset: int, work: Path) -> list[list[str]]:
     if not source.is_dir():
         export(None, source, preset=preset, random_weights=True, opset=opset, components=["transformer"])
     path = source / "transformer" / MODEL
-    results = {"export": measure(load(path))}
+    results = {"export": measure(load(path).graph)}
     for target in TARGETS:
         out = work / f"{preset}-{opset}-{target}"
         shutil.rmtree(out, ignore_errors=True)  # else `optimize` leaves what an older commit made
         optimize(source, out, target=target, components=["transformer"], hoist=False)
-        results[f"sd-ort, {target}"] = measure(load(out / "transformer" / MODEL))
+        results[f"sd-ort, {target}"] = measure(load(out / "transformer" / MODEL).graph)
     table = [[preset, str(opset), name, *map(str, numbers)] for name, numbers in results.items()]
     for name, run in PEERS.items():
         try:
-            numbers = [str(number) for number in measure(run(path, work))]
+            numbers = [str(number) for number in measure(run(path, work).graph)]
         except Exception as error:
             numbers = [f"fails: {type(error).__name__}", *[""] * (len(COLUMNS) - 1)]
         table.append([preset, str(opset), name, *numbers])

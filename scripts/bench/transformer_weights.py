@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Sizes of the weights of diffusion transformers in 16, 8 and 4 bits: writes results/transformer_weights.md.
 
-    python scripts/bench/transformer_weights.py flux-dev z-image-turbo qwen-image krea2
+    python scripts/bench/transformer_weights.py
 
 The package's templates are optimized for our provider in bfloat16 with every storage of `optimize --weights`, and the
 sizes of their initializers added up. No weight is read or computed: those that passes look at are a constant.
@@ -25,6 +25,7 @@ from sd_ort.optimize.unoptimized import UnoptimizedComponent
 from sd_ort.optimize.weight_storage import COMPONENTS, WeightStorage
 from sd_ort.runtime import machine
 
+MODELS = ("flux-dev", "flux2-klein-4b", "flux2-dev", "sd35-medium", "z-image-turbo", "qwen-image", "krea2")
 STORAGES = {"bfloat16": None, "int8": WeightStorage("int8"), "int4": WeightStorage("int4")}
 HEAD = """# Weights of diffusion transformers in memory
 
@@ -63,7 +64,7 @@ def sizes(name: str, path: Path, storage: WeightStorage | None) -> dict[str, int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("presets", nargs="+")
+    parser.add_argument("presets", nargs="*", default=MODELS, help="[default: one of each family]")
     parser.add_argument("--out", type=Path, default=Path("results/transformer_weights.md"))
     options = parser.parse_args()
     text = HEAD.format(commit=machine.commit())

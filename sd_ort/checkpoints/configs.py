@@ -95,10 +95,12 @@ def as_scheduler_config(scheduler: Any) -> dict[str, Any]:
                 f"Scheduler {scheduler} cannot be set by name for this model: give a scheduler_config.json."
             )
         return _checked(path, read_json(path, f"{path} cannot be the scheduler"), SCHEDULER_TYPE)
-    config = scheduler if isinstance(scheduler, Mapping) else getattr(scheduler, "config", None)
+    if isinstance(scheduler, Mapping):
+        return _checked(path, dict(scheduler), SCHEDULER_TYPE)
+    config, name = getattr(scheduler, "config", None), type(scheduler).__name__
     if not isinstance(config, Mapping):
-        raise InputError(f"A {type(scheduler).__name__} is no scheduler: give diffusers', its config, or a JSON file.")
-    return _checked(path, dict(config), SCHEDULER_TYPE)
+        raise InputError(f"A {name} is no scheduler: give diffusers', its config, or a JSON file.")
+    return _checked(path, {**config, "_class_name": name}, SCHEDULER_TYPE)  # a new object's config has no class
 
 
 def _checked(path: Path, config: dict[str, Any], schema: Any) -> Config:

@@ -12,6 +12,7 @@ import numpy as np
 from sd_ort.core.errors import InputError
 
 CLASS = "FlowMatchEulerDiscreteScheduler"
+SET_SHIFT = "set_shift"  # what diffusers' method of this name sets: the ends of the schedule keep the config's shift
 # Options that select another schedule or step rule, and the values that are implemented.
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "invert_sigmas": (False,),
@@ -127,6 +128,7 @@ def make_schedule(
         factor = math.exp(mu) if config.get("time_shift_type", "exponential") == "exponential" else mu
         values = factor / (factor + (1 / values - 1))
     else:
+        shift = float(config.get(SET_SHIFT, shift))
         values = shift * values / (1 + (shift - 1) * values)
     if terminal := config.get("shift_terminal"):
         values = 1 - (1 - values) * ((1 - float(terminal)) / (1 - values[-1])) if values[-1] < 1 else values

@@ -216,6 +216,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     _num_timesteps = 0
     _guidance_scale = 0.0
     progress_bar_config: Mapping[str, Any] = {}
+    _scheduler: Any  # diffusers' object, or its config
 
     def __init__(
         self,
@@ -326,16 +327,18 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         cls.check_folder(pipeline.folder)
         pipeline.models.require(*cls.REQUIRED_COMPONENTS)
         tiling = {"vae_tiling": pipeline.vae.use_tiling, "vae_slicing": pipeline.vae.use_slicing}
-        other = cls(pipeline.folder, pipeline.models, pipeline.scheduler_config, **tiling)
+        other = cls(pipeline.folder, pipeline.models, pipeline._scheduler, **tiling)
         other.loras, other.lora_state = pipeline.loras, pipeline.lora_state
         return other
 
     @property
     def scheduler(self) -> Any:
-        """diffusers' scheduler of the schedule."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
+        """diffusers' scheduler: the caller's object, or one that is created on first access."""
+        if isinstance(self._scheduler, Mapping):
+            from diffusers import FlowMatchEulerDiscreteScheduler
 
-        return FlowMatchEulerDiscreteScheduler.from_config(self.scheduler_config)
+            self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler)
+        return self._scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
@@ -343,7 +346,14 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         own = scheduler_config(self.folder) if scheduler is None else as_scheduler_config(scheduler)
         config = {"_class_name": flow_match.CLASS, **own}
         flow_match.check_config(config)
-        self.scheduler_config = config
+        self._scheduler = config if scheduler is None or isinstance(scheduler, (str, Path, Mapping)) else scheduler
+
+    @property
+    def scheduler_config(self) -> Mapping[str, Any]:
+        """The settings of the schedule, as `flow_match.make_schedule` takes them."""
+        if isinstance(self._scheduler, Mapping):
+            return self._scheduler
+        return {**self._scheduler.config, flow_match.SET_SHIFT: self._scheduler.shift}
 
     @property
     def scheduler_name(self) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from test_export import check_against_torch
-from transformer_families import check_eight_bits
+from transformer_families import check_eight_bits, check_targets
 
 import sd_ort as sd_ort_package
 from sd_ort import Flux2KleinPipeline, FluxPipeline, StableDiffusion3Pipeline
@@ -115,6 +115,11 @@ def test_fusions(exported, tmp_path, preset, opset, target):
     result = verify(folder, tmp_path / "out", components=tested)
     assert result["passed"], result["rows"]
     assert {row["component"] for row in result["rows"]} == set(tested)
+
+
+@pytest.mark.parametrize("preset", [SD3, FLUX, KLEIN])
+def test_every_target_fuses_as_much(exported, tmp_path, preset):
+    check_targets(exported(preset, WHOLE[preset]), tmp_path)
 
 
 @pytest.mark.parametrize("preset", [SD3, FLUX, KLEIN])
@@ -403,6 +408,26 @@ def test_schedule(preset, steps):
     schedule = flow_match.make_schedule(config, steps, 1000, sigmas)
     np.testing.assert_allclose(schedule.timesteps, scheduler.timesteps.numpy(), rtol=2e-7)
     np.testing.assert_allclose(schedule.sigmas, scheduler.sigmas.numpy(), rtol=2e-7)
+
+
+def test_scheduler_is_one_object(folder):
+    """As in diffusers: it is the caller's, what `set_shift` sets is used, and another pipeline shares it."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipeline = sd_ort_package.StableDiffusion3Pipeline.from_pretrained(folder(SD3), "cpu")
+    assert pipeline.scheduler is pipeline.scheduler
+    own = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config, shift=2.0)
+    pipeline.scheduler = own
+    assert pipeline.scheduler is own
+    own.set_shift(5.0)
+    own.set_timesteps(4)
+    other = sd_ort_package.StableDiffusion3Img2ImgPipeline.from_pipe(pipeline)
+    assert other.scheduler is own
+    for each in (pipeline, other):
+        schedule = flow_match.make_schedule(each.scheduler_config, 4, 64, None)
+        np.testing.assert_allclose(schedule.sigmas, own.sigmas.numpy(), rtol=2e-7)
+    pipeline.scheduler = None
+    assert pipeline.scheduler.shift == PRESETS["sd35-medium"].scheduler["shift"]
 
 
 @pytest.mark.parametrize(("option", "value"), [("use_karras_sigmas", True), ("invert_sigmas", True)])

@@ -16,6 +16,7 @@ from transformer_families import (
     check_eight_bits,
     check_fusions,
     check_lora,
+    check_targets,
     check_text_encoder,
     hoisted_counts,
     nmse,
@@ -110,6 +111,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     expected |= dict.fromkeys(("RMSNormalization", "LayerNormalization", "Gelu", "Gemm", "Softmax", "Expand"), 0)
     assert {op: counts["transformer"][op] for op in expected} == expected
     assert counts["transformer_prompt"]["MultiHeadAttention"] == counts["transformer_prompt"]["RotaryQkv"] == 2
+
+
+def test_every_target_fuses_as_much(models: Models, tmp_path: Path) -> None:
+    check_targets(Path(models.export(FAMILY)), tmp_path)
 
 
 def test_eight_bits(models: Models, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 from export_limits import assert_not_exportable
 from image_metrics import psnr
@@ -21,6 +21,7 @@ from transformer_families import (
     check_eight_bits,
     check_fusions,
     check_lora,
+    check_targets,
     check_text_encoder,
     hoisted_counts,
     nmse,
@@ -137,6 +138,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
     assert {op: counts[op] for op in expected} == expected
 
 
+def test_every_target_fuses_as_much(models: Models, tmp_path: Path) -> None:
+    check_targets(Path(models.export(FAMILY)), tmp_path)
+
+
 def test_eight_bits(models: Models, tmp_path: Path) -> None:
     check_eight_bits(Path(models.export(FAMILY)), tmp_path)
 
@@ -212,6 +217,7 @@ def test_few_steps_with_a_lora_and_its_schedule(
     ("euler", "cannot be set by name for this model: give a scheduler_config.json"),
     ("missing.json", "missing.json is missing"),
     ({"_class_name": "DDIMScheduler"}, "DDIMScheduler is not supported for diffusion transformers"),
+    (DDIMScheduler(), "DDIMScheduler is not supported for diffusion transformers"),
     ({"stochastic_sampling": True}, "stochastic_sampling = True is not supported"),
     ({"base_shift": "3"}, "damaged at 'base_shift'"),
     (3, "A int is no scheduler"),
@@ -270,8 +276,6 @@ def test_generate_command(hoisted: QwenImagePipeline, sd_ort: Any, tmp_path: Pat
 @pytest.mark.parametrize("steps", [1, 4, 50])
 def test_schedule(steps: int) -> None:
     """Sigmas that are stretched to a terminal value are those of diffusers' scheduler."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
     config = PRESETS["qwen-image"].scheduler
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
     sigmas = np.linspace(0.99 if steps == 1 else 1.0, 1 / steps, steps)  # a single sigma of 1 is NaN in diffusers

@@ -12,7 +12,14 @@ import pytest
 import torch
 from export_limits import assert_not_exportable
 from safetensors.torch import save_file
-from transformer_families import built, check_eight_bits, check_fusions, check_text_encoder, hoisted_counts
+from transformer_families import (
+    built,
+    check_eight_bits,
+    check_fusions,
+    check_targets,
+    check_text_encoder,
+    hoisted_counts,
+)
 
 from scripts.fixtures.parity_models import Models, preset
 from sd_ort import ZImagePipeline, transformer_pipeline
@@ -103,6 +110,10 @@ def test_gpu_target(models: Models, tmp_path: Path, dtype: str) -> None:
         expected = {"MultiHeadAttention": attentions, "RotaryQkv": attentions, "AdaptiveNorm": norms}
         expected |= dict.fromkeys(("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Tanh", "Gemm"), 0)
         assert {op: counts[part][op] for op in expected} == expected, part
+
+
+def test_every_target_fuses_as_much(models: Models, tmp_path: Path) -> None:
+    check_targets(Path(models.export(FAMILY)), tmp_path)
 
 
 def test_eight_bits(models: Models, tmp_path: Path) -> None:

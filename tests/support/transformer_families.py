@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 from test_export import check_against_torch
 
+from scripts.bench import fusion_transformers
 from scripts.fixtures.parity_models import preset
 from sd_ort.checkpoints.checkpoint import build_model, class_name
 from sd_ort.checkpoints.configs import component_config
@@ -58,6 +59,23 @@ def check_fusions(
     result = verify(folder, out, components=["transformer"])
     assert result["passed"], result["rows"]
     return graph
+
+
+def check_targets(folder: Path, out: Path) -> None:
+    """Assert that a transformer has as many fused nodes on each target as in `portable`, and none of TAKEN_APART.
+
+    Counted are attentions, rotary embeddings and norms. A modulation of an RMS norm is the scale of an RMSNormalization
+    or of an AdaptiveNorm, as the target's kernels have it.
+    """
+    counts = {}
+    for target in ("portable", "cpu", "cuda", "gpu", "hip"):
+        optimize(folder, out / target, target=target, components=["transformer"], hoist=False)
+        graph = load(out / target / "transformer" / "model.onnx").graph
+        attention, rotary, rms, adaptive, *_ = fusion_transformers.measure(graph)
+        counts[target] = attention, rotary, rms + adaptive
+        taken_apart = {node.op_type for node in graph} & {*TAKEN_APART}
+        assert not taken_apart, (target, taken_apart)
+    assert counts == dict.fromkeys(counts, counts["portable"])
 
 
 def check_eight_bits(folder: Path, out: Path) -> None:

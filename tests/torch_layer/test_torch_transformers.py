@@ -19,6 +19,7 @@ from scripts.fixtures.transformer_pairs import PROMPTS, SHARED
 from sd_ort.core.errors import InputError
 from sd_ort.runtime import build
 from sd_ort.torch import kernels, operators, optimize, reset_status, restore, status
+from sd_ort.torch.modules import joint_attention
 
 # Family of scripts/fixtures/parity_models.py -> diffusers' pipeline, and operators that its transformer calls.
 MODULATED = {"adaptive_norm", "skip_adaptive_norm", "attention"}
@@ -100,6 +101,41 @@ def test_prompts_of_other_lengths_keep_their_masks(family: str, models: Models) 
         assert psnr(image(optimize(pipe), family, prompts), expected) > 90
     finally:
         restore(pipe)
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("flux", 1), ("klein", 1), ("z_image", 3), ("qwen_image", 1)])
+def test_rotary_tables_are_prepared_once_a_forward(
+    family: str, kinds: int, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers read the same angles; Z-Image has tables of the prompt, of the image, and of both."""
+    pipe, prepare, prepared, forwards = models.theirs(family, PIPELINES[family][0]), joint_attention._copied, [], []
+
+    def count(*arguments: Any) -> Any:
+        prepared.append(arguments)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(joint_attention, "_copied", count)
+    hook = pipe.transformer.register_forward_hook(lambda *_: forwards.append(1))
+    try:
+        image(optimize(pipe.transformer) and pipe, family)
+    finally:
+        hook.remove()
+        restore(pipe)
+    assert status().kernels["rotary_embedding"] > 2 * len(forwards)  # several attentions
+    assert len(prepared) == kinds * len(forwards)
+
+
+def test_a_changed_table_is_read_again() -> None:
+    x, tables = torch.zeros(1, 3, 2, 4), (torch.rand(3, 4), torch.rand(3, 4))
+    first = joint_attention._real_angles(tables, x)
+    assert joint_attention._real_angles(tables, x) is first
+    assert joint_attention._real_angles((tables[0], tables[1].clone()), x) is not first
+    tables[1].mul_(2)
+    changed = joint_attention._real_angles(tables, x)
+    assert changed is not None
+    torch.testing.assert_close(changed[1], tables[1][:, ::2])
+    double = joint_attention._real_angles(tables, x.double())
+    assert double is not None and double[0].dtype == torch.float64
 
 
 @torch.no_grad()

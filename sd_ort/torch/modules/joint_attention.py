@@ -6,6 +6,8 @@ chooses is that of the processor which it replaces.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from sd_ort.torch.operators import attention, rotary_embedding
 Tensor = torch.Tensor
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value, each (B, S, heads, head size)
 Angles = tuple[Tensor, Tensor]  # cosines and sines, each (S, head size / 2)
+_KEPT = "_sd_ort_angles"  # attribute of a rotary table
 
 
 class FastProcessor:
@@ -169,7 +172,7 @@ class FastQwenProcessor(FastProcessor):
         heads = _joined(text, image)
         if image_rotary_emb is not None:
             image_angles, text_angles = image_rotary_emb
-            heads = _rotated(heads, _complex_angles(torch.cat([text_angles, image_angles]), heads[0]))
+            heads = _rotated(heads, _complex_angles((text_angles, image_angles), heads[0]))
         y = self.attend(heads, mask)
         text_output, image_output = y.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], dim=1)
         return _output(attn, image_output), attn.to_add_out(text_output)
@@ -189,7 +192,7 @@ class FastZProcessor(FastProcessor):
         """As in diffusers."""
         q, k, v = _projected(attn, hidden_states, attn.inner_dim // attn.heads)
         if freqs_cis is not None:
-            cos, sin = _complex_angles(freqs_cis.flatten(0, 1), q)
+            cos, sin = _complex_angles((freqs_cis,), q)
             q, k = (rotary_embedding(x.flatten(0, 1)[None], cos, sin)[0].view(x.shape) for x in (q, k))
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = attention_mask[:, None, None, :]
@@ -233,17 +236,43 @@ def _rotated(heads: Heads, angles: Angles | None) -> Heads:
     return heads if angles is None else (rotary_embedding(q, *angles), rotary_embedding(k, *angles), v)
 
 
-def _real_angles(table: Angles | None, x: Tensor) -> Angles | None:
+def _real_angles(tables: Angles | None, x: Tensor) -> Angles | None:
     """Return the angles of diffusers' tables (S, head size), whose columns are in pairs of equal ones."""
-    if table is None:
-        return None
-    cos, sin = (each[:, ::2].to(x.device, x.dtype) for each in table)
+    return None if tables is None else _once(tables, x, lambda: (tables[0][:, ::2], tables[1][:, ::2]))
+
+
+def _complex_angles(tables: tuple[Tensor, ...], x: Tensor) -> Angles:
+    """Return the angles of complex tables (..., S, head size / 2), one behind the other."""
+
+    def compute() -> Angles:
+        joined = torch.cat([table.flatten(0, -2) for table in tables])
+        return joined.real, joined.imag
+
+    return _once(tables, x, compute)
+
+
+def _once(tables: tuple[Tensor, ...], x: Tensor, compute: Callable[[], Angles]) -> Angles:
+    """Return compute(), which depends on `tables` alone, for the device and dtype of x.
+
+    The first table keeps it: all layers of a forward have the same tables, which diffusers makes in each forward.
+    """
+    if torch.compiler.is_compiling() or any(table.requires_grad for table in tables):
+        return _copied(compute(), x)
+    versions = [0 if table.is_inference() else table._version for table in tables]
+    kept = getattr(tables[0], _KEPT, None)
+    if kept is not None:
+        others, *key, angles = kept
+        if key == [versions, x.device, x.dtype] and all(map(operator.is_, others, tables[1:])):
+            return angles
+    angles = _copied(compute(), x)
+    setattr(tables[0], _KEPT, (tables[1:], versions, x.device, x.dtype, angles))
+    return angles
+
+
+def _copied(angles: Angles, x: Tensor) -> Angles:
+    """Return contiguous copies: a view would keep the table alive that keeps it."""
+    cos, sin = (a.to(x.device, x.dtype, copy=True, memory_format=torch.contiguous_format) for a in angles)
     return cos, sin
-
-
-def _complex_angles(table: Tensor, x: Tensor) -> Angles:
-    """Return the angles of a complex table (S, head size / 2)."""
-    return table.real.to(x.device, x.dtype), table.imag.to(x.device, x.dtype)
 
 
 def _output(attn: Any, x: Tensor) -> Tensor:
