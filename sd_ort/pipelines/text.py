@@ -59,9 +59,9 @@ class PromptEncoder:
         self.is_sdxl = is_sdxl(unet)
         self.words: dict[str, LearnedTokens] = {}
         self.lengths: dict[str, int] = {}  # number of tokens by encoder
-        self.forget()
+        self.remove_added_tokens()
 
-    def forget(self) -> None:
+    def remove_added_tokens(self) -> None:
         """Remove all words of textual inversion."""
         names = text_encoders(dict(self.index))
         self.encoders = [
@@ -82,7 +82,7 @@ class PromptEncoder:
             self.lengths[name] = text_length(self.folder, name, tokenizer)
         return self.lengths[name]
 
-    def learn(self, source: Any, token: str | None, tokenizer: Any = None, text_encoder: Any = None) -> None:
+    def add_token(self, source: Any, token: str | None, tokenizer: Any = None, text_encoder: Any = None) -> None:
         """Add a word of textual inversion; arguments and errors as in `textual_inversion.read` and `learn`."""
         chosen = [
             n

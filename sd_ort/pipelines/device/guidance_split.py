@@ -100,7 +100,7 @@ class GuidanceHalf:
     def predict(self, other: GuidanceHalf, wait: bool) -> None:
         """Predict, and send the prediction to the other device."""
         if self.stream is not None:
-            self.stream.use()
+            self.stream.set_device()
         for stage in self.predictors:
             stage.run(wait)
         self.send(other)
@@ -110,20 +110,20 @@ class GuidanceHalf:
         if self.stream is None:
             write_value(other.received, read_value(self.noise))
             return
-        self.stream.use()
+        self.stream.set_device()
         assert other.stream is not None
-        self.stream.follow(other.events.stepped)
-        self.stream.send(self.noise.data_ptr(), other.stream, other.received.data_ptr(), self.prediction_bytes)
-        self.stream.mark(self.events.sent)
+        self.stream.wait_event(other.events.stepped)
+        self.stream.copy_to_peer(self.noise.data_ptr(), other.stream, other.received.data_ptr(), self.prediction_bytes)
+        self.stream.record_event(self.events.sent)
 
     def step(self, other: GuidanceHalf, wait: bool) -> None:
         """Take the scheduler's step with both predictions."""
         if self.stream is not None:
-            self.stream.use()
-            self.stream.follow(other.events.sent)
+            self.stream.set_device()
+            self.stream.wait_event(other.events.sent)
         self.schedule.step.run(wait)
         if self.stream is not None:
-            self.stream.mark(self.events.stepped)
+            self.stream.record_event(self.events.stepped)
 
 
 class SplitGuidanceStep:
@@ -147,4 +147,4 @@ class SplitGuidanceStep:
         for side, other in zip(self.sides, others, strict=True):
             side.step(other, wait)
         if self.sides[0].stream is not None:
-            self.sides[0].stream.use()
+            self.sides[0].stream.set_device()

@@ -120,35 +120,35 @@ class PatchDevice:
         self.use()
         self.unet.run(wait)
         if self.stream is not None:
-            self.stream.mark(self.events.stepped)
+            self.stream.record_event(self.events.stepped)
 
     def use(self) -> None:
         """Make this the current device."""
         if self.stream is not None:
-            self.stream.use()
+            self.stream.set_device()
 
     def send(self, others: Sequence[PatchDevice]) -> None:
         """Copy rows to the other bands' devices, once these have read the previous ones."""
         self.use()
         for other in others:
             if self.stream is not None:
-                self.stream.follow(other.events.stepped)
+                self.stream.wait_event(other.events.stepped)
             for source, target in self.unet.copies_to(other.unet):
                 assert source.size == target.size
                 if self.stream is None:
                     ctypes.memmove(target.address, source.address, source.size)
                 else:
                     assert other.stream is not None
-                    self.stream.send(source.address, other.stream, target.address, source.size)
+                    self.stream.copy_to_peer(source.address, other.stream, target.address, source.size)
         if self.stream is not None:
-            self.stream.mark(self.events.sent)
+            self.stream.record_event(self.events.sent)
 
     def join(self, others: Sequence[PatchDevice], wait: bool) -> None:
         """Join the predictions of all bands."""
         self.use()
         if self.stream is not None:
             for other in others:
-                self.stream.follow(other.events.sent)
+                self.stream.wait_event(other.events.sent)
         self.unet.join.run(wait)
 
 
