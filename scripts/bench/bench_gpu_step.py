@@ -224,7 +224,7 @@ def session_engine(
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
         for name in ("prompt", "time"):
             part = path.parent.with_name(hoist.PARTS[name]) / path.name
-            once = session.Model(session.create_session(part, provider))
+            once = session.OrtModel(session.create_session(part, provider))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
     before = time.perf_counter()
     model = bound_run.open_gpu_graph_model(path, provider, session.SessionOptions(**options))

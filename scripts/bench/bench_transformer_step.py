@@ -292,7 +292,7 @@ class Ours:
         feeds = {name: value.float().cpu().numpy() for name, value in inputs.items()}
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["hidden_states"]))
         for part in ("prompt", "time"):
-            model = session.Model(session.create_session(self.paths[part], self.provider))
+            model = session.OrtModel(session.create_session(self.paths[part], self.provider))
             run = {name: feeds[name] for name in model.inputs}
             feeds |= model(**run)
             begun = time.perf_counter()

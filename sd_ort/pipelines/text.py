@@ -22,7 +22,7 @@ from sd_ort.pipelines.request import Request, Size
 from sd_ort.pipelines.sampling_job import PromptTokens, check_finite
 from sd_ort.pipelines.textual_inversion import LearnedTokens
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 
 @dataclass
@@ -168,7 +168,7 @@ class PromptEncoder:
                 added["text_embeds"] = outputs["text_embeds"].astype(np.float32)[:: runs or 1]
         return Conditioning(np.concatenate(hidden, -1), added)
 
-    def _encoder(self, name: str, skip: int) -> Model:
+    def _encoder(self, name: str, skip: int) -> OrtModel:
         """Return a text encoder without its last `skip` layers, with the words of textual inversion."""
         words = self.words.get(name)
         if not skip and words is None:

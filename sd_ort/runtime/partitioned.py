@@ -11,7 +11,7 @@ import numpy as np
 
 from sd_ort.runtime.bound_run import BoundRun, GpuGraphModel, bind
 from sd_ort.runtime.ort_values import empty_value, read_value, write_value
-from sd_ort.runtime.session import DTYPES, Model
+from sd_ort.runtime.session import DTYPES, OrtModel
 
 if TYPE_CHECKING:
     from sd_ort.runtime.stream import Stream
@@ -30,12 +30,12 @@ class Partition(Protocol):
 class PlacedPartition:
     """The session of a partition on its device."""
 
-    model: Model
+    model: OrtModel
     device: str
     stream: Stream | None
 
 
-class PartitionedModel(Model):
+class PartitionedModel(OrtModel):
     """A partitioned component as one model. Calls on NumPy arrays transfer values through the host.
 
     `bind` transfers them from device to device.
@@ -153,6 +153,6 @@ def _like(value: Any, partition: PlacedPartition) -> Any:
     return empty_value(value.shape(), DTYPES[value.data_type()], partition.device)
 
 
-def is_captured(model: Model) -> bool:
+def is_captured(model: OrtModel) -> bool:
     """Return whether runs of a component, or of its first partition, are captured as GPU graphs."""
     return isinstance(model.partitions[0].model if isinstance(model, PartitionedModel) else model, GpuGraphModel)

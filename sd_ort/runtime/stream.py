@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from sd_ort.core.errors import ProviderError
-from sd_ort.runtime.ort_wheel import needed_libraries, runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime, needed_libraries
 from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named, wheel_library
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
@@ -161,7 +161,7 @@ def open_stream(provider: str, device: int = 0, handle: int | None = None) -> St
     entry = provider_named(provider)
     if is_plugin(provider):
         return Stream(str(plugin_library(provider)), "sd_ort_", device, handle) if entry.vendor else None
-    if entry.graph is None or entry.library is None or entry.ep not in runtime().get_available_providers():
+    if entry.graph is None or entry.library is None or entry.ep not in import_onnxruntime().get_available_providers():
         return None
     if missing_libraries(provider):
         return None

@@ -21,7 +21,7 @@ from sd_ort.runtime.bound_run import BoundRun, ShapeCache
 from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.ort_values import device_arguments, device_value, read_value, value_at, write_value
 from sd_ort.runtime.partitioned import Partition
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 from sd_ort.runtime.stream import Stream
 from sd_ort.runtime.weight_prefetch import ALIGNMENT, ELEMENTS, MIN_TENSOR, data_weights
 
@@ -201,7 +201,7 @@ class WeightStream:
         self.compute.synchronize()
 
 
-class StreamedModel(Model):
+class StreamedModel(OrtModel):
     """The partitions of a component over streamed weights, as one function of NumPy arrays."""
 
     def __init__(
@@ -221,7 +221,7 @@ class StreamedModel(Model):
         if memory_limit is not None:
             settings["memory_limit"] = str(max(0, memory_limit - weights.device_bytes))
         self.partitions = [
-            Model(open_session(part, weights.views(index, device), settings), lock)
+            OrtModel(open_session(part, weights.views(index, device), settings), lock)
             for index, part in enumerate(weights.pinned.partitions)
         ]
         self.weights, self.device, self.lock = weights, device, lock
@@ -261,7 +261,7 @@ class StreamedModel(Model):
             values |= runs[-1].outputs
         return runs
 
-    def _outputs(self, partition: Model, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _outputs(self, partition: OrtModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return device memory for the outputs of a partition, of any type that weights have."""
         binding, host = partition.session.io_binding(), device_arguments("cpu")
         for name, value in inputs.items():

@@ -60,7 +60,7 @@ class TunableLibrary(Protocol):
     def results(self) -> Operators:
         """Return all measurements of this process."""
 
-    def take(self, operator: str, signature: str, candidate: str) -> bool:
+    def apply_result(self, operator: str, signature: str, candidate: str) -> bool:
         """Use an earlier result; False when there is no such operator or candidate."""
 
     def enable(self, enabled: bool) -> None:
@@ -91,7 +91,7 @@ class GpuOps:
             operators.setdefault(operator, {})[signature] = result
         return operators
 
-    def take(self, operator: str, signature: str, candidate: str) -> bool:
+    def apply_result(self, operator: str, signature: str, candidate: str) -> bool:
         return bool(self.c.sd_ort_set_tuning_result(operator.encode(), signature.encode(), candidate.encode()))
 
     def enable(self, enabled: bool) -> None:
@@ -254,7 +254,7 @@ def validators_of(source: TunableLibrary | None, onnxruntime_version: str) -> di
     return {**own, "onnxruntime": onnxruntime_version}
 
 
-def attach(
+def setup_tuning(
     session: Any,
     provider: str,
     op_library: Path | None,
@@ -286,7 +286,9 @@ def find(validators: Mapping[str, str], model: Path | None = None) -> Path | Non
     return next((path for path in paths if is_reachable_file(path)), None)
 
 
-def load(session: Any, source: TunableLibrary | None, onnxruntime_version: str, model: Path | None = None) -> Path | None:
+def load(
+    session: Any, source: TunableLibrary | None, onnxruntime_version: str, model: Path | None = None
+) -> Path | None:
     """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
     validators = validators_of(source, onnxruntime_version)
     fitting = find(validators, model)
@@ -318,7 +320,7 @@ def apply(session: Any, source: TunableLibrary | None, record: Record) -> None:
     if source is not None:
         for operator, results in record["operators"].items():
             for signature, result in results.items():
-                if not source.take(operator, signature, result["candidate"]):
+                if not source.apply_result(operator, signature, result["candidate"]):
                     raise TuningError(f"the op library has no candidate {result['candidate']!r} of {operator}.")
     if record.get("onnxruntime"):
         session.set_tuning_results(record["onnxruntime"], error_on_invalid=False)

@@ -119,7 +119,8 @@ def test_note_on_tuning(provider: str, built: str, note: str, tmp_path: Path, mo
     notes = runner.notes_on(BenchmarkSettings(provider=provider, tuning=True), device_meters.DeviceMeter())
     assert any(f"--tuning {note}" in line for line in notes)
     assert not any(
-        "--tuning" in line for line in runner.notes_on(BenchmarkSettings(provider=provider), device_meters.DeviceMeter())
+        "--tuning" in line
+        for line in runner.notes_on(BenchmarkSettings(provider=provider), device_meters.DeviceMeter())
     )
     ours = Engine("ours", "onnxruntime", "folder", "demo")
     assert is_tuned(ours, provider) is ("was on" in note)

@@ -130,7 +130,9 @@ def test_filters_that_are_written_are_transformed_again(
         create_session(path, untuned, SessionOptions(capture=True), override=ModelOverride(updatable=updatable.shared)),
         device,
     )
-    second, third = (create_session(path, untuned, override=ModelOverride(updatable=updatable.shared)) for _ in range(2))
+    second, third = (
+        create_session(path, untuned, override=ModelOverride(updatable=updatable.shared)) for _ in range(2)
+    )
     for session in (second, third):
         session.run(None, {"x": x})
     captured(x=x)

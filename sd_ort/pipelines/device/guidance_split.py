@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES
-from sd_ort.pipelines.device.loop import Buffers, DeviceLoop
+from sd_ort.pipelines.device.loop import DeviceLoop, SamplingBuffers
 from sd_ort.runtime.ort_values import read_value, write_value
 from sd_ort.runtime.partitioned import is_captured
 from sd_ort.runtime.providers import warn_once
@@ -89,7 +89,7 @@ class Events:
 class GuidanceHalf:
     """One half of classifier-free guidance on its device."""
 
-    def __init__(self, buffers: Buffers, events: Events) -> None:
+    def __init__(self, buffers: SamplingBuffers, events: Events) -> None:
         assert buffers.schedule is not None
         self.schedule, self.events, self.stream = buffers.schedule, events, events.stream
         self.predictors = buffers.stages[:-1]  # all but the step's graph

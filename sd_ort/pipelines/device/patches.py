@@ -30,7 +30,7 @@ import numpy as np
 from sd_ort.graphs.patches import Band, compute_band, return_borders
 from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES
 from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf
-from sd_ort.pipelines.device.loop import Buffers, DeviceLoop
+from sd_ort.pipelines.device.loop import DeviceLoop, SamplingBuffers
 from sd_ort.pipelines.partial_steps import BandSteps
 from sd_ort.pipelines.patches import bands_of
 from sd_ort.pipelines.step_cache import edited
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from sd_ort.pipelines.sampling_job import SamplingJob
     from sd_ort.runtime.components import Components
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 
 class SplitImageLoop(DeviceLoop):
@@ -80,7 +80,7 @@ class SplitImageLoop(DeviceLoop):
         label = f"band {band.index + 1} of {band.count}"
         key = models.edit("unet", f"whole image and {label}", partial(_edited, return_borders, band), captured=True)
 
-        def open_model() -> Model:
+        def open_model() -> OrtModel:
             return models.variant("unet", label, partial(_edited, compute_band, band), captured=True)
 
         return replace(job, unet=key, band=BandSteps(band.index, band.count, open_model))
@@ -108,7 +108,7 @@ def _edited(edit: Callable[[ir.Model, Band], None], band: Band, path: Path) -> b
 class PatchDevice:
     """One device of an image, with its events: rows are computed and sent, a prediction is sent, a step taken."""
 
-    def __init__(self, buffers: Buffers, job: SamplingJob, events: Events, guidance_events: Events) -> None:
+    def __init__(self, buffers: SamplingBuffers, job: SamplingJob, events: Events, guidance_events: Events) -> None:
         assert buffers.schedule is not None
         assert buffers.band_unet is not None
         self.buffers, self.job, self.events, self.stream = buffers, job, events, events.stream
