@@ -214,8 +214,8 @@ def _newer_opset(error: Exception) -> str | None:
     if found is None:
         return None
     return (
-        f"it is of opset {found[1]}, and ONNX Runtime {import_onnxruntime().__version__} has opsets up to {found[2]}: optimize "
-        "it with --target portable, or install a newer ONNX Runtime."
+        f"it is of opset {found[1]}, and ONNX Runtime {import_onnxruntime().__version__} has opsets up to {found[2]}: "
+        "optimize it with --target portable, or install a newer ONNX Runtime."
     )
 
 
