@@ -27,7 +27,7 @@ from whole import ROOT, Simulation, Table
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import Model, SessionOptions, create_session
+from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 
 SIZES = ((512, 512), (768, 512), (512, 512), (768, 512), (1024, 1024))  # height, width in pixels
 COMPONENTS = ("unet", "vae_decoder")
@@ -80,7 +80,7 @@ def run_calls(folder: Path) -> None:
     sessions = {name: create_session(folder / name / MODEL, "hip", options[name]) for name in COMPONENTS}
     models = {
         "unet": GpuGraphModel(sessions["unet"], provider_named("hip").device),
-        "vae_decoder": Model(sessions["vae_decoder"]),
+        "vae_decoder": OrtModel(sessions["vae_decoder"]),
     }
     seen: dict[str, set[tuple[int, int]]] = {name: set() for name in COMPONENTS}
     for size in SIZES:
@@ -108,7 +108,7 @@ def run_calls(folder: Path) -> None:
 PROCESS_EVENTS = {"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"}
 
 
-def _inputs(model: Model, height: int, width: int) -> dict[str, np.ndarray]:
+def _inputs(model: OrtModel, height: int, width: int) -> dict[str, np.ndarray]:
     """Zeros for a size: two rows, as with guidance, for a U-Net."""
     sizes = {
         "height": height // 8,

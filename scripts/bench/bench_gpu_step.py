@@ -108,7 +108,7 @@ VARIANTS = {
 
 
 @dataclass
-class Contender:
+class ComparedEngine:
     """One way to make the step: `run()` makes one call, `output()` is what the last finished call made."""
 
     name: str
@@ -121,7 +121,7 @@ class Contender:
 # ---- Engines
 
 
-def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Contender]:
+def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[ComparedEngine]:
     """torch in float16, channels last: eager under a CUDA graph, torch.compile with its own graphs, torchao's float8.
 
     Converts `net` in place.
@@ -141,7 +141,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
         with torch.cuda.graph(graph):
             output = net(*arguments)
         engines.append(
-            Contender("torch eager, CUDA graph", graph.replay, lambda: output, time.perf_counter() - started)
+            ComparedEngine("torch eager, CUDA graph", graph.replay, lambda: output, time.perf_counter() - started)
         )
     if "compile" in which:
         engines.append(compiled_engine("torch.compile", net, arguments, time.perf_counter()))
@@ -153,7 +153,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
     return engines
 
 
-def compiled_engine(name: str, net: torch.nn.Module, arguments: list[torch.Tensor], started: float) -> Contender:
+def compiled_engine(name: str, net: torch.nn.Module, arguments: list[torch.Tensor], started: float) -> ComparedEngine:
     """Return a module under torch.compile, with its own CUDA graphs."""
     compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True)
     last: list[torch.Tensor] = []
@@ -164,7 +164,7 @@ def compiled_engine(name: str, net: torch.nn.Module, arguments: list[torch.Tenso
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    return Contender(name, run, lambda: last[0], time.perf_counter() - started)
+    return ComparedEngine(name, run, lambda: last[0], time.perf_counter() - started)
 
 
 def float8_linears(net: torch.nn.Module) -> torch.nn.Module:
@@ -192,7 +192,7 @@ def synchronize() -> None:
 
 def ort_engine(
     label: str, number: int, variant: Variant, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
-) -> Contender:
+) -> ComparedEngine:
     """A captured session of the variant on the CUDA provider, made from the raw export."""
     path = raw.parents[2] / f"variant-{number}" / raw.parent.name / pipeline_folder.MODEL
     started = time.perf_counter()
@@ -217,14 +217,14 @@ def session_engine(
     shape: torch.Size,
     started: float,
     **options: Any,
-) -> Contender:
+) -> ComparedEngine:
     """A captured session on the optimized component, its inputs and output in buffers; `options` of the session."""
     feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
     if hoisted:
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
         for name in ("prompt", "time"):
             part = path.parent.with_name(hoist.PARTS[name]) / path.name
-            once = session.Model(session.create_session(part, provider))
+            once = session.OrtModel(session.create_session(part, provider))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
     before = time.perf_counter()
     model = bound_run.open_gpu_graph_model(path, provider, session.SessionOptions(**options))
@@ -233,12 +233,12 @@ def session_engine(
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
     output = lambda: torch.from_numpy(value.numpy())  # noqa: E731
-    return Contender(label, lambda: bound.run(wait=False), output, time.perf_counter() - started, session_s)
+    return ComparedEngine(label, lambda: bound.run(wait=False), output, time.perf_counter() - started, session_s)
 
 
 def provider_engine(
     library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, without: str = ""
-) -> Contender:
+) -> ComparedEngine:
     """As `ort_engine`, on our own provider: hoisted, tuned, captured; without one of its lowerings."""
     provider = f"plugin:{library}"
     path = raw.parents[2] / f"provider{without}" / raw.parent.name / pipeline_folder.MODEL
@@ -254,7 +254,7 @@ def provider_engine(
 
 def our_engines(
     wanted: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
-) -> list[Contender]:
+) -> list[ComparedEngine]:
     """Open the VARIANTS with the numbers `wanted`; one that fails is reported and left out."""
     engines = []
     for number, (label, variant) in enumerate(VARIANTS.items(), 1):
@@ -273,7 +273,7 @@ def our_engines(
 # ---- Timing
 
 
-def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, list[float]]]:
+def time_rounds(engines: list[ComparedEngine], count: int) -> dict[str, dict[str, list[float]]]:
     """Return milliseconds a call by engine and measure, one number a round.
 
     `device`: `count` calls in a queue. `queueing`: the host's time to queue these. `call`: count / 2 single calls, each
@@ -304,7 +304,7 @@ def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, lis
     return times
 
 
-def profile(engine: Contender, calls: int = 5, show: int = 0) -> dict[str, Any]:
+def profile(engine: ComparedEngine, calls: int = 5, show: int = 0) -> dict[str, Any]:
     """Milliseconds a call by kernel class, the number of kernels, and the kernels themselves.
 
     "span_ms" is from the start of the first kernel to the end of the last: what it has over "kernels_ms" the device

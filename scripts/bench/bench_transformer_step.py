@@ -30,7 +30,7 @@ import torch
 
 from fusion_passes import weight_recipes
 from fusion_passes.element_formats import FLOAT8
-from scripts.bench.bench_gpu_step import VENDOR, Contender, operations, profile, synchronize, time_rounds
+from scripts.bench.bench_gpu_step import VENDOR, ComparedEngine, operations, profile, synchronize, time_rounds
 from scripts.bench.gpu_models import DEVICE, limits
 from sd_ort.checkpoints.checkpoint import build_model, class_name
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, TOKEN_MULTIPLE
@@ -292,7 +292,7 @@ class Ours:
         feeds = {name: value.float().cpu().numpy() for name, value in inputs.items()}
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["hidden_states"]))
         for part in ("prompt", "time"):
-            model = session.Model(session.create_session(self.paths[part], self.provider))
+            model = session.OrtModel(session.create_session(self.paths[part], self.provider))
             run = {name: feeds[name] for name in model.inputs}
             feeds |= model(**run)
             begun = time.perf_counter()
@@ -302,7 +302,7 @@ class Ours:
             gc.collect()
         return {name: feeds[name].astype(self.model.dtype(name)) for name in self.model.inputs}
 
-    def contender(self, inputs: Mapping[str, torch.Tensor]) -> Contender:
+    def contender(self, inputs: Mapping[str, torch.Tensor]) -> ComparedEngine:
         """Bind and capture the step for the sizes of `inputs`, with the tuning that they need."""
         feeds, started = self.feeds(inputs), time.perf_counter()
         bound = self.model.bind(feeds)
@@ -310,7 +310,7 @@ class Ours:
         (value,) = bound.outputs.values()
         self.say(f"captured: {bound.graph is not None or bound.graph_id >= 0}")
         output = lambda: torch.from_numpy(value.numpy())  # noqa: E731
-        return Contender("sd-ort", lambda: bound.run(wait=False), output, ready_s, self.session_s)
+        return ComparedEngine("sd-ort", lambda: bound.run(wait=False), output, ready_s, self.session_s)
 
     def first_call_s(self, inputs: Mapping[str, torch.Tensor]) -> float:
         """Seconds of the first step of another size, waited for, with its capture and without tuning."""
@@ -382,7 +382,7 @@ def first_call_s(net: Callable[..., torch.Tensor], inputs: Mapping[str, torch.Te
 
 def peer(
     name: str, model: Any, net: torch.nn.Module, inputs: Mapping[str, torch.Tensor]
-) -> tuple[Contender, Callable[..., torch.Tensor]]:
+) -> tuple[ComparedEngine, Callable[..., torch.Tensor]]:
     """torch "eager" or "compile", and its function. Eager is compiled too afterwards if diffusers names the blocks."""
     arguments = [value if each in FLOAT32_INPUTS else value.bfloat16() for each, value in inputs.items()]
     if DEVICE == "cuda":
@@ -402,7 +402,7 @@ def peer(
     for _ in range(3):
         run()
     synchronize()
-    return Contender(label, run, lambda: last[0].float(), time.perf_counter() - started), call
+    return ComparedEngine(label, run, lambda: last[0].float(), time.perf_counter() - started), call
 
 
 def main() -> None:

@@ -201,7 +201,7 @@ def quantized_copy(
 
 def run_graph(
     path: Path, model: ir.Model, layers: Sequence[Layer], feeds: Sequence[Any]
-) -> tuple[session.Model, dict[str, Any]]:
+) -> tuple[session.OrtModel, dict[str, Any]]:
     """Write a graph to `path`; return its session and its outputs and those of `layers`, flat, over the runs."""
     copy = model.clone()
     nodes = {node.outputs[0].name: node for node in copy.graph}
@@ -210,7 +210,7 @@ def run_graph(
     for file in path.parent.glob("model.onnx*"):
         file.unlink()
     ir.save(copy, path, external_data=pipeline_folder.DATA)
-    run = session.Model(session.create_session(path, "cpu"))
+    run = session.OrtModel(session.create_session(path, "cpu"))
     results = [run(**feed) for feed in feeds]
     return run, {name: np.concatenate([result[name].ravel() for result in results]) for name in results[0]}
 

@@ -32,7 +32,7 @@ import torch
 
 from scripts.bench.bench_gpu_step import (
     VENDOR,
-    Contender,
+    ComparedEngine,
     profile,
     session_engine,
     synchronize,
@@ -93,7 +93,7 @@ def write_folders(preset: str, out: Path, formats: Sequence[str]) -> None:
 
 def engine(
     label: str, provider: str, target: str, format_: str, raw: Path, runs: Path, inputs: Any, shape: Any
-) -> Contender:
+) -> ComparedEngine:
     """Return a hoisted, captured session on the U-Net."""
     path = raw.parents[2] / f"{target}-{format_}" / raw.parent.name / pipeline_folder.MODEL
     eight_bits, storage = layers_and_storage(format_)
@@ -109,7 +109,7 @@ def engine(
     return session_engine(label, provider, path, True, inputs, shape, time.perf_counter(), **settings)
 
 
-def peers(net: torch.nn.Module, inputs: Any, names: list[str]) -> list[Contender]:
+def peers(net: torch.nn.Module, inputs: Any, names: list[str]) -> list[ComparedEngine]:
     """Return torch's engines; one that fails is named, and the others are measured."""
     engines = []
     for name in names:

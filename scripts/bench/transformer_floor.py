@@ -36,7 +36,7 @@ from scripts.bench.bench_transformer_step import FLOAT32_INPUTS, Net, random_inp
 from scripts.bench.gpu_models import DEVICE, limits
 from sd_ort.core.files import write_json
 from sd_ort.runtime import machine
-from sd_ort.runtime.device_meters import Meter, Nvml
+from sd_ort.runtime.device_meters import DeviceMeter, Nvml
 from sd_ort.runtime.library import CUDA_LIBRARY, library_path
 
 MIN_ROWS = 64
@@ -146,7 +146,7 @@ class Timer:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) * 1e3 / times / COUNT
 
-    def steady(self, meter: Meter) -> tuple[float, float]:
+    def steady(self, meter: DeviceMeter) -> tuple[float, float]:
         """Return microseconds and watts of launches behind others."""
         times = max(1, int(SECONDS * 1e6 / self.short / COUNT))
         self.replay(times)
@@ -209,7 +209,7 @@ def attention_launches(attention: Attention) -> dict[str, Callable[[int, int], o
     return {"cuDNN": launch}
 
 
-def measure(call: Product | Attention, library: GpuLibrary, meter: Meter, steady: bool) -> dict[str, Any]:
+def measure(call: Product | Attention, library: GpuLibrary, meter: DeviceMeter, steady: bool) -> dict[str, Any]:
     """Return the fastest launch of a call, behind others if `steady`: its name, microseconds and watts."""
     launches = product_launches(call, library) if isinstance(call, Product) else attention_launches(call)
     timers = {name: Timer(launch) for name, launch in launches.items()}

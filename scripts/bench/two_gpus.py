@@ -107,12 +107,12 @@ def device_seconds(loop: DeviceLoop, run: Callable[[], object], count: int) -> f
         for _ in range(count):
             run()
         return (time.perf_counter() - start) / count
-    stream.use()
+    stream.set_device()
     stream.reserve(2)
     stream.record(0)
     for _ in range(count):
         run()
-    stream.use()
+    stream.set_device()
     stream.record(1)
     stream.wait(1)
     return stream.seconds(0, 1) / count

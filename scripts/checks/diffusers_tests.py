@@ -145,11 +145,11 @@ def run(on_sd_ort: bool, checkout: Path, tests: list[str], keyword: str, cache: 
     import torch
 
     from scripts.fixtures.parity_pairs import FAMILIES
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
     torch.set_num_threads(1)
     use_stand_ins(cache / "tokenizer")
-    Model.set_default_attn_processor = lambda _: None  # type: ignore[attr-defined]  # which tests call first
+    OrtModel.set_default_attn_processor = lambda _: None  # type: ignore[attr-defined]  # which tests call first
     recorder = Recorder()
     for kind in FAMILIES:
         theirs = getattr(diffusers, kind)

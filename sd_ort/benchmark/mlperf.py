@@ -162,7 +162,7 @@ def official_settings(engines: Sequence[Engine], settings: BenchmarkSettings) ->
 def _measure(
     built: BuiltEngine,
     settings: BenchmarkSettings,
-    meter: device_meters.Meter,
+    meter: device_meters.DeviceMeter,
     options: Options,
     captions: Sequence[str] | None,
     logs: Path,
@@ -200,7 +200,7 @@ def _measure(
 def _backend(
     built: BuiltEngine,
     settings: BenchmarkSettings,
-    meter: device_meters.Meter,
+    meter: device_meters.DeviceMeter,
     options: Options,
     prompts: Sequence[str],
 ) -> Iterator[WorkerBackend | replicas.ReplicaBackend]:

@@ -15,7 +15,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.core.pipeline_folder import model_name
 from sd_ort.graphs.load import load
-from sd_ort.runtime.session import Model, SessionOptions, create_session
+from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 
 
 def compare_files(
@@ -32,7 +32,7 @@ def compare_files(
     declared, name = list(load(paths[0]).graph.inputs), model_name(paths[0])
     recorded = load_recorded_inputs(inputs, name, declared, required=True)
     feed = recorded[0] if recorded else random_inputs(name, declared, model_config(paths[0]), SIZES[0])
-    models = [Model(create_session(path, provider, SessionOptions(threads=threads))) for path in paths]
+    models = [OrtModel(create_session(path, provider, SessionOptions(threads=threads))) for path in paths]
     for path, model in zip(paths, models, strict=True):
         if model.inputs.keys() != models[0].inputs.keys():
             raise InputError(f"{path} has other inputs than {paths[0]}: give files of one model.")

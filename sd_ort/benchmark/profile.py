@@ -31,7 +31,7 @@ from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.graphs.load import load
 from sd_ort.graphs.scopes import scope
-from sd_ort.runtime.device_meters import Meter
+from sd_ort.runtime.device_meters import DeviceMeter
 
 STEP = "sd-ort step"  # name of a call in torch's trace
 KERNEL = "_kernel_time"  # ONNX Runtime's suffix of node names
@@ -108,7 +108,7 @@ def trace_name(engine: Engine) -> str:
 def _profile(built: BuiltEngine, settings: BenchmarkSettings, out: SharedFolder) -> dict[str, Any]:
     """Return trace, clock and summary of one engine, and write its trace."""
     engine = built.engine
-    with Worker(engine, Meter(), built.failure) as worker, tempfile.TemporaryDirectory() as scratch:
+    with Worker(engine, DeviceMeter(), built.failure) as worker, tempfile.TemporaryDirectory() as scratch:
         if worker.failure:
             raise SdOrtError(worker.failure)
         paths, _ = worker.call(record_profile, engine, settings, Path(scratch))

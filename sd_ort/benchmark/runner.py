@@ -96,7 +96,7 @@ def measure(
     group: Sequence[BuiltEngine],
     settings: BenchmarkSettings,
     report: ReportFile,
-    meter: device_meters.Meter,
+    meter: device_meters.DeviceMeter,
     jobs: int,
     on_progress: ProgressCallback,
 ) -> None:
@@ -129,7 +129,7 @@ def measure(
                     worker.save_image(report.out)
 
 
-def notes_on(settings: BenchmarkSettings, meter: device_meters.Meter) -> list[str]:
+def notes_on(settings: BenchmarkSettings, meter: device_meters.DeviceMeter) -> list[str]:
     """Return notes for readers of the measurements: on tuning, the op library, the order of runs and energy."""
     notes = []
     if settings.tuning:

@@ -49,7 +49,7 @@ class EngineMeasurements:
 class Worker:
     """An engine in its own process, with its measurements by batch size."""
 
-    def __init__(self, engine: Engine, meter: device_meters.Meter, failure: str | None = None) -> None:
+    def __init__(self, engine: Engine, meter: device_meters.DeviceMeter, failure: str | None = None) -> None:
         """Start the process without loading the engine. `failure`: why it cannot be loaded."""
         self.engine, self.meter, self.failure = engine, meter, failure
         self.pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=interface.start_process)
@@ -95,7 +95,7 @@ class Worker:
 
     def call(
         self, function: Callable[..., dict[str, Any]], *arguments: Any
-    ) -> tuple[dict[str, Any], device_meters.Watch]:
+    ) -> tuple[dict[str, Any], device_meters.DeviceUsage]:
         """Run a function in the process and measure its device usage. Raises SdOrtError if it fails or is killed."""
         with device_meters.watching(self.meter, self.process.pid) as usage:
             try:

@@ -47,7 +47,7 @@ from sd_ort.export.finished import FinishedComponents
 from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, normalize_exported_names
 from sd_ort.graphs.external_data_writer import ALIGNMENT
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime
 from sd_ort.runtime.provider_table import CPU_EP
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def check_disk_space(model: torch.nn.Module, folder: Path, copies: int) -> None:
 
 def run_onnx(path: Path, inputs: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
     """Return the outputs of a graph without graph optimization and prepacking, so that weights stay mapped files."""
-    onnxruntime = runtime()
+    onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")

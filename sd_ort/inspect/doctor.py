@@ -19,7 +19,7 @@ from sd_ort.runtime import machine, tuning
 from sd_ort.runtime.bound_run import FAILED_CAPTURES, failed_captures
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.op_library import build_command, op_library
-from sd_ort.runtime.ort_wheel import installed_wheels, runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime, installed_wheels
 from sd_ort.runtime.provider_choice import choose_provider, provider_problem
 from sd_ort.runtime.provider_table import PROVIDERS
 from sd_ort.runtime.providers import missing_libraries
@@ -116,7 +116,9 @@ def examine_tuning(usable: list[str], library: Path | None) -> list[dict[str, An
     if not paths:
         return []
     tunable = [name for name in usable if PROVIDERS[name].tuning or PROVIDERS[name].ep in tuning.GPU_LIBRARIES]
-    validators = [tuning.validators_of(tuning.gpu_ops(name, library), runtime().__version__) for name in tunable]
+    validators = [
+        tuning.validators_of(tuning.gpu_ops(name, library), import_onnxruntime().__version__) for name in tunable
+    ]
     return [{"path": str(path), **_freshness(path, validators)} for path in paths]
 
 

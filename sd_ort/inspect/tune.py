@@ -19,9 +19,9 @@ from sd_ort.graphs.load import load
 from sd_ort.runtime import tuning
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.op_library import build_command
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import Model, SessionOptions, create_session
+from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 
 PROMPT_TOKENS = 77  # of CLIP
 
@@ -67,9 +67,11 @@ def tune(
     for name in components or pipeline_folder.components(folder):
         path = pipeline_folder.check_component(folder, name)
         session = create_session(path, provider, SessionOptions(tuning=True, library=library or False))
-        run_shapes(Model(session), folder, name, latent_sizes(folder, name, sizes, batches, guidance), on_progress)
-        tuning_file = tuning.save([session], source, runtime().__version__) or tuning_file
-    if tuning_file is None and (tuning_file := tuning.find(tuning.validators_of(source, runtime().__version__))):
+        run_shapes(OrtModel(session), folder, name, latent_sizes(folder, name, sizes, batches, guidance), on_progress)
+        tuning_file = tuning.save([session], source, import_onnxruntime().__version__) or tuning_file
+    if tuning_file is None and (
+        tuning_file := tuning.find(tuning.validators_of(source, import_onnxruntime().__version__))
+    ):
         on_progress("nothing new was measured: these sizes were tuned before, or the folder has no operator to tune.")
     if tuning_file is None:
         raise InputError(f"{folder} has no operator that the {provider} provider could tune: optimize it for one.")
@@ -107,7 +109,7 @@ def latent_sizes(
 
 
 def run_shapes(
-    model: Model, folder: Path, component: str, sizes: Sequence[dict[str, int]], on_progress: ProgressCallback
+    model: OrtModel, folder: Path, component: str, sizes: Sequence[dict[str, int]], on_progress: ProgressCallback
 ) -> None:
     """Run a component once at each size, on synthetic inputs."""
     inputs = list(load(folder / component / pipeline_folder.MODEL).graph.inputs)

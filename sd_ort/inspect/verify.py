@@ -32,7 +32,7 @@ from sd_ort.graphs import hoist
 from sd_ort.graphs.cpu_emulation import COPYING_OPS, HALVES, cpu_equivalent, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
 from sd_ort.inspect.weight_verification import compare_with_file, component_graphs
-from sd_ort.runtime.session import Model, SessionOptions, create_session
+from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 
 # VAE encoders of diffusers' old conversion script have such nodes.
 RANDOM_OPS = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
@@ -311,7 +311,7 @@ def _rounded_feeds(model: ir.Model, feeds: Sequence[Arrays]) -> list[Arrays]:
 
 def run_model(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", library: bool = False) -> list[Arrays]:
     """Return the outputs of each run. A scalar timestep gets an axis for graphs that have one there (hoisted UNets)."""
-    model = Model(create_session(path, provider, SessionOptions(library=library)))
+    model = OrtModel(create_session(path, provider, SessionOptions(library=library)))
     one_axis = {name for name, declared in model.inputs.items() if len(declared.shape) == 1}
     return [model(**{name: np.atleast_1d(a) if name in one_axis else a for name, a in feed.items()}) for feed in feeds]
 

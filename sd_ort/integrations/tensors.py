@@ -17,7 +17,7 @@ import torch
 
 from sd_ort.runtime.bound_run import BoundRun, GpuGraphModel, ShapeCache
 from sd_ort.runtime.ort_values import memory_view
-from sd_ort.runtime.session import DTYPES, Model
+from sd_ort.runtime.session import DTYPES, OrtModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,7 +43,7 @@ class TorchOrtModel:
     captured once per set of shapes.
     """
 
-    def __init__(self, model: Model, device: torch.device, stream: int | None = None) -> None:
+    def __init__(self, model: OrtModel, device: torch.device, stream: int | None = None) -> None:
         self.model, self.device = model, device
         self.ort_device = f"{device.type}@{device.index}" if device.index else device.type
         self.stream = None if stream is None else torch.cuda.ExternalStream(stream, device=device)

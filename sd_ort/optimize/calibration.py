@@ -152,7 +152,7 @@ def run_model(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> Iterat
     links to the source's files would be visible to other readers.
     """
     from sd_ort.runtime.ort_values import host_value
-    from sd_ort.runtime.session import Model, ModelOverride, SessionOptions, create_session
+    from sd_ort.runtime.session import ModelOverride, OrtModel, SessionOptions, create_session
 
     function_bodies.attach(model, [node for node in model.graph if node.domain == DOMAIN])
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
@@ -164,7 +164,7 @@ def run_model(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> Iterat
         shared = {name: host_value(array) for name, array in weights.items()}
         options = SessionOptions(library=False, skip_optimization=True)
         try:
-            run = Model(create_session(path, "cpu", options, ModelOverride(updatable=shared)))
+            run = OrtModel(create_session(path, "cpu", options, ModelOverride(updatable=shared)))
             for feed in feeds:
                 yield run(**feed)
         except SdOrtError as error:

@@ -18,7 +18,7 @@ from sd_ort.pipelines.step_cache import ADVICE, FEWEST_STEPS
 from sd_ort.runtime.bound_run import BoundRun, GpuGraphModel, ShapeCache
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.ort_values import read_value, write_value
-from sd_ort.runtime.session import DTYPES, Model
+from sd_ort.runtime.session import DTYPES, OrtModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -38,7 +38,7 @@ def check_steps(steps: int) -> None:
         )
 
 
-def open_cut(models: Components, label: str, edit: str) -> Model:
+def open_cut(models: Components, label: str, edit: str) -> OrtModel:
     """Return the transformer with its graph cut by a function of `graphs.kept_blocks`, opened once.
 
     Raises InputError if its graph cannot be cut.
@@ -82,7 +82,7 @@ class CachedTransformer(ABC):
 
     KEPT: tuple[str, ...]  # inputs of the head, outputs of the rest
 
-    def __init__(self, head: Model, rest: Model) -> None:
+    def __init__(self, head: OrtModel, rest: OrtModel) -> None:
         self.head, self.rest = head, rest
         own = {*head.outputs, *rest.outputs}
         both = {**rest.inputs, **head.inputs}

@@ -13,17 +13,17 @@ from tqdm import tqdm
 from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.families import AutoPipelineForText2Image
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 MAX_STEPS = 20  # denoising steps of a prompt: more give no other activations
 STEPS_PER_PROMPT = 4  # recorded steps; those of consecutive prompts are consecutive, so that all steps occur
 DECODER_STRIDE = 4  # every so many prompts, the decoder's input is recorded: an image has many more pixels than latents
 
 
-class RecordingModel(Model):
+class RecordingModel(OrtModel):
     """A component that keeps the inputs of every `stride`-th call, from call `offset` on."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: OrtModel) -> None:
         super().__init__(model.session, model.lock)
         self.runs: list[dict[str, np.ndarray]] = []
         self.stride, self.calls = 1, 0

@@ -18,7 +18,7 @@ from sd_ort.pipelines.request import Prompt, Request
 from sd_ort.pipelines.state import PipelineState
 from sd_ort.runtime.provider_choice import AUTO
 from sd_ort.runtime.providers import warn_once
-from sd_ort.runtime.session import Model, SessionOptions
+from sd_ort.runtime.session import OrtModel, SessionOptions
 
 if TYPE_CHECKING:
     import torch
@@ -117,34 +117,34 @@ class DiffusersCompatMixin(PipelineState):
     # --- Components -------------------------------------------------------------------------------------------------
 
     @property
-    def unet(self) -> Model:
+    def unet(self) -> OrtModel:
         """The UNet's session, in a hoisted folder that of its every-step graph; its `config` is diffusers'."""
         return self._configured("unet")
 
     @unet.setter
-    def unet(self, model: Model) -> None:
-        if not isinstance(model, Model):
+    def unet(self, model: OrtModel) -> None:
+        if not isinstance(model, OrtModel):
             raise InputError("unet is a session of the folder's graph: there is nothing for torch.compile to do.")
         self.models["unet"] = model
 
     @property
-    def vae_decoder(self) -> Model:
+    def vae_decoder(self) -> OrtModel:
         return self.models["vae_decoder"]
 
     @vae_decoder.setter
-    def vae_decoder(self, model: Model) -> None:
+    def vae_decoder(self, model: OrtModel) -> None:
         self.models["vae_decoder"] = model
 
     @property
-    def controlnet(self) -> Model | None:
+    def controlnet(self) -> OrtModel | None:
         return self._configured("controlnet")
 
     @property
-    def text_encoder(self) -> Model | None:
+    def text_encoder(self) -> OrtModel | None:
         return self._configured("text_encoder")
 
     @property
-    def text_encoder_2(self) -> Model | None:
+    def text_encoder_2(self) -> OrtModel | None:
         return self._configured("text_encoder_2")
 
     @property

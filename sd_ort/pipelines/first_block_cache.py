@@ -11,7 +11,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import is_finite
 from sd_ort.pipelines.cached_transformer import COMPONENT, CachedTransformer, KeptTensors, Read, check_steps, open_cut
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 # Inputs and outputs of the graphs of `graphs.kept_blocks`, which is imported when a graph is cut.
 LAST_RESIDUAL, LATER_RESIDUAL, CHANGE = "last_first_block_residual", "later_residual", "first_block_change"
@@ -54,7 +54,7 @@ class FirstBlockTransformer(CachedTransformer):
 
     KEPT = (LAST_RESIDUAL, LATER_RESIDUAL)
 
-    def __init__(self, head: Model, rest: Model, threshold: float) -> None:
+    def __init__(self, head: OrtModel, rest: OrtModel, threshold: float) -> None:
         super().__init__(head, rest)
         self.threshold = threshold
 

@@ -22,7 +22,7 @@ from sd_ort.pipelines.controlnet_inputs import MIDDLE, ControlNetInput
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 if TYPE_CHECKING:
     from sd_ort.checkpoints.schedule import NonlinearSchedule
@@ -41,7 +41,7 @@ class Denoiser:
 
     def __init__(
         self,
-        models: Mapping[str, Model],
+        models: Mapping[str, OrtModel],
         conditioning: Mapping[str, np.ndarray],
         timesteps: np.ndarray,
         controls: Sequence[ControlNetInput] = (),

@@ -11,7 +11,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import is_finite, is_integer
 from sd_ort.pipelines.cached_transformer import COMPONENT, CachedTransformer, KeptTensors, Read, check_steps, open_cut
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 BLOCKS_RESIDUAL = "blocks_residual"  # of the graphs of `graphs.kept_blocks`
 RATIO_LIMIT = 10_000  # more than any schedule has
@@ -116,7 +116,7 @@ class MagCacheTransformer(CachedTransformer):
 
     KEPT = (BLOCKS_RESIDUAL,)
 
-    def __init__(self, light: Model, whole: Model, config: MagCacheConfig) -> None:
+    def __init__(self, light: OrtModel, whole: OrtModel, config: MagCacheConfig) -> None:
         super().__init__(light, whole)
         self.config, self.plan = config, config.full_steps()
         self.ratios: list[float] = []  # of the first prompt, with `calibrate`

@@ -26,20 +26,20 @@ CACHED = 1 << 14  # samples whose intermediate results fit in a processor's cach
 SIGN = np.int32(-(2**31))  # sign bit of a float32
 
 
-class Normals:
+class TorchNormalGenerator:
     """torch's CPU generator of standard normal float32 samples, as on x86 with AVX2."""
 
     def __init__(self, seed: int) -> None:
         """`seed`: torch reads its lower 32 bits."""
         self.seed = seed
         self.twister = np.random.RandomState(seed & 0xFFFFFFFF)
-        self.started: Future[tuple[np.ndarray, Normals]] | None = None
+        self.started: Future[tuple[np.ndarray, TorchNormalGenerator]] | None = None
 
     def start(self, shape: Sequence[int], executor: Executor) -> None:
         """Draw in `executor` what the first `draw` returns if it is called with this shape."""
 
-        def draw() -> tuple[np.ndarray, Normals]:
-            ahead = Normals(self.seed)
+        def draw() -> tuple[np.ndarray, TorchNormalGenerator]:
+            ahead = TorchNormalGenerator(self.seed)
             return ahead.draw(shape), ahead
 
         self.started = executor.submit(draw)
@@ -71,7 +71,7 @@ class Normals:
         return samples
 
 
-def sources(generator: Any, started: list[Normals] | None = None) -> Any:
+def sources(generator: Any, started: list[TorchNormalGenerator] | None = None) -> Any:
     """Return the generators for `draw_noise` of a request's `generator`, in which seeds are replaced.
 
     If torch is imported, its generators are used: they are faster, and diffusers' schedulers sample with them.
@@ -86,15 +86,15 @@ def sources(generator: Any, started: list[Normals] | None = None) -> Any:
 
         return torch.Generator().manual_seed(generator)
     index = next((i for i, each in enumerate(started or ()) if each.seed == generator), None)
-    return Normals(generator) if started is None or index is None else started.pop(index)
+    return TorchNormalGenerator(generator) if started is None or index is None else started.pop(index)
 
 
-def start_noise(seeds: Any, shape: Sequence[int], executor: Executor) -> list[Normals]:
+def start_noise(seeds: Any, shape: Sequence[int], executor: Executor) -> list[TorchNormalGenerator]:
     """Return generators of a list of seeds, whose first samples of `shape` are drawn in `executor`; [] for other
     requests, and where torch draws."""
     if not isinstance(seeds, list) or "torch" in sys.modules or not _is_x86():
         return []
-    generators = [Normals(seed) for seed in seeds if isinstance(seed, int)]
+    generators = [TorchNormalGenerator(seed) for seed in seeds if isinstance(seed, int)]
     for generator in generators:
         generator.start(shape, executor)
     return generators
@@ -106,7 +106,7 @@ def draw_noise(shape: Sequence[int], generator: Any) -> np.ndarray:
         return np.concatenate([draw_noise((1, *shape[1:]), entry) for entry in generator])
     if generator is None and "torch" not in sys.modules and _is_x86():
         generator = _global()  # torch's own has a random seed, too, until a program imports torch and seeds it
-    if isinstance(generator, Normals):
+    if isinstance(generator, TorchNormalGenerator):
         return generator.draw(shape)
     import torch
 
@@ -115,12 +115,12 @@ def draw_noise(shape: Sequence[int], generator: Any) -> np.ndarray:
 
 
 @cache
-def _global() -> Normals:
-    return Normals(secrets.randbits(32))
+def _global() -> TorchNormalGenerator:
+    return TorchNormalGenerator(secrets.randbits(32))
 
 
 def _is_x86() -> bool:
-    """Return whether torch's samples on this machine are those of `Normals`."""
+    """Return whether torch's samples on this machine are those of `TorchNormalGenerator`."""
     return platform.machine() in ("x86_64", "AMD64")
 
 

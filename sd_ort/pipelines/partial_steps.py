@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 # Steps that compute the whole image on each device: the first ones, which change most, and every so many from there, so
 # that the corrections of normalizations and the devices' rows do not drift (results/split_image.md).
@@ -19,7 +19,7 @@ class ShallowSteps:
     """The shallow steps of a call. open_model: returns the session of the shallow graph, once the full one is open."""
 
     interval: int
-    open_model: Callable[[], Model]
+    open_model: Callable[[], OrtModel]
 
     def is_full(self, index: int) -> bool:
         """Return whether step `index` computes all of the UNet."""
@@ -36,7 +36,7 @@ class BandSteps:
 
     index: int
     count: int
-    open_model: Callable[[], Model]
+    open_model: Callable[[], OrtModel]
     whole_steps: int = WHOLE_STEPS
     interval: int = WHOLE_INTERVAL
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from sd_ort.pipelines.images import clip_pixels, feature_extractor, pil_images
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 SIZE = 224  # pixels a side of clip_input, if the folder does not name them
 
 
-def check(model: Model, folder: Path, images: np.ndarray) -> tuple[np.ndarray, list[bool]]:
+def check(model: OrtModel, folder: Path, images: np.ndarray) -> tuple[np.ndarray, list[bool]]:
     """Return the images (B, H, W, 3), float32, 0..1, with the flagged ones black, and the flags."""
     config = feature_extractor(folder)
     size = config.get("crop_size", SIZE)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from sd_ort.pipelines.request import Request
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 Edit: TypeAlias = "Callable[[ir.Model, int], bool]"  # of a graph and `size_multiple`; returns whether the graph changed
 
@@ -125,7 +125,7 @@ class StepCacheMixin(PipelineState):
             assert graph is not None
             return graph
 
-        def open_model() -> Model:
+        def open_model() -> OrtModel:
             return self.models.variant("unet", label, make, captured=not edits)
 
         return ShallowSteps(cache.cache_interval, open_model)

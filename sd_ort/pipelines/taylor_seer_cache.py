@@ -15,7 +15,7 @@ from sd_ort.pipelines.arguments import is_integer
 from sd_ort.pipelines.cached_transformer import COMPONENT, OUTPUT, check_steps, open_cut
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 DTYPES: Mapping[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)
@@ -131,7 +131,7 @@ class TaylorSeerTransformer:
     For the steps of one call. full_steps: number of full runs.
     """
 
-    def __init__(self, whole: Model, light: Model | None, config: TaylorSeerCacheConfig) -> None:
+    def __init__(self, whole: OrtModel, light: OrtModel | None, config: TaylorSeerCacheConfig) -> None:
         self.whole, self.light, self.config = whole, light, config
         self.inputs = whole.inputs
         self.kept = [name for name in whole.outputs if (light is None) == (name == OUTPUT)]

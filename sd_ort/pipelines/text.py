@@ -22,7 +22,7 @@ from sd_ort.pipelines.request import Request, Size
 from sd_ort.pipelines.sampling_job import PromptTokens, check_finite
 from sd_ort.pipelines.textual_inversion import LearnedTokens
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 
 @dataclass
@@ -59,9 +59,9 @@ class PromptEncoder:
         self.is_sdxl = is_sdxl(unet)
         self.words: dict[str, LearnedTokens] = {}
         self.lengths: dict[str, int] = {}  # number of tokens by encoder
-        self.forget()
+        self.remove_added_tokens()
 
-    def forget(self) -> None:
+    def remove_added_tokens(self) -> None:
         """Remove all words of textual inversion."""
         names = text_encoders(dict(self.index))
         self.encoders = [
@@ -82,7 +82,7 @@ class PromptEncoder:
             self.lengths[name] = text_length(self.folder, name, tokenizer)
         return self.lengths[name]
 
-    def learn(self, source: Any, token: str | None, tokenizer: Any = None, text_encoder: Any = None) -> None:
+    def add_token(self, source: Any, token: str | None, tokenizer: Any = None, text_encoder: Any = None) -> None:
         """Add a word of textual inversion; arguments and errors as in `textual_inversion.read` and `learn`."""
         chosen = [
             n
@@ -168,7 +168,7 @@ class PromptEncoder:
                 added["text_embeds"] = outputs["text_embeds"].astype(np.float32)[:: runs or 1]
         return Conditioning(np.concatenate(hidden, -1), added)
 
-    def _encoder(self, name: str, skip: int) -> Model:
+    def _encoder(self, name: str, skip: int) -> OrtModel:
         """Return a text encoder without its last `skip` layers, with the words of textual inversion."""
         words = self.words.get(name)
         if not skip and words is None:

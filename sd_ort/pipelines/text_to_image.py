@@ -39,7 +39,7 @@ from sd_ort.pipelines.images import as_array, finished, pil_images, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
 from sd_ort.pipelines.load_options import DEFAULT_OPTIONS, LoadOptions
 from sd_ort.pipelines.lora_methods import LoraMixin
-from sd_ort.pipelines.noise import Normals, draw_noise, sources, start_noise
+from sd_ort.pipelines.noise import TorchNormalGenerator, draw_noise, sources, start_noise
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import (
     IMAGE_ARGUMENTS,
@@ -104,7 +104,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             scheduler if isinstance(scheduler, PipelineScheduler) else PipelineScheduler(folder, scheduler)
         )
         self.safety_checker = bool(options.safety_checker)
-        self._started_noise: list[Normals] = []  # of the next calls of `draw_each`
+        self._started_noise: list[TorchNormalGenerator] = []  # of the next calls of `draw_each`
         wanted = models.device != "cpu" or bool(models.placement.peers)
         self.device_loop = wanted if options.device_loop is None else options.device_loop
         self.index = read_index(folder)
@@ -348,7 +348,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             if before is not None:
                 yield before.result()
 
-    def _start_noise(self, call: Mapping[str, Any], host: Executor) -> list[Normals]:
+    def _start_noise(self, call: Mapping[str, Any], host: Executor) -> list[TorchNormalGenerator]:
         """Return generators for the seeds of a call; `host` draws their noise."""
         sides = (call.get(name) or self.default_size for name in ("height", "width"))
         shape = 1, self.vae.latent_channels, *(side // self.vae_scale_factor for side in sides)

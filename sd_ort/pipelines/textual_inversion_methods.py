@@ -31,8 +31,8 @@ class TextualInversionMixin(PipelineState):
         if len(tokens) != len(sources) or (isinstance(token, str) and len(sources) > 1):
             raise InputError(f"{len(sources)} embeddings need as many tokens.")
         for embedding, word in zip(sources, tokens, strict=True):
-            self.texts.learn(embedding, word, tokenizer, text_encoder)
+            self.texts.add_token(embedding, word, tokenizer, text_encoder)
 
     def unload_textual_inversion(self) -> None:
         """Remove all words that were loaded."""
-        self.texts.forget()
+        self.texts.remove_added_tokens()

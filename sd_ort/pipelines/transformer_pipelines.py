@@ -44,7 +44,7 @@ from sd_ort.pipelines.transformer_steps import TransformerSteps
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 log = logging.getLogger("sd_ort")
 
@@ -144,7 +144,7 @@ class Denoising:
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     skip_layers: SkipLayerGuidance | None = None
 
-    def steps(self, models: Mapping[str, Model]) -> TransformerSteps:
+    def steps(self, models: Mapping[str, OrtModel]) -> TransformerSteps:
         """Return the transformer's calls for the prompts as these are now."""
         timesteps = self.schedule.timesteps * np.float32(self.timestep_scale)
         return TransformerSteps(models, [{**prompt, **self.fixed} for prompt in self.prompts], timesteps)

@@ -32,7 +32,7 @@ from sd_ort.pipelines.transformer_pipelines import (
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
 
 if TYPE_CHECKING:
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 log = logging.getLogger("sd_ort")
 
@@ -88,7 +88,7 @@ class QwenDenoising(Denoising):
     sizes: tuple[tuple[int, int], ...] = ()
     embeddings: tuple[Embeddings, ...] = ()
 
-    def steps(self, models: Mapping[str, Model]) -> Any:
+    def steps(self, models: Mapping[str, OrtModel]) -> Any:
         """Return a function of a step and patches, which returns its prediction, then that of the negative prompts."""
         timesteps = self.schedule.timesteps / np.float32(1000)
         calls = [GroupedSteps(models, each.groups(*self.sizes), timesteps) for each in self.embeddings]

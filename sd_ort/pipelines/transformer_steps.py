@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from sd_ort.core.denoiser_graphs import ArrayDenoiserGraphs
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 
 TIME_ROWS = 64  # batch rows of the time graph in one call: FLUX.1 has 4 MB of modulation for each
 
@@ -26,7 +26,7 @@ class TransformerSteps:
     """
 
     def __init__(
-        self, models: Mapping[str, Model], prompts: Sequence[Mapping[str, np.ndarray]], timesteps: np.ndarray
+        self, models: Mapping[str, OrtModel], prompts: Sequence[Mapping[str, np.ndarray]], timesteps: np.ndarray
     ) -> None:
         self.models, self.timesteps = models, timesteps
         self.rows = len(prompts[0]["encoder_hidden_states"])
@@ -66,7 +66,7 @@ StepGroup = tuple[list[int], dict[str, np.ndarray]]  # images, and the transform
 class GroupedSteps:
     """Predictions for prompts that are no one batch, in a call of the transformer for each group of images."""
 
-    def __init__(self, models: Mapping[str, Model], groups: Iterable[StepGroup], timesteps: np.ndarray) -> None:
+    def __init__(self, models: Mapping[str, OrtModel], groups: Iterable[StepGroup], timesteps: np.ndarray) -> None:
         """The arguments are those of `TransformerSteps`, the prompts in groups."""
         self.groups = [(rows, TransformerSteps(models, [inputs], timesteps)) for rows, inputs in groups]
 

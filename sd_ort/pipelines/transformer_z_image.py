@@ -30,7 +30,7 @@ from sd_ort.pipelines.transformer_pipelines import (
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
 
 if TYPE_CHECKING:
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 Embeddings = list[np.ndarray]  # of each image, (tokens, C)
 
@@ -50,7 +50,7 @@ class ZImageDenoising(Denoising):
     guided_steps: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     normalization: float = 0.0
 
-    def steps(self, models: Mapping[str, Model]) -> Any:
+    def steps(self, models: Mapping[str, OrtModel]) -> Any:
         """Return a function of a step and patches, which returns its prediction, then that of the negative prompts."""
         timesteps = (1000 - self.schedule.timesteps) / np.float32(1000)
         size = self.sample.shape[2] // 2, self.sample.shape[3] // 2

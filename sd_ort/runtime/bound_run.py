@@ -19,9 +19,9 @@ from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.gpu_graphs import CAPTURE_ATTEMPTS, GpuGraph
 from sd_ort.runtime.ort_values import device_arguments, device_value, empty_value, read_value, write_value
-from sd_ort.runtime.ort_wheel import FATAL_ONLY, runtime
+from sd_ort.runtime.ort_wheel import FATAL_ONLY, import_onnxruntime
 from sd_ort.runtime.providers import provider_named, warn_once
-from sd_ort.runtime.session import DEFAULT_OPTIONS, DTYPES, Model, SessionOptions, create_session
+from sd_ort.runtime.session import DEFAULT_OPTIONS, DTYPES, OrtModel, SessionOptions, create_session
 from sd_ort.runtime.stream import Stream, open_stream
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def host_inputs(session: ort.InferenceSession) -> list[str]:
 @cache
 def run_options(graph_id: int, wait: bool) -> Any:
     """Return the options of a run; all runs share them."""
-    options = runtime().RunOptions()
+    options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.log_severity_level = FATAL_ONLY  # errors are raised, and a capture that fails is repeated
     if not wait:
@@ -244,7 +244,7 @@ class ShapeCache(dict[Any, T]):
         return value
 
 
-class GpuGraphModel(Model):
+class GpuGraphModel(OrtModel):
     """A component whose runs are captured: a `BoundRun` for each set of input shapes.
 
     A call copies its inputs to the buffers of their shapes, runs, and copies the outputs out.
@@ -305,7 +305,7 @@ def open_gpu_graph_model(model: Path, provider: str, options: SessionOptions = D
     return GpuGraphModel(session, provider_named(provider).device, stream=capture_stream)
 
 
-def bind(model: Model, feed: Mapping[str, Any], device: str, outputs: Mapping[str, Any] | None = None) -> BoundRun:
+def bind(model: OrtModel, feed: Mapping[str, Any], device: str, outputs: Mapping[str, Any] | None = None) -> BoundRun:
     """Return a run of `model` over `feed` and `outputs` as of `BoundRun`, captured if it is a `GpuGraphModel`."""
     if isinstance(model, GpuGraphModel):
         return model.capture(feed, outputs)

@@ -12,7 +12,7 @@ from sd_ort.core.progress import announce
 from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
 from sd_ort.runtime.component_files import ComponentFiles
 from sd_ort.runtime.partitioned import Partition
-from sd_ort.runtime.session import Model, ModelOverride, create_session
+from sd_ort.runtime.session import ModelOverride, OrtModel, create_session
 from sd_ort.runtime.session_device import SessionDevice
 from sd_ort.runtime.streamed import PinnedWeights, StreamedModel, StreamPlan, WeightStream
 from sd_ort.runtime.weight_overrides import WeightOverrides
@@ -53,7 +53,7 @@ class ComponentOpener:
     plans: dict[str, tuple[StreamPlan, Cut]] = field(default_factory=dict)
     _pinned: dict[str, PinnedWeights] = field(default_factory=dict)
 
-    def open(self, name: str, override: ModelOverride | None = None) -> Model:
+    def open(self, name: str, override: ModelOverride | None = None) -> OrtModel:
         """Open a component; on a GPU as one whose runs are captured, if it is of every step and this can be."""
         override = self.overrides.of(name) if override is None else override
         if self.target.name != "cpu" and self.graph is not False and runs_every_step(name):
@@ -66,11 +66,11 @@ class ComponentOpener:
                 report_failed_capture(error)
         return self.open_uncaptured(name, override)
 
-    def open_uncaptured(self, name: str, override: ModelOverride, unfolded: bool = False) -> Model:
+    def open_uncaptured(self, name: str, override: ModelOverride, unfolded: bool = False) -> OrtModel:
         """Open a component whose runs are not captured."""
-        return Model(self.session(name, override, unfolded=unfolded), self.target.lock)
+        return OrtModel(self.session(name, override, unfolded=unfolded), self.target.lock)
 
-    def open_edited(self, name: str, edited: EditedGraph) -> Model:
+    def open_edited(self, name: str, edited: EditedGraph) -> OrtModel:
         """Open an edited graph of a component."""
         override = replace(self.overrides.of(name), graph=edited.graph)
         if edited.captured:
@@ -119,7 +119,7 @@ class ComponentOpener:
         self.plans[name] = plan, cut
         announce(f"{name} does not fit in {budget / 1e9:.2f} GB of device memory: {plan.describe(weights)}.")
 
-    def open_streamed(self, name: str) -> Model:
+    def open_streamed(self, name: str) -> OrtModel:
         """Open a component of `plans`."""
         self.overrides.finish()
         assert self.target.stream is not None

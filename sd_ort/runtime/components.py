@@ -20,14 +20,14 @@ from sd_ort.runtime.component_placement import ComponentPlacement
 from sd_ort.runtime.glibc_malloc import disable_trim, retain_heap, return_heap, trim_heap
 from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.providers import is_plugin
-from sd_ort.runtime.session import DEFAULT_OPTIONS, Model, SessionOptions
+from sd_ort.runtime.session import DEFAULT_OPTIONS, OrtModel, SessionOptions
 from sd_ort.runtime.session_device import SessionDevice
 from sd_ort.runtime.stream import Stream
 from sd_ort.runtime.updatable_weights import UpdatableWeights, update_callback
 from sd_ort.runtime.weight_overrides import WeightOverrides
 
 
-class Components(MutableMapping[str, Model]):
+class Components(MutableMapping[str, OrtModel]):
     """Name -> `Model` of a folder's components. A component that is assigned replaces the folder's.
 
     `opener` opens them on the pipeline's device; `placement` says which run elsewhere.
@@ -55,7 +55,7 @@ class Components(MutableMapping[str, Model]):
         self.opener = ComponentOpener(ComponentFiles(folder, others), target, graph)
         self.placement: ComponentPlacement[Components] = ComponentPlacement()
         self.low_memory = low_memory
-        self.opened: dict[str, Model] = {}
+        self.opened: dict[str, OrtModel] = {}
         self.edited_graphs: dict[str, EditedGraph] = {}  # by the key that `edit` returns
         self.closed: set[str] = set()  # closed when their weights were replaced: opened again together
 
@@ -170,7 +170,7 @@ class Components(MutableMapping[str, Model]):
         """Raise InputError as `ComponentFiles.require` does."""
         self.files.require(*names)
 
-    def __getitem__(self, name: str) -> Model:
+    def __getitem__(self, name: str) -> OrtModel:
         if name in self.placement.placed:
             return self.placement.placed[name][name]
         if name in self.closed:
@@ -207,7 +207,7 @@ class Components(MutableMapping[str, Model]):
         if was_kept and not self.overrides.weights:
             trim_heap()
 
-    def _open(self, name: str) -> Model:
+    def _open(self, name: str) -> OrtModel:
         if name in self.edited_graphs:
             return self.opener.open_edited(name.partition(" ")[0], self.edited_graphs[name])
         if name in self.placement.partitioned:
@@ -218,7 +218,7 @@ class Components(MutableMapping[str, Model]):
         if name in self.opener.plans:
             raise InputError(f"{name} is streamed from host memory, which {label} cannot: leave low_memory out.")
 
-    def variant(self, name: str, label: str, make: Callable[[Path], bytes], *, captured: bool = False) -> Model:
+    def variant(self, name: str, label: str, make: Callable[[Path], bytes], *, captured: bool = False) -> OrtModel:
         """Return a component with another graph over the component's own weights.
 
         `make` takes the path of the component's model and returns the graph. The session is cached under `label` until
@@ -311,7 +311,7 @@ class Components(MutableMapping[str, Model]):
         self.opened.pop(name, None)
         self.drop_variants(name)
 
-    def __setitem__(self, name: str, model: Model) -> None:
+    def __setitem__(self, name: str, model: OrtModel) -> None:
         self.placement.check_assignable(name)
         self.placement.placed.pop(name, None)
         self.opened[name] = model

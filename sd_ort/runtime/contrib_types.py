@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from fusion_passes import CONTRIB
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime
 
 
 def operator_takes(node: ir.Node, half: ir.DataType) -> bool:
@@ -43,7 +43,7 @@ def declare_float32_outputs(node: ir.Node) -> None:
 def _schemas() -> dict[str, Any]:
     if importlib.util.find_spec("onnxruntime") is None:
         return {}
-    runtime()
+    import_onnxruntime()
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
     return {schema.name: schema for schema in get_all_operator_schema() if schema.domain == CONTRIB}

@@ -26,7 +26,7 @@ NOT_READABLE = "not readable"
 UNKNOWN = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
-class Meter:
+class DeviceMeter:
     """Readings of a device: memory in MB and energy in J, None if unavailable; `note` says why."""
 
     note = NOT_READABLE
@@ -51,7 +51,7 @@ class _NvmlProcess(ctypes.Structure):
     )
 
 
-class Nvml(Meter):
+class Nvml(DeviceMeter):
     """An NVIDIA GPU through libnvidia-ml. Raises OSError when it is not there."""
 
     def __init__(self, index: int = 0) -> None:
@@ -74,7 +74,7 @@ class Nvml(Meter):
         return None if failed else millijoules.value / 1e3
 
 
-class AmdGpu(Meter):
+class AmdGpu(DeviceMeter):
     """An AMD GPU through sysfs. The driver gives power, not energy: it is summed up while `energy_J` is called.
 
     `device`: /sys/class/drm/card<N>/device. Raises OSError when it has no VRAM counter.
@@ -108,7 +108,7 @@ class AmdGpu(Meter):
         return self.joules
 
 
-class Rapl(Meter):
+class Rapl(DeviceMeter):
     """The processor packages through powercap. Raises OSError when the counters are absent or only root's."""
 
     def __init__(self, root: Path = Path("/sys/class/powercap")) -> None:
@@ -121,7 +121,7 @@ class Rapl(Meter):
         return sum(int(path.read_text()) for path in self.counters) / 1e6
 
 
-def open_meter(provider: str) -> Meter:
+def open_meter(provider: str) -> DeviceMeter:
     """The meter of a provider's first device; one that reads nothing, with the reason as its note, where none is."""
     try:
         if provider == "cpu":
@@ -130,7 +130,7 @@ def open_meter(provider: str) -> Meter:
             return Nvml()
         return AmdGpu(amd_device())
     except OSError as error:
-        meter = Meter()
+        meter = DeviceMeter()
         meter.note = f"{NOT_READABLE}: {error}"
         return meter
 
@@ -179,7 +179,7 @@ def hip_pci_address() -> str | None:
     return run.stdout.strip() or None
 
 
-class Watch:
+class DeviceUsage:
     """The device while a block ran: the most memory a process held, in MB, and energy in J; None if unread."""
 
     peak: float | None = None
@@ -187,9 +187,9 @@ class Watch:
 
 
 @contextmanager
-def watching(meter: Meter, pid: int, interval: float = 0.01) -> Iterator[Watch]:
+def watching(meter: DeviceMeter, pid: int, interval: float = 0.01) -> Iterator[DeviceUsage]:
     """Read memory of `pid` and energy every `interval` seconds while the block runs, in a thread of this process."""
-    watch = Watch()
+    watch = DeviceUsage()
     watch.peak = meter.used_MB(pid)
     start = meter.energy_J()
     done = threading.Event()
@@ -200,7 +200,7 @@ def watching(meter: Meter, pid: int, interval: float = 0.01) -> Iterator[Watch]:
             meter.energy_J()
 
     thread = threading.Thread(target=sample, daemon=True)
-    if type(meter) is not Meter:  # one that may read something, perhaps only once the process uses the device
+    if type(meter) is not DeviceMeter:  # one that may read something, perhaps only once the process uses the device
         thread.start()
     try:
         yield watch

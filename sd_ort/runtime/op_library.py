@@ -8,7 +8,7 @@ from typing import Any
 
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import GPU_LIBRARIES, library_path
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime
 from sd_ort.runtime.provider_table import CPU_EP
 from sd_ort.runtime.providers import is_plugin, log, provider_named
 
@@ -25,7 +25,7 @@ def op_library(library: Path | bool, provider: str) -> Path | None:
         return None
     path = library if isinstance(library, Path) else library_path() if library else None
     ep = provider_named(provider).ep
-    if path is None or ep == CPU_EP or is_plugin(provider) or ep not in runtime().get_available_providers():
+    if path is None or ep == CPU_EP or is_plugin(provider) or ep not in import_onnxruntime().get_available_providers():
         return path
     return path if ep in GPU_LIBRARIES and (path.parent / GPU_LIBRARIES[ep]).is_file() else None
 
@@ -59,7 +59,7 @@ def register(options: Any, library: Path | bool, provider: str) -> bool:
 def _check_gpu_half(path: Path, provider: str) -> None:
     """Raise ProviderError if the registered library could not load its half for the provider's GPU."""
     ep = provider_named(provider).ep
-    if is_plugin(provider) or ep not in GPU_LIBRARIES or ep not in runtime().get_available_providers():
+    if is_plugin(provider) or ep not in GPU_LIBRARIES or ep not in import_onnxruntime().get_available_providers():
         return
     status = ctypes.CDLL(str(path)).sd_ort_gpu_status
     status.restype = ctypes.c_char_p

@@ -17,7 +17,7 @@ import numpy as np
 
 from sd_ort.core.onnx_file import serialize
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime
 
 # NumPy's dtypes that ONNX Runtime does not know -> integers of their size, and onnx.TensorProto's type.
 EXTENDED_DTYPES = {
@@ -30,9 +30,9 @@ EXTENDED_DTYPES = {
 def _any_session() -> Any:
     """Return a session with an output to bind."""
     graph = serialize('<ir_version: 8, opset_import: ["" : 17]> any (float[N] x) => (float[N] y) { y = Neg (x) }')
-    options = runtime().SessionOptions()
+    options = import_onnxruntime().SessionOptions()
     options.intra_op_num_threads = 1  # it never runs
-    return runtime().InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return import_onnxruntime().InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 def device_arguments(device: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
     """Return an OrtValue with undefined values on `device`."""
     with device_calls(device):
         try:
-            allocate = runtime().OrtValue.ortvalue_from_shape_and_type
+            allocate = import_onnxruntime().OrtValue.ortvalue_from_shape_and_type
             return allocate(list(shape), np.dtype(dtype).type, **device_arguments(device))
         except Exception:  # onnxruntime-rocm allocates nothing on "cuda" by shape and type, but copies an array there
             return device_value(np.empty(shape, dtype), device)
@@ -56,7 +56,9 @@ def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
 def device_value(array: np.ndarray, device: str) -> Any:
     """Return an OrtValue on `device` with a copy of `array`; on the CPU over the array itself if it is contiguous."""
     with device_calls(device):
-        return runtime().OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"), **device_arguments(device))
+        return import_onnxruntime().OrtValue.ortvalue_from_numpy(
+            np.asarray(array, order="C"), **device_arguments(device)
+        )
 
 
 def write_value(value: Any, array: np.ndarray) -> None:
@@ -74,7 +76,7 @@ def read_value(value: Any) -> np.ndarray:
 
 def host_value(array: np.ndarray) -> Any:
     """Return an OrtValue over a contiguous host array, which must outlive it, of any dtype that weights have."""
-    value = runtime().OrtValue
+    value = import_onnxruntime().OrtValue
     if array.dtype in EXTENDED_DTYPES:
         integers, element_type = EXTENDED_DTYPES[array.dtype]
         return value.ortvalue_from_numpy_with_onnx_type(array.view(integers), element_type)
@@ -87,7 +89,7 @@ def unowned(value: Any) -> Any:
     The public OrtValue.from_dlpack is missing in onnxruntime-rocm 1.22.2.
     """
     c_value = value._ortvalue
-    return runtime().OrtValue(type(c_value).from_dlpack(c_value.to_dlpack(), False))
+    return import_onnxruntime().OrtValue(type(c_value).from_dlpack(c_value.to_dlpack(), False))
 
 
 def value_at(device: str, address: int, element: int, shape: Sequence[int], owner: object = None) -> Any:
@@ -95,7 +97,7 @@ def value_at(device: str, address: int, element: int, shape: Sequence[int], owne
 
     It references `owner`; sessions that read it do not: see `keep`.
     """
-    onnxruntime = runtime()
+    onnxruntime = import_onnxruntime()
     where = device_arguments(device)
     memory = onnxruntime.OrtDevice.make(where["device_type"], where["device_id"], where["vendor_id"])
     binding = _any_session().io_binding()._iobinding  # its public methods know no vendor
@@ -124,11 +126,11 @@ def view(value: Any, offset: int, like: Any, dtype: np.dtype, device: str) -> An
     return seen
 
 
-def keep(session: Any, owner: object) -> Any:
+def keep_alive(session: Any, owner: object) -> Any:
     """Return the session, after tying the lifetime of `owner` to that of ONNX Runtime's session."""
-    weakref.finalize(session._sess, _release, owner).atexit = False  # type: ignore[misc]  # a property
+    weakref.finalize(session._sess, _release_reference, owner).atexit = False  # type: ignore[misc]  # a property
     return session
 
 
-def _release(_: object) -> None:
+def _release_reference(_: object) -> None:
     """Finalizer with an empty body: weakref.finalize drops its argument, which releases the object."""

@@ -20,7 +20,7 @@ FATAL_ONLY = 4
 
 
 @cache
-def runtime() -> Any:
+def import_onnxruntime() -> Any:
     """Return the module `onnxruntime`, with errors as its only log lines and without telemetry.
 
     The installed wheels are read once a process, in a millisecond. Raises ProviderError if ONNX Runtime is not

@@ -11,7 +11,7 @@ import numpy as np
 
 from sd_ort.runtime.bound_run import BoundRun, GpuGraphModel, bind
 from sd_ort.runtime.ort_values import empty_value, read_value, write_value
-from sd_ort.runtime.session import DTYPES, Model
+from sd_ort.runtime.session import DTYPES, OrtModel
 
 if TYPE_CHECKING:
     from sd_ort.runtime.stream import Stream
@@ -30,12 +30,12 @@ class Partition(Protocol):
 class PlacedPartition:
     """The session of a partition on its device."""
 
-    model: Model
+    model: OrtModel
     device: str
     stream: Stream | None
 
 
-class PartitionedModel(Model):
+class PartitionedModel(OrtModel):
     """A partitioned component as one model. Calls on NumPy arrays transfer values through the host.
 
     `bind` transfers them from device to device.
@@ -84,7 +84,7 @@ class BoundPartitions(BoundRun):
                     value = copies[-1].target
                 inputs[name] = value
             if partition.stream is not None:
-                partition.stream.use()
+                partition.stream.set_device()
             self.runs.append(bind(partition.model, inputs, partition.device))
             values |= {name: (value, index) for name, value in self.runs[-1].outputs.items()}
             self.copies.append(copies)
@@ -95,7 +95,7 @@ class BoundPartitions(BoundRun):
         self.copies.append(back)
         self.reserve_events()
         if partitions[0].stream is not None:
-            partitions[0].stream.use()
+            partitions[0].stream.set_device()
 
     def reserve_events(self) -> None:
         """Create the events of partitions with streams: inputs sent, by sender, and partition run."""
@@ -109,10 +109,10 @@ class BoundPartitions(BoundRun):
             self._transfer(index, index)
             stream = self.partitions[index].stream
             if stream is not None:
-                stream.use()
+                stream.set_device()
             run.run(wait)
             if stream is not None:
-                stream.mark(self.ran[index])
+                stream.record_event(self.ran[index])
         self._transfer(len(self.runs), 0)
 
     def _transfer(self, index: int, to: int) -> None:
@@ -125,14 +125,14 @@ class BoundPartitions(BoundRun):
         for sender in dict.fromkeys(copy.sender for copy in self.copies[index]):
             stream, event = self.partitions[sender].stream, self.sent[index][sender]
             assert stream is not None
-            stream.use()
-            stream.follow(self.ran[to])
+            stream.set_device()
+            stream.wait_event(self.ran[to])
             for copy in self.copies[index]:
                 if copy.sender == sender:
-                    stream.send(copy.source.data_ptr(), receiver, copy.target.data_ptr(), copy.size)
-            stream.mark(event)
-            receiver.follow(event)
-        receiver.use()
+                    stream.copy_to_peer(copy.source.data_ptr(), receiver, copy.target.data_ptr(), copy.size)
+            stream.record_event(event)
+            receiver.wait_event(event)
+        receiver.set_device()
 
     def release(self) -> None:
         """Free the GPU graphs."""
@@ -153,6 +153,6 @@ def _like(value: Any, partition: PlacedPartition) -> Any:
     return empty_value(value.shape(), DTYPES[value.data_type()], partition.device)
 
 
-def is_captured(model: Model) -> bool:
+def is_captured(model: OrtModel) -> bool:
     """Return whether runs of a component, or of its first partition, are captured as GPU graphs."""
     return isinstance(model.partitions[0].model if isinstance(model, PartitionedModel) else model, GpuGraphModel)

@@ -17,7 +17,7 @@ from typing import Any
 from sd_ort.core.errors import ProviderError, SdOrtError
 from sd_ort.core.pipeline_folder import DATA, read_manifest
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
-from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime
 from sd_ort.runtime.provider_table import PROVIDERS
 from sd_ort.runtime.providers import PLUGIN, check_provider, provider_named, warn_once
 from sd_ort.runtime.stream import open_stream
@@ -33,7 +33,7 @@ SAME_DEVICE = {"cuda": "sdcuda", "rocm": "hip"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine. `vendor`: as in `Provider.vendor`; `architecture`: gfx942, "" if unknown."""
+    """A GPU of this machine. `vendor`: as in `ProviderSpec.vendor`; `architecture`: gfx942, "" if unknown."""
 
     vendor: str
     name: str
@@ -95,7 +95,7 @@ def choose_provider(candidates: Collection[str] = PREFERENCE, required_bytes: in
     for name in candidates:
         if PROVIDERS[name].vendor and library_path(PROVIDER_LIBRARIES[str(PROVIDERS[name].vendor)]) is None:
             problems[name] = "not built"
-        elif not PROVIDERS[name].vendor and PROVIDERS[name].ep not in runtime().get_available_providers():
+        elif not PROVIDERS[name].vendor and PROVIDERS[name].ep not in import_onnxruntime().get_available_providers():
             problems[name] = "not in the installed wheel"
         elif problem := provider_problem(name, required_bytes):
             problems[name] = problem.removesuffix(".")
@@ -187,7 +187,7 @@ def resolve_device(name: str) -> ProviderChoice:
     if name.startswith(PLUGIN):
         return ProviderChoice(name)
     provider, own = provider_named(name), SAME_DEVICE.get(name)
-    if own is None or provider.ep in runtime().get_available_providers():
+    if own is None or provider.ep in import_onnxruntime().get_available_providers():
         return ProviderChoice(name)
     if library_path(PROVIDER_LIBRARIES[str(PROVIDERS[own].vendor)]) is None:
         return ProviderChoice(name)  # opening it says what to install

@@ -9,7 +9,7 @@ CPU_EP = "CPUExecutionProvider"
 
 
 @dataclass(frozen=True)
-class Provider:
+class ProviderSpec:
     """Entry of a `--provider` name: its ONNX Runtime name, the extra that installs it, and its options.
 
     `wheel` is the one of ONNX Runtime that is installed for it; "" for one that needs no wheel of its own.
@@ -35,14 +35,16 @@ class Provider:
     target: str | None = None
 
 
-def _ours(vendor: str, ep: str, pci: int, **more: Any) -> Provider:
+def _ours(vendor: str, ep: str, pci: int, **more: Any) -> ProviderSpec:
     """Our own provider (custom_ops/provider); a PCI vendor id tells its memory."""
-    return Provider(ep, "hip", tuning={"tuning": "1"}, graph={"graph": "1"}, device=f"gpu:{pci}", vendor=vendor, **more)
+    return ProviderSpec(
+        ep, "hip", tuning={"tuning": "1"}, graph={"graph": "1"}, device=f"gpu:{pci}", vendor=vendor, **more
+    )
 
 
 PROVIDERS = {
-    "cpu": Provider(CPU_EP, "cpu", "onnxruntime"),
-    "cuda": Provider(
+    "cpu": ProviderSpec(CPU_EP, "cpu", "onnxruntime"),
+    "cuda": ProviderSpec(
         "CUDAExecutionProvider",
         "cuda",
         "onnxruntime-gpu",
@@ -58,7 +60,7 @@ PROVIDERS = {
         library="libonnxruntime_providers_cuda.so",
         needs="CUDA and cuDNN",
     ),
-    "rocm": Provider(
+    "rocm": ProviderSpec(
         "ROCMExecutionProvider",
         "rocm",
         "onnxruntime-rocm",
@@ -70,7 +72,7 @@ PROVIDERS = {
         library="libonnxruntime_providers_rocm.so",
         needs="ROCm 7 with MIOpen and hipBLAS",
     ),
-    "migraphx": Provider(
+    "migraphx": ProviderSpec(
         "MIGraphXExecutionProvider",
         "migraphx",
         "onnxruntime-migraphx",

@@ -19,8 +19,8 @@ from custom_ops import amd_targets, rocm
 from custom_ops.libraries import GpuLibrary
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
-from sd_ort.runtime.ort_wheel import can_load, installed_wheels, needed_libraries, runtime, search_folders
-from sd_ort.runtime.provider_table import OURS, PROVIDERS, Provider
+from sd_ort.runtime.ort_wheel import can_load, import_onnxruntime, installed_wheels, needed_libraries, search_folders
+from sd_ort.runtime.provider_table import OURS, PROVIDERS, ProviderSpec
 
 log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
@@ -31,11 +31,11 @@ warnings_logged: set[str] = set()  # by `warn_once`
 _registered: dict[Path, list[Any]] = {}  # plugin providers of this process, with their devices
 
 
-def provider_named(name: str) -> Provider:
+def provider_named(name: str) -> ProviderSpec:
     """The table's entry for a provider name, or one for a plugin. Raises ProviderError for a name that is neither."""
     if name.startswith(PLUGIN):
         ep = plugin_devices(plugin_library(name))[0].ep_name
-        return OURS[ep] if ep in OURS else Provider(ep, "", needs="what it drives")
+        return OURS[ep] if ep in OURS else ProviderSpec(ep, "", needs="what it drives")
     if name in PROVIDERS:
         return PROVIDERS[name]
     counterpart = next((each for each, entry in PROVIDERS.items() if entry.target == name), None)
@@ -82,7 +82,7 @@ def plugin_devices(library: Path) -> list[Any]:
 def _register(library: Path) -> list[Any]:
     if not library.is_file():
         raise ProviderError(f"{library} does not exist: give the provider's shared library as {PLUGIN}LIBRARY.")
-    onnxruntime = runtime()
+    onnxruntime = import_onnxruntime()
     if not hasattr(onnxruntime, "register_execution_provider_library"):
         raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.29 or later.")
     if missing := unloadable_libraries(library):
@@ -140,7 +140,7 @@ def missing_libraries(name: str) -> list[str]:
         return unloadable_libraries(plugin_library(name))
     if provider.library is None:
         return []
-    onnxruntime = runtime()
+    onnxruntime = import_onnxruntime()
     if name == "cuda" and hasattr(onnxruntime, "preload_dlls"):
         with contextlib.redirect_stdout(None):  # it prints what it does not find, as missing_libraries says too
             onnxruntime.preload_dlls()  # finds the CUDA libraries that pip packages (torch's too) brought
@@ -148,11 +148,11 @@ def missing_libraries(name: str) -> list[str]:
     return [] if library is None else unloadable_libraries(library)
 
 
-def wheel_library(provider: Provider) -> Path | None:
+def wheel_library(provider: ProviderSpec) -> Path | None:
     """The provider's shared library in the installed wheel; None if there is none."""
     if provider.library is None:
         return None
-    library = Path(runtime().__file__).parent / "capi" / provider.library
+    library = Path(import_onnxruntime().__file__).parent / "capi" / provider.library
     return library if library.is_file() else None
 
 
@@ -184,13 +184,13 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
     """
     provider = provider_named(name)
     if is_plugin(name):
-        runtime()  # without which there is nothing to plug in
+        import_onnxruntime()  # without which there is nothing to plug in
         try:
             plugin_devices(plugin_library(name))
         except ProviderError as error:
             raise_or_warn(str(error), allow_fallback)
         return
-    available = runtime().get_available_providers()
+    available = import_onnxruntime().get_available_providers()
     if provider.ep not in available:
         raise_or_warn(
             f"the {name} provider is not in the installed onnxruntime wheel (it has {', '.join(available)}): "

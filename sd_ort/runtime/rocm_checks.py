@@ -11,7 +11,7 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.runtime.op_library import build_command
-from sd_ort.runtime.ort_wheel import ERRORS_ONLY, runtime
+from sd_ort.runtime.ort_wheel import ERRORS_ONLY, import_onnxruntime
 from sd_ort.runtime.provider_table import CPU_EP, PROVIDERS
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.rocm_kernels import CONTRIB, WRONG_ON_RDNA, newer_operators, standard_opset
@@ -57,10 +57,10 @@ def has_wrong_wave_size() -> bool:
     """
     import onnx
 
-    options = runtime().SessionOptions()
+    options = import_onnxruntime().SessionOptions()
     options.log_severity_level = ERRORS_ONLY
     graph = onnx.parser.parse_model(_SOFTMAX).SerializeToString()
-    session = runtime().InferenceSession(graph, options, providers=[(PROVIDERS["rocm"].ep, {}), CPU_EP])
+    session = import_onnxruntime().InferenceSession(graph, options, providers=[(PROVIDERS["rocm"].ep, {}), CPU_EP])
     x = np.linspace(-2, 2, 128, dtype=np.float32).reshape(2, 64)
     expected = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
     return not np.allclose(session.run(None, {"x": x})[0], expected, rtol=1e-3)

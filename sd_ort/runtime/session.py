@@ -22,10 +22,10 @@ from sd_ort.runtime import op_library, rocm_checks
 from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.glibc_malloc import return_heap
 from sd_ort.runtime.machine import multiplies_bfloat16
-from sd_ort.runtime.ort_values import host_value, keep
-from sd_ort.runtime.ort_wheel import ERRORS_ONLY, FATAL_ONLY, runtime
+from sd_ort.runtime.ort_values import host_value, keep_alive
+from sd_ort.runtime.ort_wheel import ERRORS_ONLY, FATAL_ONLY, import_onnxruntime
 from sd_ort.runtime.overloads import supports_overloads, without_overloads
-from sd_ort.runtime.provider_table import CPU_EP, PROVIDERS, Provider
+from sd_ort.runtime.provider_table import CPU_EP, PROVIDERS, ProviderSpec
 from sd_ort.runtime.providers import (
     check_provider,
     is_plugin,
@@ -150,7 +150,7 @@ def create_session(
         from sd_ort.runtime import tuning as results
 
         ops = op_library.op_library(options.library, provider)
-        results.attach(session, provider, ops, options.tuning, runtime().__version__, model_path)
+        results.setup_tuning(session, provider, ops, options.tuning, import_onnxruntime().__version__, model_path)
     return session
 
 
@@ -182,16 +182,16 @@ def _open(
     if not (has_ops := op_library.register(ort_options, options.library, provider)):
         _warn_of_missing_library(model_path, provider, options.library)
         graph = _with_distinct_functions(ort_options, model_path, graph)
-    if entry.ep == PROVIDERS["rocm"].ep and entry.ep in runtime().get_available_providers():
+    if entry.ep == PROVIDERS["rocm"].ep and entry.ep in import_onnxruntime().get_available_providers():
         rocm_checks.check_graph(model_path, graph, has_ops=has_ops)
     settings = _provider_settings(entry, options) | (prefetched.option if prefetched else {})
     arguments |= _add_provider(provider, ort_options, settings, options.record_assignment)
     with _opening(provider, override.weights):
-        session = runtime().InferenceSession(graph or str(model_path), ort_options, **arguments)
+        session = import_onnxruntime().InferenceSession(graph or str(model_path), ort_options, **arguments)
     # weights in memory that is not ONNX Runtime's
     session.shared = {**shared, **(prefetched.values if prefetched else {})}
     session.prefetched = prefetched
-    return keep(session, (session.shared, prefetched, override.updatable))
+    return keep_alive(session, (session.shared, prefetched, override.updatable))
 
 
 def _open_error(model: Path, provider: str, error: Exception) -> str:
@@ -214,8 +214,8 @@ def _newer_opset(error: Exception) -> str | None:
     if found is None:
         return None
     return (
-        f"it is of opset {found[1]}, and ONNX Runtime {runtime().__version__} has opsets up to {found[2]}: optimize it "
-        "with --target portable, or install a newer ONNX Runtime."
+        f"it is of opset {found[1]}, and ONNX Runtime {import_onnxruntime().__version__} has opsets up to {found[2]}: "
+        "optimize it with --target portable, or install a newer ONNX Runtime."
     )
 
 
@@ -245,7 +245,7 @@ def check_opens(path: Path) -> None:
     """
     if importlib.util.find_spec("onnxruntime") is None:
         return
-    onnxruntime = runtime()
+    onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = FATAL_ONLY
     _skip_optimization(options)
@@ -263,7 +263,7 @@ def check_opens(path: Path) -> None:
 
 def _skip_optimization(options: Any) -> None:
     """Have a session neither optimize its graph nor pack weights, nor its threads burn time while they wait."""
-    options.graph_optimization_level = runtime().GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.graph_optimization_level = import_onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
@@ -284,7 +284,7 @@ def report_invalid_model(path: Path) -> Iterator[None]:
 
 
 def _ort_options(provider: str, options: SessionOptions = DEFAULT_OPTIONS) -> Any:
-    ort_options = runtime().SessionOptions()
+    ort_options = import_onnxruntime().SessionOptions()
     if options.skip_optimization:
         _skip_optimization(ort_options)
     for name, size in options.free_dimensions.items():
@@ -376,7 +376,7 @@ def _add_provider(
         if record_assignment:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         return {"enable_fallback": 0}  # a plugin that refuses its options would be replaced by the CPU
-    if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
+    if entry.ep == CPU_EP or entry.ep not in import_onnxruntime().get_available_providers():
         return {"providers": [CPU_EP]}
     return {"providers": [(entry.ep, settings), CPU_EP]}
 
@@ -396,7 +396,7 @@ def _plugin_devices(provider: str, settings: Mapping[str, str]) -> list[Any]:
     raise ProviderError(f"GPU {number} is not there: the {provider} provider finds {seen}, counted from 0.")
 
 
-def _provider_settings(entry: Provider, options: SessionOptions) -> dict[str, str]:
+def _provider_settings(entry: ProviderSpec, options: SessionOptions) -> dict[str, str]:
     """Return the provider's options: the table's, for tuning, for captures, then the caller's."""
     tuning, capture = entry.tuning if options.tuning else {}, (entry.graph if options.capture else None) or {}
     return {**entry.options, **tuning, **capture, **options.provider_options}
@@ -415,7 +415,7 @@ def _with_distinct_functions(options: Any, model_path: Path, override: bytes | N
     It is `override` or, if this ONNX Runtime does not distinguish overloads of functions, a graph without overloads.
     `options` then get the folder of the file's data.
     """
-    if supports_overloads(runtime().__version__):
+    if supports_overloads(import_onnxruntime().__version__):
         return override
     graph = without_overloads(override or model_path)
     if graph is None:
@@ -424,7 +424,7 @@ def _with_distinct_functions(options: Any, model_path: Path, override: bytes | N
     return graph
 
 
-class Model:
+class OrtModel:
     """ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
 
     def __init__(self, session: ort.InferenceSession, lock: AbstractContextManager[Any] | None = None) -> None:
@@ -477,9 +477,9 @@ class Model:
         return np.full((1,) * len(self.inputs[name].shape), number, self.dtype(name))
 
 
-def load(folder: Path, component: str, provider: str = "cpu", options: SessionOptions = DEFAULT_OPTIONS) -> Model:
+def load(folder: Path, component: str, provider: str = "cpu", options: SessionOptions = DEFAULT_OPTIONS) -> OrtModel:
     """Open one component of a pipeline folder."""
-    return Model(create_session(Path(folder) / component / MODEL, provider, options))
+    return OrtModel(create_session(Path(folder) / component / MODEL, provider, options))
 
 
 def open_graph(
@@ -501,7 +501,7 @@ def open_graph(
     arguments |= _add_provider(provider, ort_options, _provider_settings(provider_named(provider), options))
     try:
         with _opening(provider):
-            session = runtime().InferenceSession(graph, ort_options, **arguments)
+            session = import_onnxruntime().InferenceSession(graph, ort_options, **arguments)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise SdOrtError(f"ONNX Runtime refuses a graph of our own: {first_line(error)}") from error
-    return keep(session, updatable)
+    return keep_alive(session, updatable)

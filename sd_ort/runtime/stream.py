@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from sd_ort.core.errors import ProviderError
-from sd_ort.runtime.ort_wheel import needed_libraries, runtime
+from sd_ort.runtime.ort_wheel import import_onnxruntime, needed_libraries
 from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named, wheel_library
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
@@ -35,7 +35,7 @@ class Stream:
             raise ProviderError(f"{library} cannot be loaded: {error}.") from error
         self.prefix, self.device = prefix, device
         self._check_device()
-        self.use()
+        self.set_device()
         self.handle = self._create() if handle is None else handle
         self.events: list[ctypes.c_void_p] = []
 
@@ -69,7 +69,7 @@ class Stream:
                 seen = f"{count.value} GPU{'s' if count.value != 1 else ''}"
                 raise ProviderError(f"GPU {self.device} is not there: this machine shows {seen}, counted from 0.")
 
-    def use(self) -> None:
+    def set_device(self) -> None:
         """Make its device this thread's current one."""
         self.call("SetDevice", self.device)
 
@@ -80,29 +80,29 @@ class Stream:
     def free_bytes(self) -> int:
         """Return the free memory of its device."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self.use()
+        self.set_device()
         self.call("MemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
     def event(self) -> ctypes.c_void_p:
         """A new event, which may be recorded again and again."""
-        self.use()
+        self.set_device()
         event = ctypes.c_void_p()
         self.call("EventCreate", ctypes.byref(event))
         return event
 
-    def mark(self, event: ctypes.c_void_p) -> None:
+    def record_event(self, event: ctypes.c_void_p) -> None:
         """Record an event of this stream: it stands for what is queued by now."""
         self.call("EventRecord", event, ctypes.c_void_p(self.handle))
 
-    def follow(self, event: ctypes.c_void_p) -> None:
+    def wait_event(self, event: ctypes.c_void_p) -> None:
         """Let later work of this stream wait on the device for `event` of another stream, as last recorded.
 
         An event that was never recorded has no effect.
         """
         self.call("StreamWaitEvent", ctypes.c_void_p(self.handle), event, ctypes.c_uint(0))
 
-    def send(self, source: int, other: Stream, target: int, size: int) -> None:
+    def copy_to_peer(self, source: int, other: Stream, target: int, size: int) -> None:
         """Queue a copy of `size` bytes from an address on this device to one on the device of `other`."""
         _reach(self, other)
         to, from_, queue = (ctypes.c_void_p(pointer) for pointer in (target, source, self.handle))
@@ -115,7 +115,7 @@ class Stream:
 
     def record(self, number: int) -> None:
         """Mark with event `number` what is queued by now."""
-        self.mark(self.events[number])
+        self.record_event(self.events[number])
 
     def wait(self, number: int) -> None:
         """Return when all is done that was queued before event `number`."""
@@ -136,7 +136,7 @@ class DeviceLock:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self.stream.use()
+        self.stream.set_device()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
@@ -145,7 +145,7 @@ class DeviceLock:
 @cache
 def _reach(stream: Stream, other: Stream) -> None:
     """Let the device of `stream` write to that of `other` directly, where it can; else copies go through the host."""
-    stream.use()
+    stream.set_device()
     can = ctypes.c_int(0)
     stream.call("DeviceCanAccessPeer", ctypes.byref(can), stream.device, other.device)
     if can.value:
@@ -161,7 +161,7 @@ def open_stream(provider: str, device: int = 0, handle: int | None = None) -> St
     entry = provider_named(provider)
     if is_plugin(provider):
         return Stream(str(plugin_library(provider)), "sd_ort_", device, handle) if entry.vendor else None
-    if entry.graph is None or entry.library is None or entry.ep not in runtime().get_available_providers():
+    if entry.graph is None or entry.library is None or entry.ep not in import_onnxruntime().get_available_providers():
         return None
     if missing_libraries(provider):
         return None

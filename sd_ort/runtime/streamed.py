@@ -21,7 +21,7 @@ from sd_ort.runtime.bound_run import BoundRun, ShapeCache
 from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.ort_values import device_arguments, device_value, read_value, value_at, write_value
 from sd_ort.runtime.partitioned import Partition
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 from sd_ort.runtime.stream import Stream
 from sd_ort.runtime.weight_prefetch import ALIGNMENT, ELEMENTS, MIN_TENSOR, data_weights
 
@@ -76,7 +76,7 @@ class StreamMemory:
         """Raises MemoryError if there is too little."""
         self.stream, self.size, self.kind = stream, size, "Host" if pinned else ""
         data = ctypes.c_void_p()
-        stream.use()
+        stream.set_device()
         if stream.c_function(f"Malloc{self.kind}")(ctypes.byref(data), ctypes.c_size_t(max(size, 1))):
             where = "pinned host memory" if pinned else "device memory"
             raise MemoryError(f"{size / 1e6:.0f} MB of {where} for streamed weights are not free")
@@ -180,20 +180,20 @@ class WeightStream:
     def copy(self, index: int) -> None:
         """Queue the copy of a streamed partition's weights, after the run of the partition that had its buffer."""
         pinned = self.pinned
-        pinned.copies.follow(pinned.ran[self.order[self.order.index(index) - 2]])
+        pinned.copies.wait_event(pinned.ran[self.order[self.order.index(index) - 2]])
         source = pinned.memory[index]
         self._queue(pinned.copies, self.memory[index], source.address, source.size)
-        pinned.copies.mark(pinned.copied[index])
+        pinned.copies.record_event(pinned.copied[index])
 
     def before(self, index: int) -> None:
         """Let the run of a partition wait for its weights."""
         if index in self.pinned.copied:
-            self.compute.follow(self.pinned.copied[index])
+            self.compute.wait_event(self.pinned.copied[index])
 
     def after(self, index: int) -> None:
         """Have the buffer of a streamed partition that is queued filled for the next one that reads it."""
         if index in self.pinned.ran:
-            self.compute.mark(self.pinned.ran[index])
+            self.compute.record_event(self.pinned.ran[index])
             self.copy(self.order[(self.order.index(index) + 2) % len(self.order)])
 
     def __del__(self) -> None:
@@ -201,7 +201,7 @@ class WeightStream:
         self.compute.synchronize()
 
 
-class StreamedModel(Model):
+class StreamedModel(OrtModel):
     """The partitions of a component over streamed weights, as one function of NumPy arrays."""
 
     def __init__(
@@ -221,7 +221,7 @@ class StreamedModel(Model):
         if memory_limit is not None:
             settings["memory_limit"] = str(max(0, memory_limit - weights.device_bytes))
         self.partitions = [
-            Model(open_session(part, weights.views(index, device), settings), lock)
+            OrtModel(open_session(part, weights.views(index, device), settings), lock)
             for index, part in enumerate(weights.pinned.partitions)
         ]
         self.weights, self.device, self.lock = weights, device, lock
@@ -261,7 +261,7 @@ class StreamedModel(Model):
             values |= runs[-1].outputs
         return runs
 
-    def _outputs(self, partition: Model, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _outputs(self, partition: OrtModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return device memory for the outputs of a partition, of any type that weights have."""
         binding, host = partition.session.io_binding(), device_arguments("cpu")
         for name, value in inputs.items():

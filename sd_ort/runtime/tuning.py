@@ -51,7 +51,7 @@ class TuningError(InputError):
     """A tuning file that is broken, or that was measured elsewhere."""
 
 
-class TuningSource(Protocol):
+class TunableLibrary(Protocol):
     """Source and destination of tuning results: the GPU op library, or a stand-in of the tests."""
 
     def validators(self) -> dict[str, str]:
@@ -60,7 +60,7 @@ class TuningSource(Protocol):
     def results(self) -> Operators:
         """Return all measurements of this process."""
 
-    def take(self, operator: str, signature: str, candidate: str) -> bool:
+    def apply_result(self, operator: str, signature: str, candidate: str) -> bool:
         """Use an earlier result; False when there is no such operator or candidate."""
 
     def enable(self, enabled: bool) -> None:
@@ -91,7 +91,7 @@ class GpuOps:
             operators.setdefault(operator, {})[signature] = result
         return operators
 
-    def take(self, operator: str, signature: str, candidate: str) -> bool:
+    def apply_result(self, operator: str, signature: str, candidate: str) -> bool:
         return bool(self.c.sd_ort_set_tuning_result(operator.encode(), signature.encode(), candidate.encode()))
 
     def enable(self, enabled: bool) -> None:
@@ -248,13 +248,13 @@ def table(record: Record) -> list[str]:
 # ---- sessions
 
 
-def validators_of(source: TuningSource | None, onnxruntime_version: str) -> dict[str, str]:
+def validators_of(source: TunableLibrary | None, onnxruntime_version: str) -> dict[str, str]:
     """Return the values that a tuning file must match. Without an op library only ONNX Runtime's version is known."""
     own = source.validators() if source is not None else {"arch": "unknown", "driver": "", "library": ""}
     return {**own, "onnxruntime": onnxruntime_version}
 
 
-def attach(
+def setup_tuning(
     session: Any,
     provider: str,
     op_library: Path | None,
@@ -275,7 +275,7 @@ def attach(
         Finalize(None, save_at_exit, (weakref.ref(session), source, onnxruntime_version), exitpriority=1)
 
 
-def save_at_exit(session: weakref.ref[Any], source: TuningSource | None, onnxruntime_version: str) -> None:
+def save_at_exit(session: weakref.ref[Any], source: TunableLibrary | None, onnxruntime_version: str) -> None:
     alive = session()
     save([] if alive is None else [alive], source, onnxruntime_version)
 
@@ -286,7 +286,9 @@ def find(validators: Mapping[str, str], model: Path | None = None) -> Path | Non
     return next((path for path in paths if is_reachable_file(path)), None)
 
 
-def load(session: Any, source: TuningSource | None, onnxruntime_version: str, model: Path | None = None) -> Path | None:
+def load(
+    session: Any, source: TunableLibrary | None, onnxruntime_version: str, model: Path | None = None
+) -> Path | None:
     """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
     validators = validators_of(source, onnxruntime_version)
     fitting = find(validators, model)
@@ -310,7 +312,7 @@ def _say_why_not(paths: Iterable[Path], validators: Mapping[str, str]) -> None:
             log.info("%s", error)
 
 
-def apply(session: Any, source: TuningSource | None, record: Record) -> None:
+def apply(session: Any, source: TunableLibrary | None, record: Record) -> None:
     """Hand a file's results to the op library and to ONNX Runtime.
 
     Raises TuningError for an operator or candidate that the library lacks: the file was edited.
@@ -318,13 +320,13 @@ def apply(session: Any, source: TuningSource | None, record: Record) -> None:
     if source is not None:
         for operator, results in record["operators"].items():
             for signature, result in results.items():
-                if not source.take(operator, signature, result["candidate"]):
+                if not source.apply_result(operator, signature, result["candidate"]):
                     raise TuningError(f"the op library has no candidate {result['candidate']!r} of {operator}.")
     if record.get("onnxruntime"):
         session.set_tuning_results(record["onnxruntime"], error_on_invalid=False)
 
 
-def save(sessions: Iterable[Any], source: TuningSource | None, onnxruntime_version: str) -> Path | None:
+def save(sessions: Iterable[Any], source: TunableLibrary | None, onnxruntime_version: str) -> Path | None:
     """Write the results of this process and its sessions to their file and return its path; None without results."""
     ort_results: list[Record] = []
     for session in sessions:

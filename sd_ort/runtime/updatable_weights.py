@@ -19,7 +19,7 @@ from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 from sd_ort.runtime.weight_prefetch import PrefetchedWeights
 
-WRITTEN = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provider/winograd_filter_cache.cc
+WEIGHT_UPDATED = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provider/winograd_filter_cache.cc
 
 
 def update_callback(provider: str) -> Callable[[Any], None]:
@@ -27,7 +27,7 @@ def update_callback(provider: str) -> Callable[[Any], None]:
 
     The sd-ort provider then transforms its cached filters again. The function raises SdOrtError if the device fails.
     """
-    written = getattr(ctypes.CDLL(str(plugin_library(provider))), WRITTEN, None) if is_plugin(provider) else None
+    written = getattr(ctypes.CDLL(str(plugin_library(provider))), WEIGHT_UPDATED, None) if is_plugin(provider) else None
 
     def update_copies(value: Any) -> None:
         if written is not None and written(ctypes.c_void_p(value.data_ptr())):
@@ -65,7 +65,7 @@ class UpdatableWeights:
         self.on_update = on_update
 
     @contextmanager
-    def written(self, name: str) -> Iterator[Any]:
+    def updating(self, name: str) -> Iterator[Any]:
         """Context manager for writing to a weight's OrtValue, which it yields.
 
         No session may run meanwhile; the next run reads the new values.
@@ -73,9 +73,9 @@ class UpdatableWeights:
         yield self.values[name]
         self.on_update(self.values[name])
 
-    def write(self, name: str, array: np.ndarray) -> None:
+    def update(self, name: str, array: np.ndarray) -> None:
         """Copy `array`, of the weight's shape and dtype, into the weight. The next run reads it."""
-        with self.written(name) as value:
+        with self.updating(name) as value:
             write_value(value, array)
 
 
@@ -117,7 +117,7 @@ def supports_in_place_update(provider: str, device: str, options: Mapping[str, s
         updatable = UpdatableWeights({"weight": weight}, device)
         session = open_graph(model.SerializeToString(), provider, options, updatable=updatable.shared)
         for values in (weight, np.roll(weight, 1)):
-            updatable.write("weight", values)
+            updatable.update("weight", values)
             columns = values if operation == "MatMul" else values.reshape(8, 72).T
             output: np.ndarray = session.run(None, {"x": x})[0]
             if not np.array_equal(output.reshape(1, 8), np.matmul(x.reshape(1, 72), columns)):

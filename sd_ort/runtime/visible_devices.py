@@ -13,7 +13,7 @@ NVIDIA, AMD = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 VARIABLE = {"cuda": NVIDIA, "sdcuda": NVIDIA, "rocm": AMD, "migraphx": AMD, "hip": AMD}
 
 
-def one_each(provider: str, count: int) -> list[dict[str, str]]:
+def per_gpu_environments(provider: str, count: int) -> list[dict[str, str]]:
     """The environments of `count` processes with a GPU each, the first ones that this process sees.
 
     Raises ProviderError for a provider that drives no GPUs, InputError for more GPUs than there are.
@@ -59,7 +59,7 @@ def amd_gpus(nodes: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
     return count
 
 
-def threads_each(replicas: int) -> int:
+def threads_per_process(replicas: int) -> int:
     """CPU threads for each of several processes that share the cores of this one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // replicas)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class PrefetchedWeights:
-    """The data file of a model in device memory, which this object owns: see `sd_ort.runtime.ort_values.keep`.
+    """The data file of a model in device memory, which this object owns: see `sd_ort.runtime.ort_values.keep_alive`.
 
     `values`: OrtValue views by initializer, after `add_views`.
     """

@@ -58,9 +58,11 @@ def replica_configs(
     if gpus and replicas:
         raise InputError("--gpus N starts a replica on each of N GPUs, --replicas N starts N on one device: pass one.")
     environments = (
-        visible_devices.one_each(str(config.load_options["provider"]), gpus) if gpus else [{}] * (replicas or 1)
+        visible_devices.per_gpu_environments(str(config.load_options["provider"]), gpus)
+        if gpus
+        else [{}] * (replicas or 1)
     )
-    load_options = {**config.load_options, "threads": threads or visible_devices.threads_each(len(environments))}
+    load_options = {**config.load_options, "threads": threads or visible_devices.threads_per_process(len(environments))}
     return [replace(config, load_options=load_options, environment=environment) for environment in environments]
 
 

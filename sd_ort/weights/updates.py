@@ -358,12 +358,12 @@ class WeightUpdater:
             if name in updatable.originals:
                 runs.append(self._copy(components, updatable.originals[name], updatable.values[name]))
             else:
-                updatable.write(name, self._values(weights[name]))
+                updatable.update(name, self._values(weights[name]))
         for name in sorted(affected):
             if (update := self._device_update(components, component, part, name, deltas)) is not None:
                 runs.append(update)
             else:
-                updatable.write(name, self.updated_weights(component, part, deltas, [name])[name])
+                updatable.update(name, self.updated_weights(component, part, deltas, [name])[name])
         for update in runs:
             update.run(wait=update is runs[-1])  # all are on one stream
         for name in affected | restored:

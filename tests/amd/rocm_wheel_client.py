@@ -25,7 +25,7 @@ from sd_ort.pipelines import sampling, text, text_to_image
 from sd_ort.pipelines.device import loop, text_encoders
 from sd_ort.runtime import bound_run, gpu_graphs, session_device
 from sd_ort.runtime.bound_run import failed_captures, open_gpu_graph_model
-from sd_ort.runtime.session import DTYPES, Model, SessionOptions, create_session
+from sd_ort.runtime.session import DTYPES, OrtModel, SessionOptions, create_session
 from sd_ort.runtime.updatable_weights import UpdatableWeights
 
 SIZES = {"batch": 2, "sequence": 77, "height": 8, "width": 8, "height*8": 64, "width*8": 64}
@@ -51,7 +51,7 @@ def differences(folder: str, library: str) -> dict[str, float]:
         path = Path(folder, name, MODEL)
         first, second = (create_session(path, options=SessionOptions(library=each)) for each in (Path(library), False))
         inputs = feeds(first)
-        outputs = [Model(session)(**inputs) for session in (first, second)]
+        outputs = [OrtModel(session)(**inputs) for session in (first, second)]
         result[name] = max(float(np.abs(outputs[0][key] - outputs[1][key]).max()) for key in outputs[0])
         assert all(np.isfinite(value).all() for value in outputs[0].values())
     return result
@@ -167,7 +167,7 @@ def threads(folder: str, library: str, count: str) -> dict[str, Any]:
     what the captured sessions run then beside the launches of their graphs."""
     for module in (sampling, text, text_to_image, loop, text_encoders):
         module.check_finite = lambda *_: None  # type: ignore[attr-defined]
-    loop.Buffers._read = lambda buffers, *_: buffers.values["latents"].numpy()  # type: ignore[method-assign]
+    loop.SamplingBuffers._read = lambda buffers, *_: buffers.values["latents"].numpy()  # type: ignore[method-assign]
     counts: Counter[str] = Counter()
 
     def counted(owner: Any, name: str, label: Callable[..., str | None]) -> None:

@@ -14,7 +14,7 @@ from simulation import simulate
 from sd_ort.core.metrics import relative_l2_error
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
-from sd_ort.runtime.session import Model, SessionOptions, create_session
+from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 from sd_ort.stages import optimize
 
 pytestmark = pytest.mark.usefixtures("tinygrad")
@@ -33,7 +33,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "timestep": np.array([500], np.int64),
         "encoder_hidden_states": rng.standard_normal((1, 77, 128), np.float32),
     }
-    expected = Model(create_session(folder / "cpu/unet" / MODEL, options=SessionOptions(library=False)))(**inputs)[
+    expected = OrtModel(create_session(folder / "cpu/unet" / MODEL, options=SessionOptions(library=False)))(**inputs)[
         OUTPUT
     ]
     np.savez(folder / "inputs.npz", **inputs)

@@ -116,10 +116,11 @@ def test_note_on_tuning(provider: str, built: str, note: str, tmp_path: Path, mo
     (tmp_path / built).touch()
     for module in ("runner", "worker"):
         monkeypatch.setattr(f"sd_ort.benchmark.{module}.library_path", lambda: tmp_path / "libsd_ort_ops.so")
-    notes = runner.notes_on(BenchmarkSettings(provider=provider, tuning=True), device_meters.Meter())
+    notes = runner.notes_on(BenchmarkSettings(provider=provider, tuning=True), device_meters.DeviceMeter())
     assert any(f"--tuning {note}" in line for line in notes)
     assert not any(
-        "--tuning" in line for line in runner.notes_on(BenchmarkSettings(provider=provider), device_meters.Meter())
+        "--tuning" in line
+        for line in runner.notes_on(BenchmarkSettings(provider=provider), device_meters.DeviceMeter())
     )
     ours = Engine("ours", "onnxruntime", "folder", "demo")
     assert is_tuned(ours, provider) is ("was on" in note)
@@ -155,23 +156,23 @@ class FakeWorker(Worker):
 
     started: ClassVar[list[FakeWorker]] = []
 
-    def __init__(self, engine: Engine, meter: device_meters.Meter, failure: str | None = None) -> None:
+    def __init__(self, engine: Engine, meter: device_meters.DeviceMeter, failure: str | None = None) -> None:
         super().__init__(engine, meter, failure)
         self.batches = 0
         self.started.append(self)
 
     def call(
         self, function: Callable[..., dict[str, Any]], *arguments: Any
-    ) -> tuple[dict[str, Any], device_meters.Watch]:
+    ) -> tuple[dict[str, Any], device_meters.DeviceUsage]:
         if len(arguments) == 2:
             loaded = {"precision": "fp32", "load_s": 1.0, "base_memory_MB": 1.0, "load_memory_MB": 2.0}
-            return loaded, device_meters.Watch()
+            return loaded, device_meters.DeviceUsage()
         self.batches += 1
         if self.batches == 3:
             raise KeyboardInterrupt
         image = np.zeros((1, 8, 8, 3), np.uint8)
         batch = {"seconds": float(self.batches), "steps": [0.1], "memory_MB": 3.0, "images": image}
-        return {**batch, "output": None, "size": (8, 8)}, device_meters.Watch()
+        return {**batch, "output": None, "size": (8, 8)}, device_meters.DeviceUsage()
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,7 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
-    worker = Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device_meters.Meter())
+    worker = Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device_meters.DeviceMeter())
     worker.measurements = {1: EngineMeasurements(1), 2: EngineMeasurements(2)}
     worker.process.kill()
     for batch in (1, 2):
@@ -205,7 +206,7 @@ class TooLarge(FakeWorker):
 
     def call(
         self, function: Callable[..., dict[str, Any]], *arguments: Any
-    ) -> tuple[dict[str, Any], device_meters.Watch]:
+    ) -> tuple[dict[str, Any], device_meters.DeviceUsage]:
         if arguments == (4,):
             raise SdOrtError("Failed to allocate memory")
         self.batches = 0

@@ -112,8 +112,8 @@ def calls_of_stream(monkeypatch: pytest.MonkeyPatch, prefix: str) -> Calls:
     first.record(0)
     first.wait(0)
     first.seconds(0, 1)
-    first.follow(second.event())
-    first.send(0, second, 0, 1)
+    first.wait_event(second.event())
+    first.copy_to_peer(0, second, 0, 1)
     first.synchronize()
     assert first.free_bytes() == 1
     graph = gpu_graphs.GpuGraph(first, lambda: None)

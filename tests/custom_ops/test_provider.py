@@ -26,7 +26,7 @@ from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import Model, SessionOptions, create_session
+from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 
 VENDOR = 0x1D05  # of the host vendor's memory
 SIZES = {"batch": 2, "height": 16, "width": 16, "sequence": 77, "height*8": 64, "width*8": 64}
@@ -55,7 +55,7 @@ def made_up(session: ort.InferenceSession, sizes: Mapping[str, int] = SIZES) -> 
 
 
 def as_declared(session: ort.InferenceSession, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    model = Model(session)
+    model = OrtModel(session)
     return {name: array.astype(model.dtype(name)) for name, array in arrays.items()}
 
 
@@ -416,7 +416,7 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
     """`GpuGraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
     model = lowered(folder, COMPONENTS[0], "float16")
     (model.parent.parent / "model_index.json").write_text("{}")
-    plain = Model(create_session(model, provider, SessionOptions(library=False)))
+    plain = OrtModel(create_session(model, provider, SessionOptions(library=False)))
     session = create_session(
         model, provider, SessionOptions(library=False, capture=True, provider_options={"tuning": "1"})
     )

@@ -77,14 +77,14 @@ def test_other_threads_do_not_end_a_capture(
     """They open a session, run one, write weights, close one, or tune, and succeed; so does the capture."""
     path, filters = convolution(tmp_path / "convolution.onnx")
     device, x = provider_named(provider).device, np.ones((1, 16, 16, CHANNELS), np.float16)
-    held = UpdatableWeights({"filters": filters}, device, update_callback(provider))
-    sessions = [create_session(path, provider, override=ModelOverride(updatable=held.shared))]
+    updatable = UpdatableWeights({"filters": filters}, device, update_callback(provider))
+    sessions = [create_session(path, provider, override=ModelOverride(updatable=updatable.shared))]
     wanted = sessions[0].run(None, {"x": x})[0]
     graph_session = create_session(path, provider, SessionOptions(capture=True))
     works: dict[str, Callable[[], None]] = {
         "open": lambda: sessions.append(create_session(path, provider)),
         "run": lambda: None,
-        "write": lambda: held.write("filters", np.zeros_like(filters)),
+        "write": lambda: updatable.update("filters", np.zeros_like(filters)),
         "tune": lambda: sessions.append(
             create_session(path, provider, SessionOptions(provider_options={"tuning": "1"}))
         ),

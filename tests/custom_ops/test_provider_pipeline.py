@@ -54,14 +54,14 @@ def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
 def test_shared_initializers_are_used_in_place(provider: str) -> None:
     """A session refuses a weight that owns its memory on a device, and takes its view, which sees what is written."""
     ones = np.ones((8, 8), np.float32)
-    held = UpdatableWeights({"weight": ones}, provider_named(provider).device)
+    updatable = UpdatableWeights({"weight": ones}, provider_named(provider).device)
     settings = ort.SessionOptions()
     with pytest.raises(RuntimeError, match="owned by the user"):
-        settings.add_initializer("weight", held.values["weight"])
-    settings.add_initializer("weight", held.shared["weight"])
-    held.write("weight", 3 * ones)
-    assert held.shared["weight"].data_ptr() == held.values["weight"].data_ptr()
-    np.testing.assert_array_equal(held.values["weight"].numpy(), 3 * ones)
+        settings.add_initializer("weight", updatable.values["weight"])
+    settings.add_initializer("weight", updatable.shared["weight"])
+    updatable.update("weight", 3 * ones)
+    assert updatable.shared["weight"].data_ptr() == updatable.values["weight"].data_ptr()
+    np.testing.assert_array_equal(updatable.values["weight"].numpy(), 3 * ones)
 
 
 def convolution(path: Path, filters: np.ndarray) -> Path:
@@ -125,19 +125,21 @@ def test_filters_that_are_written_are_transformed_again(
     """Under an open session, in its captured graph, and in another that reads the same memory; one is gone by then."""
     x, filters = wide
     path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(untuned).device
-    held = UpdatableWeights({"filters": filters}, device, update_callback(untuned))
+    updatable = UpdatableWeights({"filters": filters}, device, update_callback(untuned))
     captured = GpuGraphModel(
-        create_session(path, untuned, SessionOptions(capture=True), override=ModelOverride(updatable=held.shared)),
+        create_session(path, untuned, SessionOptions(capture=True), override=ModelOverride(updatable=updatable.shared)),
         device,
     )
-    second, third = (create_session(path, untuned, override=ModelOverride(updatable=held.shared)) for _ in range(2))
+    second, third = (
+        create_session(path, untuned, override=ModelOverride(updatable=updatable.shared)) for _ in range(2)
+    )
     for session in (second, third):
         session.run(None, {"x": x})
     captured(x=x)
     del third, session
     for number in (1, 2):
         changed = np.roll(filters, number, axis=(0, 1))
-        held.write("filters", changed)
+        updatable.update("filters", changed)
         made = captured(x=x)["y"]
         assert np.abs(made - convolved(x, changed)).max() < 4e-3
         np.testing.assert_array_equal(second.run(None, {"x": x})[0], made)
@@ -149,12 +151,12 @@ def test_memory_outlives_the_values_that_a_session_was_given(
     """A binding alone keeps the session, and so the weights that it reads."""
     x, filters = wide
     path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(provider).device
-    held = UpdatableWeights({"filters": 2 * filters}, device)
-    owner = weakref.ref(held.values["filters"])
-    session = create_session(path, provider, override=ModelOverride(updatable=held.shared))
+    updatable = UpdatableWeights({"filters": 2 * filters}, device)
+    owner = weakref.ref(updatable.values["filters"])
+    session = create_session(path, provider, override=ModelOverride(updatable=updatable.shared))
     wanted = session.run(None, {"x": x})[0]
     binding = session.io_binding()
-    del held, session
+    del updatable, session
     gc.collect()
     assert owner() is not None
     binding.bind_cpu_input("x", x)

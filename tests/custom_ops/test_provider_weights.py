@@ -15,7 +15,7 @@ from sd_ort.runtime import weight_prefetch
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.ort_values import value_at
 from sd_ort.runtime.providers import provider_named
-from sd_ort.runtime.session import Model, SessionOptions, create_session
+from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 
 ROWS = 768  # the data file then takes more than one piece
 X = np.random.default_rng(1).normal(size=(2, ROWS)).astype(np.float32)
@@ -52,14 +52,14 @@ def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weig
     captured = GpuGraphModel(
         create_session(path, provider, SessionOptions(capture=True)), provider_named(provider).device
     )
-    for model in (Model(opened), captured, captured):
+    for model in (OrtModel(opened), captured, captured):
         np.testing.assert_allclose(model(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
     plain = create_session(path, provider, SessionOptions(provider_options={"memory_limit": str(1 << 30)}))
     assert plain.shared == {}
-    np.testing.assert_array_equal(Model(plain)(x=X, wanted=True)["y"], Model(opened)(x=X, wanted=True)["y"])
+    np.testing.assert_array_equal(OrtModel(plain)(x=X, wanted=True)["y"], OrtModel(opened)(x=X, wanted=True)["y"])
     opened.shared["bias"].update_inplace(0 * weights["bias"])
     unbiased = X @ weights["product"] * weights["scale"]
-    np.testing.assert_allclose(Model(opened)(x=X, wanted=True)["y"], unbiased, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(OrtModel(opened)(x=X, wanted=True)["y"], unbiased, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_weights_read_by_the_host_stay_with_onnx_runtime(
     assert capfd.readouterr().err == ""
     scaled = (X @ weights["product"] + weights["bias"]) * weights["scale"]
     wanted = np.where(scaled > 0, scaled, weights["bias"] * scaled)
-    np.testing.assert_allclose(Model(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(OrtModel(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_weights_that_onnx_runtime_does_not_take(
@@ -107,7 +107,7 @@ def test_weights_that_onnx_runtime_does_not_take(
     assert opened.shared == {}
     assert "ONNX Runtime copied weight 'product'" in caplog.text
     wanted = (X @ weights["product"] + weights["bias"]) * weights["scale"]
-    np.testing.assert_allclose(Model(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(OrtModel(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_a_file_that_changes_meanwhile(provider: str, tmp_path: Path, weights: dict[str, np.ndarray]) -> None:

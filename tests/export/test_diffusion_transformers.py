@@ -31,7 +31,7 @@ from sd_ort.graphs.skip_blocks import skip_blocks
 from sd_ort.inspect.explain import explain
 from sd_ort.inspect.verify import verify
 from sd_ort.pipelines import transformer_steps
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 from sd_ort.stages import optimize
 from sd_ort.weights.recipes import read_recipes
 
@@ -299,13 +299,13 @@ def test_hoisted_folder(folder, exported, preset):
 def test_parts_run_once(folder, monkeypatch, hoist):
     """The prompt's part runs once a call, modulation of all steps at once; a callback's new prompt runs both again."""
     runs: Counter[int] = Counter()
-    run = Model.__call__
+    run = OrtModel.__call__
 
-    def counted(model: Model, **arrays: np.ndarray) -> dict[str, np.ndarray]:
+    def counted(model: OrtModel, **arrays: np.ndarray) -> dict[str, np.ndarray]:
         runs[id(model)] += 1
         return run(model, **arrays)
 
-    monkeypatch.setattr(Model, "__call__", counted)
+    monkeypatch.setattr(OrtModel, "__call__", counted)
     pipeline = StableDiffusion3Pipeline.from_pretrained(folder(SD3, hoist), "cpu", low_memory=False)
 
     def count(**more) -> list[int]:  # of transformer, transformer_prompt and transformer_time

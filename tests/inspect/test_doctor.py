@@ -37,7 +37,7 @@ def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch
     def absent() -> None:
         raise SdOrtError("onnxruntime is not installed")
 
-    monkeypatch.setattr("sd_ort.runtime.providers.runtime", absent)
+    monkeypatch.setattr("sd_ort.runtime.providers.import_onnxruntime", absent)
     code, out, _ = sd_ort("doctor")
     assert code == 3
     assert out.count("onnxruntime is not installed") == len(doctor.PROVIDERS)

@@ -28,7 +28,7 @@ from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.merged import MergedPipeline
 from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.providers import warnings_logged
-from sd_ort.runtime.session import Model
+from sd_ort.runtime.session import OrtModel
 from sd_ort.stages import optimize
 
 PARTS = ["text_encoder", "unet", "vae_decoder"]
@@ -330,7 +330,7 @@ def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPat
     waits: list[bool] = []
     run = BoundRun.run
     monkeypatch.setattr(BoundRun, "run", lambda bound, wait=True: waits.append(wait) or run(bound, wait))
-    monkeypatch.setattr(Model, "__call__", None)
+    monkeypatch.setattr(OrtModel, "__call__", None)
     np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
     assert waits.count(True) == 1
     assert waits[-1]

@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch draws other numbers elsewhere")
 def test_noise_is_torchs_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (0, 1, 7, 2**31, 2**32 + 5, 2**64 - 1, -1, -(2**63), *range(100, 120)):
-        theirs, ours = torch.Generator().manual_seed(seed), noise.Normals(seed)
+        theirs, ours = torch.Generator().manual_seed(seed), noise.TorchNormalGenerator(seed)
         for shape in ((1, 4, 72, 64), (2, 4, 8, 24), (3, 7), (16,)):  # some are no whole number of blocks
             assert ours.draw(shape).tobytes() == torch.randn(shape, generator=theirs).numpy().tobytes()
     seeds = [3, torch.Generator().manual_seed(4)]
@@ -56,10 +56,10 @@ def test_noise_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         both = noise.sources([5, 7], started)
         assert [each.seed for each in started] == [6, 5]
         for generator, seed in zip(both, (5, 7), strict=True):
-            plain = noise.Normals(seed)
+            plain = noise.TorchNormalGenerator(seed)
             for _ in range(2):
                 assert generator.draw(shape).tobytes() == plain.draw(shape).tobytes()
-        generator, plain = noise.sources(6, started), noise.Normals(6)
+        generator, plain = noise.sources(6, started), noise.TorchNormalGenerator(6)
         assert [generator.draw(each).tobytes() for each in (other, shape)] == [
             plain.draw(each).tobytes() for each in (other, shape)
         ]

@@ -24,7 +24,7 @@ from sd_ort.pipelines import cached_transformer
 from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.component_opener import ComponentOpener
-from sd_ort.runtime.session import Model, ModelOverride
+from sd_ort.runtime.session import ModelOverride, OrtModel
 from sd_ort.stages import optimize
 
 CALL: dict[str, Any] = {"prompt": "a red circle on a blue background", "num_inference_steps": 12, "output_type": "np"}
@@ -123,7 +123,7 @@ def test_bad_settings(sd_ort: Cli, folder: Path, pipeline: FluxPipeline, tmp_pat
 def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over shared buffers, captured: the steps and the images of the host, with a second call over the same buffers."""
 
-    def as_captured(opener: ComponentOpener, name: str, override: ModelOverride | None = None) -> Model:
+    def as_captured(opener: ComponentOpener, name: str, override: ModelOverride | None = None) -> OrtModel:
         return GpuGraphModel(opener.session(name, override or opener.overrides.of(name)), "cpu")
 
     call = {"true_cfg_scale": 2.0, "negative_prompt": "a blue square"}

@@ -22,7 +22,7 @@ from sd_ort.pipelines.mag_cache import MagCacheConfig, nearest
 from sd_ort.pipelines.taylor_seer_cache import TaylorSeerCacheConfig
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.component_opener import ComponentOpener
-from sd_ort.runtime.session import Model, ModelOverride
+from sd_ort.runtime.session import ModelOverride, OrtModel
 
 STEPS = 12
 CALL: dict[str, Any] = {
@@ -142,7 +142,7 @@ def test_mag_cache_on_a_device(folder: Path, pipeline: FluxPipeline, monkeypatch
     """Captured over shared buffers: the images of the host, with a second call, and no output but the prediction is
     read. TaylorSeer runs there in its lite mode alone."""
 
-    def as_captured(opener: ComponentOpener, name: str, override: ModelOverride | None = None) -> Model:
+    def as_captured(opener: ComponentOpener, name: str, override: ModelOverride | None = None) -> OrtModel:
         return GpuGraphModel(opener.session(name, override or opener.overrides.of(name)), "cpu")
 
     pipeline.enable_cache(MagCacheConfig(**MAG))

@@ -21,7 +21,7 @@ from sd_ort.runtime.capture_lock import CaptureLock
 from sd_ort.runtime.gpu_graphs import CAPTURE_ATTEMPTS, NotCapturable, capture_graph
 from sd_ort.runtime.ort_values import device_value, empty_value, read_value, write_value
 from sd_ort.runtime.provider_table import PROVIDERS
-from sd_ort.runtime.session import Model, open_graph
+from sd_ort.runtime.session import OrtModel, open_graph
 
 LONG = 60
 
@@ -231,7 +231,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         InferenceSession=lambda *_, **__: OpenSession(device),
     )
     for module in (ort_values, session):
-        monkeypatch.setattr(module, "runtime", lambda: wheel)
+        monkeypatch.setattr(module, "import_onnxruntime", lambda: wheel)
     return device
 
 
@@ -242,7 +242,7 @@ CALLS: dict[str, Callable[[Device], Any]] = {
     "device_value": lambda _: device_value(X, "cuda"),
     "empty_value": lambda _: empty_value([1], np.float32, "cuda"),
     "an opening session": lambda _: open_graph(b"", "cuda"),
-    "Model": lambda device: Model(Session(device))(x=X),  # type: ignore[arg-type]
+    "Model": lambda device: OrtModel(Session(device))(x=X),  # type: ignore[arg-type]
     "BoundRun": lambda device: bound_run(device).run(),
 }
 

@@ -159,7 +159,7 @@ def test_energy_of_the_processor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("provider", ["cuda", "sdcuda"])
 def test_meter_of_an_nvidia_gpu(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML's, for ONNX Runtime's provider and for ours."""
-    monkeypatch.setattr(device_meters, "Nvml", lambda: device_meters.Meter())
+    monkeypatch.setattr(device_meters, "Nvml", lambda: device_meters.DeviceMeter())
     assert device_meters.open_meter(provider).note == device_meters.NOT_READABLE  # without an amdgpu driver's reason
 
 

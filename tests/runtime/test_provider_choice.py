@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         eps = [PROVIDERS["cpu"].ep, PROVIDERS[wheel].ep]
         module = SimpleNamespace(get_available_providers=lambda: eps, __version__="1.31.1")
         library = {f"libsd_ort_ep_{built}.so"}
-        monkeypatch.setattr(provider_choice, "runtime", lambda: module)
+        monkeypatch.setattr(provider_choice, "import_onnxruntime", lambda: module)
         monkeypatch.setattr(provider_choice, "installed_gpus", lambda: list(gpus))
         monkeypatch.setattr(targets, "installed_gpus", lambda: list(gpus))
         monkeypatch.setattr(provider_choice, "library_path", lambda name: Path(name) if name in library else None)

@@ -64,7 +64,7 @@ def test_weights_in_bfloat16_are_replaced(tmp_path: Path) -> None:
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(4, ml_dtypes.bfloat16), "w"))
     onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=0)
     weights = {"w": np.arange(4).astype(ml_dtypes.bfloat16)}
-    replaced = session.Model(session.create_session(path, override=session.ModelOverride(weights=weights)))
+    replaced = session.OrtModel(session.create_session(path, override=session.ModelOverride(weights=weights)))
     assert replaced(x=np.ones(4, np.float32))["y"].tolist() == [1, 2, 3, 4]
 
 
@@ -85,7 +85,7 @@ def test_shared_weights_are_multiplied_where_they_are(tmp_path: Path, library: b
     onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=0)
     override = session.ModelOverride(weights, shared=["w", "v"])
     options = session.SessionOptions(library=library)
-    opened = session.Model(session.create_session(path, options=options, override=override))
+    opened = session.OrtModel(session.create_session(path, options=options, override=override))
     x = rng.standard_normal((3, 2, 40), np.float32)
     products = {"y": x @ weights["w"], "z": x @ weights["v"]}
     for scale in (1, 2):  # sums of 40 products of about 1: float32 rounds each to 6e-8
@@ -196,8 +196,8 @@ def test_onnxruntime_reports_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
         if given:
             monkeypatch.setenv("ORT_DISABLE_TELEMETRY", given)
-        ort_wheel.runtime.cache_clear()
-        ort_wheel.runtime()
+        ort_wheel.import_onnxruntime.cache_clear()
+        ort_wheel.import_onnxruntime()
         assert os.environ["ORT_DISABLE_TELEMETRY"] == expected
 
 
@@ -302,16 +302,16 @@ def test_two_wheels_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "onnxruntime")
     monkeypatch.syspath_prepend(tmp_path)
     assert ort_wheel.installed_wheels() == {"onnxruntime": "1.31.1", "onnxruntime-rocm": "1.22.2"}
-    ort_wheel.runtime.cache_clear()
+    ort_wheel.import_onnxruntime.cache_clear()
     with pytest.raises(ProviderError, match="pip uninstall -y onnxruntime onnxruntime-rocm"):
-        ort_wheel.runtime()
+        ort_wheel.import_onnxruntime()
 
 
 def test_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    ort_wheel.runtime.cache_clear()
+    ort_wheel.import_onnxruntime.cache_clear()
     with pytest.raises(ProviderError, match=r"pip install 'sd-ort\[cpu\]'"):
-        ort_wheel.runtime()
+        ort_wheel.import_onnxruntime()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")

@@ -112,7 +112,7 @@ def all_feeds(engine: Engine, settings: BenchmarkSettings, feeds: Mapping[str, n
 
 
 def bind(
-    model: session.Model, feeds: Mapping[str, np.ndarray], settings: BenchmarkSettings
+    model: session.OrtModel, feeds: Mapping[str, np.ndarray], settings: BenchmarkSettings
 ) -> tuple[Callable[[], Any], Callable[[], np.ndarray]]:
     """Return (synchronous call, function that returns its first output), over host arrays or device buffers."""
     feeds = {name: np.ascontiguousarray(feeds[name], model.dtype(name)) for name in model.inputs}
@@ -128,24 +128,24 @@ def bind(
     return step, lambda: results[0]
 
 
-def _precision(model: session.Model) -> str:
+def _precision(model: session.OrtModel) -> str:
     return "fp16" if np.float16 in [model.dtype(name) for name in model.inputs if name != "timestep"] else "fp32"
 
 
-def open_model(engine: Engine, settings: BenchmarkSettings, profile: Path | None = None) -> session.Model:
+def open_model(engine: Engine, settings: BenchmarkSettings, profile: Path | None = None) -> session.OrtModel:
     """Open the session of one component; `profile`: path prefix of ONNX Runtime's profile."""
     path = Path(engine.directory) / str(settings.component) / MODEL
     if engine.engine == "tensorrt":
-        return session.Model(_tensorrt_session(path))
+        return session.OrtModel(_tensorrt_session(path))
     options = _session_options(engine, settings, profile)
     if engine.graph:
         return bound_run.open_gpu_graph_model(path, settings.provider, options)
-    return session.Model(session.create_session(path, settings.provider, options))
+    return session.OrtModel(session.create_session(path, settings.provider, options))
 
 
 def _tensorrt_session(path: Path) -> Any:
     """Open a session of ONNX Runtime's TensorRT provider in float16. Raises SdOrtError if something is missing."""
-    onnxruntime = ort_wheel.runtime()
+    onnxruntime = ort_wheel.import_onnxruntime()
     name, library = "TensorrtExecutionProvider", "libnvinfer.so.10"
     if name not in onnxruntime.get_available_providers():
         raise SdOrtError("this onnxruntime wheel has no TensorRT provider: pip install 'sd-ort[cuda]'.")

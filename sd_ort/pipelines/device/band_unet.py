@@ -22,7 +22,7 @@ from sd_ort.runtime.session import DTYPES
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.sessions import DeviceSessions
     from sd_ort.pipelines.partial_steps import BandSteps
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 ALIGNMENT = 256  # bytes, of each value
 
@@ -63,7 +63,7 @@ class BandUnet:
     these extrapolated to its own step.
     """
 
-    def __init__(self, sessions: DeviceSessions, steps: BandSteps, unet: Model, values: Mapping[str, Any]) -> None:
+    def __init__(self, sessions: DeviceSessions, steps: BandSteps, unet: OrtModel, values: Mapping[str, Any]) -> None:
         """Bind both graphs. The whole image's also writes what other devices send in later steps."""
         self.band = band = Band(steps.index, steps.count)
         device, graph = sessions.models.device, partial(sessions.graph, capture=isinstance(unet, GpuGraphModel))

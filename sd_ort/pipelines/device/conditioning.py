@@ -12,7 +12,7 @@ from sd_ort.runtime.ort_values import write_value
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.sessions import DeviceSessions
     from sd_ort.pipelines.sampling_job import SamplingJob
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 
 class DeviceConditioning:
@@ -29,7 +29,7 @@ class DeviceConditioning:
     def __contains__(self, name: str) -> bool:
         return name in self.arrays or (self.texts is not None and name in self.texts)
 
-    def inputs_of(self, model: Model) -> dict[str, Any]:
+    def inputs_of(self, model: OrtModel) -> dict[str, Any]:
         """Return the OrtValues of those inputs of `model` that there is a value for, in its dtypes."""
         return {name: self._value(name, model.dtype(name)) for name in model.inputs if name in self}
 

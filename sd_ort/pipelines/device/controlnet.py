@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sd_ort.runtime.bound_run import BoundRun
 
 
-class ControlNets:
+class DeviceControlNets:
     """ControlNets over buffers: they read the U-Net's sample and timestep, and write inputs of the U-Net.
 
     `runs` run before the U-Net in every step.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES
-from sd_ort.pipelines.device.loop import Buffers, DeviceLoop
+from sd_ort.pipelines.device.loop import DeviceLoop, SamplingBuffers
 from sd_ort.runtime.ort_values import read_value, write_value
 from sd_ort.runtime.partitioned import is_captured
 from sd_ort.runtime.providers import warn_once
@@ -89,7 +89,7 @@ class Events:
 class GuidanceHalf:
     """One half of classifier-free guidance on its device."""
 
-    def __init__(self, buffers: Buffers, events: Events) -> None:
+    def __init__(self, buffers: SamplingBuffers, events: Events) -> None:
         assert buffers.schedule is not None
         self.schedule, self.events, self.stream = buffers.schedule, events, events.stream
         self.predictors = buffers.stages[:-1]  # all but the step's graph
@@ -100,7 +100,7 @@ class GuidanceHalf:
     def predict(self, other: GuidanceHalf, wait: bool) -> None:
         """Predict, and send the prediction to the other device."""
         if self.stream is not None:
-            self.stream.use()
+            self.stream.set_device()
         for stage in self.predictors:
             stage.run(wait)
         self.send(other)
@@ -110,20 +110,20 @@ class GuidanceHalf:
         if self.stream is None:
             write_value(other.received, read_value(self.noise))
             return
-        self.stream.use()
+        self.stream.set_device()
         assert other.stream is not None
-        self.stream.follow(other.events.stepped)
-        self.stream.send(self.noise.data_ptr(), other.stream, other.received.data_ptr(), self.prediction_bytes)
-        self.stream.mark(self.events.sent)
+        self.stream.wait_event(other.events.stepped)
+        self.stream.copy_to_peer(self.noise.data_ptr(), other.stream, other.received.data_ptr(), self.prediction_bytes)
+        self.stream.record_event(self.events.sent)
 
     def step(self, other: GuidanceHalf, wait: bool) -> None:
         """Take the scheduler's step with both predictions."""
         if self.stream is not None:
-            self.stream.use()
-            self.stream.follow(other.events.sent)
+            self.stream.set_device()
+            self.stream.wait_event(other.events.sent)
         self.schedule.step.run(wait)
         if self.stream is not None:
-            self.stream.mark(self.events.stepped)
+            self.stream.record_event(self.events.stepped)
 
 
 class SplitGuidanceStep:
@@ -147,4 +147,4 @@ class SplitGuidanceStep:
         for side, other in zip(self.sides, others, strict=True):
             side.step(other, wait)
         if self.sides[0].stream is not None:
-            self.sides[0].stream.use()
+            self.sides[0].stream.set_device()

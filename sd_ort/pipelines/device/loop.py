@@ -22,7 +22,7 @@ from sd_ort.core.pipeline_folder import DEEP_FEATURES
 from sd_ort.core.progress import step_bar
 from sd_ort.graphs import sampling_graphs
 from sd_ort.pipelines.device.conditioning import DeviceConditioning
-from sd_ort.pipelines.device.controlnet import ControlNets
+from sd_ort.pipelines.device.controlnet import DeviceControlNets
 from sd_ort.pipelines.device.schedule import DeviceSchedule
 from sd_ort.pipelines.device.sessions import BoundDenoiserGraphs, DeviceSessions
 from sd_ort.pipelines.sampling_job import SamplingJob, StepStage, check_finite
@@ -51,7 +51,7 @@ class DeviceLoop:
         self.models = models
         self.sessions = DeviceSessions(models)
         self.step_seconds: float | None = None
-        self.buffer_cache: OrderedDict[Any, Buffers] = OrderedDict()
+        self.buffer_cache: OrderedDict[Any, SamplingBuffers] = OrderedDict()
 
     @property
     def wait(self) -> bool:
@@ -80,7 +80,7 @@ class DeviceLoop:
                 if self.models.low_memory:
                     self.buffer_cache.clear()
 
-    def buffers(self, job: SamplingJob) -> Buffers:
+    def buffers(self, job: SamplingJob) -> SamplingBuffers:
         """Return the buffers for a job's shapes. The least recently used ones are released."""
         conditioning = tuple((name, value.shape) for name, value in sorted(job.conditioning.items()))
         channels = None if job.channels is None else job.channels.shape
@@ -96,7 +96,7 @@ class DeviceLoop:
         if buffers is None:
             if len(self.buffer_cache) == self.MAX_CACHED:
                 self.buffer_cache.popitem(last=False)[1].release()
-            buffers = Buffers(self.sessions, job)
+            buffers = SamplingBuffers(self.sessions, job)
         self.buffer_cache[key] = buffers
         return buffers
 
@@ -139,7 +139,7 @@ class CachedUnet:
         (self.full if is_full else self.shallow).run(wait)
 
 
-class Buffers:
+class SamplingBuffers:
     """The components over buffers of one set of shapes, for any schedule."""
 
     def __init__(self, sessions: DeviceSessions, job: SamplingJob) -> None:
@@ -160,7 +160,7 @@ class Buffers:
             self.values["timestep"] = sessions.value(self.timestep)
         self.values = self.conditioning.inputs_of(unet) | self.values
         self.values["latents"] = sessions.value(np.zeros_like(job.latents))
-        self.controls = ControlNets(sessions, job, self.conditioning, self.values, self.timestep)
+        self.controls = DeviceControlNets(sessions, job, self.conditioning, self.values, self.timestep)
         self.unet: BoundRun | None = None
         self.cached_unet: CachedUnet | None = None
         self.band_unet: BandUnet | None = None

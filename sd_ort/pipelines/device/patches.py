@@ -30,7 +30,7 @@ import numpy as np
 from sd_ort.graphs.patches import Band, compute_band, return_borders
 from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES
 from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf
-from sd_ort.pipelines.device.loop import Buffers, DeviceLoop
+from sd_ort.pipelines.device.loop import DeviceLoop, SamplingBuffers
 from sd_ort.pipelines.partial_steps import BandSteps
 from sd_ort.pipelines.patches import bands_of
 from sd_ort.pipelines.step_cache import edited
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from sd_ort.pipelines.sampling_job import SamplingJob
     from sd_ort.runtime.components import Components
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 
 class SplitImageLoop(DeviceLoop):
@@ -80,7 +80,7 @@ class SplitImageLoop(DeviceLoop):
         label = f"band {band.index + 1} of {band.count}"
         key = models.edit("unet", f"whole image and {label}", partial(_edited, return_borders, band), captured=True)
 
-        def open_model() -> Model:
+        def open_model() -> OrtModel:
             return models.variant("unet", label, partial(_edited, compute_band, band), captured=True)
 
         return replace(job, unet=key, band=BandSteps(band.index, band.count, open_model))
@@ -108,7 +108,7 @@ def _edited(edit: Callable[[ir.Model, Band], None], band: Band, path: Path) -> b
 class PatchDevice:
     """One device of an image, with its events: rows are computed and sent, a prediction is sent, a step taken."""
 
-    def __init__(self, buffers: Buffers, job: SamplingJob, events: Events, guidance_events: Events) -> None:
+    def __init__(self, buffers: SamplingBuffers, job: SamplingJob, events: Events, guidance_events: Events) -> None:
         assert buffers.schedule is not None
         assert buffers.band_unet is not None
         self.buffers, self.job, self.events, self.stream = buffers, job, events, events.stream
@@ -120,35 +120,35 @@ class PatchDevice:
         self.use()
         self.unet.run(wait)
         if self.stream is not None:
-            self.stream.mark(self.events.stepped)
+            self.stream.record_event(self.events.stepped)
 
     def use(self) -> None:
         """Make this the current device."""
         if self.stream is not None:
-            self.stream.use()
+            self.stream.set_device()
 
     def send(self, others: Sequence[PatchDevice]) -> None:
         """Copy rows to the other bands' devices, once these have read the previous ones."""
         self.use()
         for other in others:
             if self.stream is not None:
-                self.stream.follow(other.events.stepped)
+                self.stream.wait_event(other.events.stepped)
             for source, target in self.unet.copies_to(other.unet):
                 assert source.size == target.size
                 if self.stream is None:
                     ctypes.memmove(target.address, source.address, source.size)
                 else:
                     assert other.stream is not None
-                    self.stream.send(source.address, other.stream, target.address, source.size)
+                    self.stream.copy_to_peer(source.address, other.stream, target.address, source.size)
         if self.stream is not None:
-            self.stream.mark(self.events.sent)
+            self.stream.record_event(self.events.sent)
 
     def join(self, others: Sequence[PatchDevice], wait: bool) -> None:
         """Join the predictions of all bands."""
         self.use()
         if self.stream is not None:
             for other in others:
-                self.stream.follow(other.events.sent)
+                self.stream.wait_event(other.events.sent)
         self.unet.join.run(wait)
 
 

@@ -14,7 +14,7 @@ from sd_ort.runtime.session import open_graph
 
 if TYPE_CHECKING:
     from sd_ort.runtime.components import Components
-    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.session import OrtModel
 
 
 class DeviceSessions:
@@ -38,7 +38,7 @@ class DeviceSessions:
         """Return an uninitialized OrtValue on the device."""
         return empty_value(shape, dtype, self.models.device)
 
-    def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundRun:
+    def bind(self, model: OrtModel, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundRun:
         """Bind a component to OrtValues by name; the run is captured if the component's session captures."""
         feed = {name: feed[name] for name in model.inputs}
         if isinstance(model, PartitionedModel):

@@ -33,7 +33,7 @@ def prepare(layer: nn.Module, upsample_2x: bool = False) -> None:
     """
     if isinstance(layer, nn.Conv2d):
         layer.__dict__[FILTERS] = DerivedTensor(
-            partial(winograd_filters, doubled=True) if upsample_2x else winograd_filters
+            partial(winograd_filters, upsample_2x=True) if upsample_2x else winograd_filters
         )
 
 
