@@ -64,11 +64,24 @@ def python_page() -> Iterator[str]:
 def operators_page() -> Iterator[str]:
     """Yield the lines of the page of operators, in the order of registration: inputs, outputs, formula, kernels."""
     yield "# Operators\n\nDomain `sd_ort`. Inputs with `?` are optional."
-    for kernels, folder in OPERATOR.findall((ROOT / "custom_ops" / "operators.txt").read_text()):
-        operator = load(folder)
+    listed = [
+        (kernels, folder, load(folder))
+        for kernels, folder in OPERATOR.findall((ROOT / "custom_ops" / "operators.txt").read_text())
+    ]
+    names = {operator.name for *_, operator in listed}
+    formulas: dict[str, list[str]] = {name: [] for name in names}
+    for _, folder, operator in listed:
         header = ROOT / "custom_ops" / "operators" / folder / "op.h"
         comment = header.read_text().split("#pragma once")[0] if header.exists() else ""
-        formula = "\n".join(line.removeprefix("//").strip() for line in comment.strip().splitlines())
+        described = operator.name
+        for paragraph in "\n".join(line.removeprefix("//").strip() for line in comment.strip().splitlines()).split(
+            "\n\n"
+        ):
+            name = paragraph.partition("(")[0]
+            described = name if name in names else described  # a header may have operators of the same kernels
+            formulas[described] += [paragraph] if paragraph else []
+    for kernels, _, operator in listed:
+        formula = "\n\n".join(formulas[operator.name])
         yield f"## {operator.name}\n\nInputs {_names(operator.inputs)}; outputs {_names(operator.outputs)}."
         yield f"{_escape(formula)}\n\n{KERNELS[kernels]}"
 

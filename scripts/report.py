@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ def head(script: str) -> dict[str, Any]:
     from sd_ort.runtime import machine
 
     return {
-        "command": " ".join([script, *sys.argv[1:]]), "commit": machine.commit(),
+        "command": shlex.join([script, *sys.argv[1:]]), "commit": machine.commit(),
         "machine": machine.machine(), "versions": machine.versions(),
     }  # fmt: skip
 

@@ -97,7 +97,7 @@ def pack_swiglu(model: ir.Model) -> PassOutcome:
         packed = ir.node("MatMul", [gate.inputs[0], weight])
         packed.metadata_props.update(gate.metadata_props)
         total, half = packed.outputs[0], gate.outputs[0]
-        total.name, total.dtype = name, half.dtype
+        total.name, total.type = name, half.type
         total.shape = None if half.shape is None else ir.Shape([*list(half.shape)[:-1], 2 * width])
         graph.insert_before(node, packed)
         node.replace_input_with(0, total)

@@ -4,12 +4,17 @@
     python scripts/bench/gpu_step_eight_bits.py --preset sdxl --batch 2 --size 128
     python scripts/bench/gpu_step_eight_bits.py --preset sd15 --batch 2 --size 64 --profile 25
     python scripts/bench/gpu_step_eight_bits.py --peers compile torchao       # ratios are to torch.compile then
+    python scripts/bench/gpu_step_eight_bits.py --peers torchao torchao-autotuned    # the least time beside torchao
     python scripts/bench/gpu_step_eight_bits.py --formats float16 int8-weights int4-weights   # stored weights
     python scripts/bench/gpu_step_eight_bits.py --folders /dev/shm/folders    # then sd-ort benchmark on these
 
-writes <out>/<preset>_b<batch>_<size>.json. Weights are random. The float8 graph is calibrated on one small random input
-on the CPU, so that its error says nothing about a trained model; times do not depend on the values. All engines are
-hoisted, tuned, captured and timed in turn in one process (see bench_gpu_step.py); ratios are to the first engine.
+writes <out>/<preset>_b<batch>_<size>.json, again after each engine that is open: a run that ends early keeps the rows
+of the engines before. Engines of ours open first, then the peers as they are named. Weights are random. The float8
+graph is calibrated on one small random input on the CPU, so that its error says nothing about a trained model; times do
+not depend on the values. All engines are hoisted, tuned, captured and timed in turn in one process (see
+bench_gpu_step.py); ratios are to the first row's engine.
+torchao quantizes the blocks' linears to float8, row-wise and dynamic. Its transformer and ResNet blocks are compiled
+and the whole call is captured; the row's name has the mode of torch.compile.
 `device_MB` is what an engine of ours adds to the memory of the process on the device: weights, activations and graph.
 --folders only writes OUT/float16 and OUT/float8, whole pipelines for `sd-ort benchmark --provider sdcuda`.
 Build first: sd-ort build-ops --cuda sm_90.
@@ -31,6 +36,7 @@ import numpy as np
 import torch
 
 from scripts.bench.bench_gpu_step import (
+    TORCHAO_MODES,
     VENDOR,
     ComparedEngine,
     profile,
@@ -109,15 +115,35 @@ def engine(
     return session_engine(label, provider, path, True, inputs, shape, time.perf_counter(), **settings)
 
 
-def peers(net: torch.nn.Module, inputs: Any, names: list[str]) -> list[ComparedEngine]:
-    """Return torch's engines; one that fails is named, and the others are measured."""
-    engines = []
-    for name in names:
-        try:
-            engines += torch_engines(net, inputs, [name])
-        except Exception as error:  # of another project, on another version of torch
-            print(f"  {name} failed: {first_line(error)}", flush=True)
-    return engines
+def peer(net: torch.nn.Module, inputs: Any, name: str) -> list[ComparedEngine]:
+    """Return the engine of torch, or none if it fails, which is printed."""
+    try:
+        return torch_engines(net, inputs, [name])
+    except Exception as error:  # of another project, on another version of torch
+        print(f"  {name} failed: {first_line(error)}", flush=True)
+        return []
+
+
+def measure(
+    engines: list[ComparedEngine], calls: int, memory: dict[str, int | None], reference: Any
+) -> list[dict[str, Any]]:
+    """Time the engines in turn and return a row for each; ratios are to the first."""
+    times = time_rounds(engines, calls)
+    base = times[engines[0].name]
+    rows = []
+    for each in engines:
+        each.run()
+        synchronize()
+        row: dict[str, Any] = {"engine": each.name, "ready_s": round(each.ready_s, 1)}
+        if each.name in memory:
+            row["device_MB"] = memory[each.name]
+        for kind, values in times[each.name].items():
+            row[f"{kind}_ms"] = statistics.median(values)
+            row[f"{kind}_ratio"] = statistics.median(a / b for a, b in zip(values, base[kind], strict=True))
+        row["error"] = relative_l2_error(*(t.double().cpu().numpy() for t in (each.output(), reference)))
+        rows.append(row)
+        print("ROW " + json.dumps(row), flush=True)
+    return rows
 
 
 def main() -> None:
@@ -129,7 +155,7 @@ def main() -> None:
     parser.add_argument("--graph", type=Path, help="raw export without weights (export_without_weights.py)")
     parser.add_argument("--engines", nargs="*", choices=("provider", "cuda"), default=["provider"])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS[:2], help="of our engines")
-    parser.add_argument("--peers", nargs="*", choices=("compile", "torchao"), default=[], help="torch in this run")
+    parser.add_argument("--peers", nargs="*", choices=("compile", *TORCHAO_MODES), default=[], help="torch in this run")
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
     parser.add_argument("--out", type=Path, default=Path("results/gpu_step_eight_bits"))
@@ -161,39 +187,39 @@ def main() -> None:
             else:
                 export_raw(options.preset, "unet", net, raw)
         runs = calibration_run(options.preset, options.work / f"{options.preset}-runs.npz")
-        engines, meter, memory = [], Nvml(), {}
+        meter = Nvml()
+        memory: dict[str, int | None] = {}
+        ours: list[ComparedEngine] = []
+        theirs: list[ComparedEngine] = []
+        stored = "_weights" * any("weights" in each for each in options.formats)
+        result: dict[str, Any] = {
+            "preset": options.preset, "batch": options.batch, "size": options.size, "commit": machine.commit(),
+            "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "rows": [],
+        }  # fmt: skip
+
+        file = options.out / f"{options.preset}_b{options.batch}_{options.size}{stored}.json"
+
+        def write_rows() -> None:
+            result["rows"] = measure([*theirs, *ours], options.calls, memory, reference)
+            write_json(file, result)
+
         for name in options.engines:
             for each in options.formats:
                 before, label = meter.used_MB(os.getpid()), f"{name} {each}"
-                engines.append(engine(label, *providers[name], each, raw, runs, inputs, reference.shape))
-                engines[-1].run()
+                ours.append(engine(label, *providers[name], each, raw, runs, inputs, reference.shape))
+                ours[-1].run()
                 synchronize()
                 after = meter.used_MB(os.getpid())
                 memory[label] = None if before is None or after is None else round(after - before)
-        engines = [*peers(net, inputs, options.peers), *engines]
-        times = time_rounds(engines, options.calls)
-        rows = []
-        for each in engines:
-            each.run()
-            synchronize()
-            row: dict[str, Any] = {"engine": each.name, "ready_s": round(each.ready_s, 1)}
-            if each.name in memory:
-                row["device_MB"] = memory[each.name]
-            for kind, values in times[each.name].items():
-                row[f"{kind}_ms"] = statistics.median(values)
-                base = times[engines[0].name][kind]
-                row[f"{kind}_ratio"] = statistics.median(a / b for a, b in zip(values, base, strict=True))
-            row["error"] = relative_l2_error(*(t.double().cpu().numpy() for t in (each.output(), reference)))
-            rows.append(row)
-            print("ROW " + json.dumps(row), flush=True)
-            if options.profile:
+                write_rows()
+        for name in options.peers:
+            if opened := peer(net, inputs, name):
+                theirs += opened
+                write_rows()
+        if options.profile:
+            for row, each in zip(result["rows"], [*theirs, *ours], strict=True):
                 row["profile"] = profile(each, show=options.profile)
-    result = {
-        "preset": options.preset, "batch": options.batch, "size": options.size, "commit": machine.commit(),
-        "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "rows": rows,
-    }  # fmt: skip
-    stored = "_weights" * any("weights" in each for each in options.formats)
-    write_json(options.out / f"{options.preset}_b{options.batch}_{options.size}{stored}.json", result)
+            write_json(file, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Options:
         official: MLPerf's counts, durations and settings.
         accuracy: adds an accuracy run, which logs every image.
         captions: file of prompts.
-        clip: folder with a CLIP model; `inception`, `fid_stats`: weights and photograph statistics for FID.
+        weights: for CLIP score and FID.
         gpus, replicas: number of replicas, one per GPU or all on one device, instead of one engine.
     """
 
@@ -70,9 +70,7 @@ class Options:
     official: bool = False
     accuracy: bool = False
     captions: Path | None = None
-    clip: Path | None = None
-    inception: Path | None = None
-    fid_stats: Path | None = None
+    weights: quality.AccuracyWeights = field(default_factory=quality.AccuracyWeights)
     gpus: int | None = None
     replicas: int | None = None
 
@@ -100,7 +98,7 @@ def run(
     loadgen.require()
     if settings.component:
         raise InputError("--mlperf generates images: leave out --component.")
-    quality.check(options.clip, options.inception, options.fid_stats)
+    options.weights.check()
     captions = read_captions(options.captions) if options.captions else None
     note = (
         f"{options.queries} queries per scenario, Server at {options.server_load:.0%} of Offline's rate: "
@@ -191,8 +189,7 @@ def _measure(
             on_progress(f"{engine.label}: accuracy")
             load = LoadGenSettings("Offline", len(prompts), backend.batch, count, rate, True, backend.callers)
             loadgen.run(backend, load, logs / "accuracy")
-    weights = options.clip, options.inception, options.fid_stats
-    row["quality"] = quality.scores(engine.model, prompts, backend.images, *weights)
+    row["quality"] = quality.scores(engine.model, prompts, backend.images, options.weights)
     row["status"] = "ok"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,56 +15,88 @@ from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.npz_file import read_npz
 from sd_ort.demo import fidelity
 
+# Names of a folder of weights: `--accuracy-weights`. MLPerf's statistics of its photographs have the last one.
+CLIP, INCEPTION, STATISTICS = "clip", "inception.pth", "val2014.npz"
 
-def check(clip: Path | None, inception: Path | None, fid_stats: Path | None) -> None:
-    """Raise InputError for unusable weights or statistics, before minutes of generation."""
-    if clip is not None and not (clip / "config.json").is_file():
-        raise InputError(f"{clip} holds no CLIP model: give a folder with config.json, weights and tokenizer.")
-    if (inception is None) != (fid_stats is None):
-        raise InputError("FID needs both --inception (Inception's weights) and --fid-stats (the photographs').")
-    if inception is not None and not inception.is_file():
-        raise InputError(f"{inception} is missing: give torch-fidelity's Inception weights (.pth).")
-    if fid_stats is not None:
-        read_statistics(fid_stats)
-    if (clip or inception) and importlib.util.find_spec("torchmetrics") is None:
-        raise InputError("torchmetrics is not installed: pip install 'sd-ort[mlperf]'.")
+
+@dataclass(frozen=True)
+class AccuracyWeights:
+    """Weights of CLIP score and FID.
+
+    Args:
+        clip: folder with a CLIP model.
+        inception: Inception's weights in torch-fidelity's format (.pth).
+        fid_stats: an .npz of the photographs' statistics.
+    """
+
+    clip: Path | None = None
+    inception: Path | None = None
+    fid_stats: Path | None = None
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> AccuracyWeights:
+        """Return the weights that a folder has: CLIP, INCEPTION and STATISTICS. Raises InputError if it has none."""
+        found = [path if (path := folder / name).exists() else None for name in (CLIP, INCEPTION, STATISTICS)]
+        if not any(found):
+            raise InputError(
+                f"{folder} has no weights for --accuracy-weights: put a CLIP model into {CLIP}/, and Inception's "
+                f"weights and the photographs' statistics into {INCEPTION} and {STATISTICS}."
+            )
+        return cls(*found)
+
+    def check(self) -> None:
+        """Raise InputError for unusable weights or statistics, before minutes of generation."""
+        if self.clip is not None and not (self.clip / "config.json").is_file():
+            raise InputError(f"{self.clip} holds no CLIP model: give a folder with config.json, weights and tokenizer.")
+        if (self.inception is None) != (self.fid_stats is None):
+            raise InputError(
+                "FID needs both Inception's weights and the photographs' statistics: give --inception and --fid-stats, "
+                f"or put {INCEPTION} and {STATISTICS} into --accuracy-weights."
+            )
+        if self.inception is not None and not self.inception.is_file():
+            raise InputError(f"{self.inception} is missing: give torch-fidelity's Inception weights (.pth).")
+        if self.fid_stats is not None:
+            read_statistics(self.fid_stats)
+        for package in ("torchmetrics", "torch_fidelity"):
+            if self.inception and importlib.util.find_spec(package) is None:
+                raise InputError(f"{package} is not installed: pip install 'sd-ort[mlperf]'.")
 
 
 def scores(
-    model: str,
-    prompts: Sequence[str],
-    images: Mapping[int, np.ndarray],
-    clip: Path | None = None,
-    inception: Path | None = None,
-    fid_stats: Path | None = None,
+    model: str, prompts: Sequence[str], images: Mapping[int, np.ndarray], weights: AccuracyWeights
 ) -> dict[str, Any]:
     """Return the scores of `images`, uint8 (H, W, 3) by prompt index; a reason for each score that is missing."""
     indices = sorted(images)
     image_prompts, generated = [prompts[i] for i in indices], [images[i] for i in indices]
     results: dict[str, Any] = {
         "fidelity_percent": "only the demo model's images can be read back",
-        "clip_score": clip_score(image_prompts, generated, clip) if clip else "no CLIP weights: give --clip DIR",
-        "fid": "no Inception weights: give --inception and --fid-stats",
+        "clip_score": f"no CLIP weights: give --accuracy-weights DIR with {CLIP}/",
+        "fid": f"no Inception weights: give --accuracy-weights DIR with {INCEPTION} and {STATISTICS}",
     }
     if model in demo.FOLDERS:
         results["fidelity_percent"] = 100 * fidelity.score(image_prompts, generated).share
-    if inception and fid_stats:
-        results["fid"] = fid(generated, inception, fid_stats)
+    if weights.clip:
+        results["clip_score"] = clip_score(image_prompts, generated, weights.clip)
+    if weights.inception and weights.fid_stats:
+        results["fid"] = fid(generated, weights.inception, weights.fid_stats)
     return results
 
 
 def clip_score(prompts: Sequence[str], images: Sequence[np.ndarray], clip: Path) -> float | str:
-    """Return torchmetrics' mean CLIP score (100 x cosine) with the model in the folder `clip`, or a reason."""
+    """Return the CLIP score with the model in the folder `clip`, or a reason: 100 x mean cosine, at least 0."""
     import torch
-    from torchmetrics.multimodal import CLIPScore
     from transformers import CLIPModel, CLIPProcessor
 
     try:
-        metric = CLIPScore(lambda: (CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)))
+        model, processor = CLIPModel.from_pretrained(clip).eval(), CLIPProcessor.from_pretrained(clip)
+        cosines = []
         for prompt, image in zip(prompts, images, strict=True):
-            metric.update(torch.from_numpy(image.copy()).permute(2, 0, 1), prompt)
-        return float(metric.compute())
-    except Exception as error:  # transformers' and torchmetrics' errors share no base class
+            inputs = processor(text=[prompt], images=[image], return_tensors="pt", truncation=True)
+            with torch.inference_mode():
+                outputs = model(**inputs)
+            cosines.append(float(torch.cosine_similarity(outputs.text_embeds, outputs.image_embeds)))
+        return 100 * max(float(np.mean(cosines)), 0.0)
+    except Exception as error:  # transformers' errors share no base class
         return f"the CLIP model in {clip} cannot be used: {first_line(error)}"
 
 

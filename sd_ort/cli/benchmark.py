@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -14,19 +15,20 @@ from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.paths import real
 from sd_ort.runtime.provider_table import PROVIDERS
 
-# Options of --mlperf alone: `benchmark.mlperf.Options`.
+if TYPE_CHECKING:
+    from sd_ort.benchmark.quality import AccuracyWeights
+
+# Options of --mlperf alone: `benchmark.mlperf.Options`, and those of its weights.
 MLPERF = (
     "queries",
     "server_load",
     "official",
     "accuracy",
     "captions",
-    "clip",
-    "inception",
-    "fid_stats",
     "gpus",
     "replicas",
 )
+WEIGHTS = ("clip", "inception", "fid_stats")
 
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -102,6 +104,12 @@ def _check_settings(folder: Path, component: str | None, *sides: int | None) -> 
 @click.option("--accuracy", is_flag=True, help="With --mlperf: an accuracy run too, which logs every image.")
 @click.option(
     "--captions", type=click.Path(path_type=Path), help="With --mlperf: COCO's captions, or a file of prompts."
+)
+@click.option(
+    "--accuracy-weights",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="With --mlperf: a folder with clip/ (a CLIP model) for CLIP score, and with inception.pth (Inception's "
+    "weights) and val2014.npz (the photographs' mu, sigma) for FID.",
 )
 @click.option(
     "--clip", type=click.Path(path_type=Path), help="With --mlperf: a folder with a CLIP model, for its score."
@@ -187,7 +195,12 @@ def command(
     if options["provider"] == "auto":
         options["provider"] = choose_provider(folders[0], "auto")
     provider = options["provider"]
+    if not mlperf and (given := _given(ctx, {*MLPERF, *WEIGHTS, "accuracy_weights"})):
+        raise InputError(f"{', '.join(given)} goes with --mlperf: give it, or leave this out.")
     under_load = {name: options.pop(name) for name in MLPERF}
+    under_load["weights"] = _accuracy_weights(
+        options.pop("accuracy_weights"), {name: options.pop(name) for name in WEIGHTS}
+    )
     on_replicas = under_load["gpus"] or under_load["replicas"]
     if ablation and (names or mlperf or profile):
         raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
@@ -198,8 +211,6 @@ def command(
             torch_model = torch_model or "none"  # replicas run pipeline folders
         selected = engine_selection.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = engine_selection.find_engines(folders, torch_model, selected, provider)
-    if on_replicas and not mlperf:
-        raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
     _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = BenchmarkSettings(
@@ -235,6 +246,23 @@ def command(
         ctx.exit(1)
 
 
+def _given(ctx: click.Context, names: Collection[str]) -> list[str]:
+    """Return those options of `names` that are on the command line, as they are written."""
+    given = [p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE]
+    return [parameter.opts[0] for parameter in given if parameter.name in names]
+
+
+def _accuracy_weights(folder: Path | None, files: dict[str, Path | None]) -> AccuracyWeights:
+    """Return the weights in a folder, or those of single options. Raises InputError for both."""
+    from sd_ort.benchmark.quality import AccuracyWeights
+
+    if folder is None:
+        return AccuracyWeights(**files)
+    if any(files.values()):
+        raise InputError("--accuracy-weights has all of --clip, --inception and --fid-stats: leave these out.")
+    return AccuracyWeights.from_folder(folder)
+
+
 FILE_OPTIONS = frozenset({"folders", "inputs", "provider", "threads", "warmup", "runs"})
 
 
@@ -243,8 +271,7 @@ def _benchmark_files(ctx: click.Context, files: tuple[Path, ...], inputs: Path |
     from sd_ort.benchmark import model_files
     from sd_ort.cli.model_options import choose_provider
 
-    passed = [p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE]
-    if foreign := [p.opts[0] for p in passed if p.name not in FILE_OPTIONS]:
+    if foreign := _given(ctx, {parameter.name or "" for parameter in ctx.command.params} - FILE_OPTIONS):
         raise InputError(f"{', '.join(foreign)} goes with pipeline folders: leave it out for .onnx files.")
     if wrong := [str(file) for file in files if file.suffix != ".onnx"]:
         raise InputError(f"{', '.join(wrong)} is no .onnx file: measure pipeline folders by themselves.")

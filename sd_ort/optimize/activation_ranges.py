@@ -18,7 +18,7 @@ from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import new_initializer
 from sd_ort.checkpoints.synthetic_inputs import Arrays
 from sd_ort.core.errors import InputError
-from sd_ort.optimize.calibration import run_model
+from sd_ort.optimize.calibration import append_magnitude, run_model
 
 SAMPLE = 4096  # elements of an activation in a run, about
 # Percentile of the magnitudes that is the largest element. Float8 has exponents for outliers; int8 trades them for
@@ -101,13 +101,11 @@ def _replace_outputs(model: ir.Model, names: Sequence[str]) -> None:
         return node.outputs[0]
 
     for name in names:
-        magnitude = add("Abs", named[name])
-        highest = add("ReduceMax", magnitude, keepdims=0)
+        magnitude, highest = append_magnitude(graph, named[name])
         flat = add("Reshape", magnitude, constants["flat"])
         share = add("Div", add("Shape", flat), constants["size"])
         rounded = add("Mul", add("Div", share, constants["thirty"]), constants["thirty"])
         step = add("Add", rounded, constants["one"])
         sample = add("Slice", flat, constants["zero"], constants["end"], constants["zero"], step)
-        for value, suffix, shape in ((highest, "range", []), (sample, "sample", [None])):
-            value.name, value.dtype, value.shape = f"{name}.{suffix}", ir.DataType.FLOAT, ir.Shape(shape)
-            graph.outputs.append(value)
+        sample.name, sample.dtype, sample.shape = f"{name}.sample", ir.DataType.FLOAT, ir.Shape([None])
+        graph.outputs.extend([highest, sample])

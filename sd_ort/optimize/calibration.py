@@ -209,14 +209,29 @@ def _add_ranges(model: ir.Model) -> list[str]:
     used = [v for v in read if v.dtype == ir.DataType.FLOAT]
     graph.outputs.clear()
     for value in used:
-        magnitude = ir.node("Abs", [value])
-        highest = ir.node("ReduceMax", [magnitude.outputs[0]], {"keepdims": 0})
-        magnitude.outputs[0].name, highest.outputs[0].name = f"{value.name}.magnitude", f"{value.name}.range"
-        highest.outputs[0].dtype, highest.outputs[0].shape = ir.DataType.FLOAT, ir.Shape([])
-        graph.extend([magnitude, highest])
-        graph.outputs.append(highest.outputs[0])
+        highest = append_magnitude(graph, value)[1]
+        graph.outputs.append(highest)
         names.append(str(value.name))
     return names
+
+
+def append_magnitude(graph: ir.Graph, value: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Append nodes to a graph; return |value|, and the largest element of it as "<name>.range", NaN if one is NaN.
+
+    ONNX Runtime's ReduceMax is NaN only if the first element is. A sum of magnitudes is NaN if any is.
+    """
+
+    def add(op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes)
+        node.outputs[0].name = f"{value.name}.{op_type.lower()}"
+        graph.append(node)
+        return node.outputs[0]
+
+    magnitude = add("Abs", value)
+    total = add("ReduceL1", value, keepdims=0)
+    highest = add("Where", add("IsNaN", total), total, add("ReduceMax", magnitude, keepdims=0))
+    highest.name, highest.dtype, highest.shape = f"{value.name}.range", ir.DataType.FLOAT, ir.Shape([])
+    return magnitude, highest
 
 
 def _skip_reason(model: ir.Model, enabled: bool | None, recorded: bool) -> str | None:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.families import AutoPipelineForText2Image
+from sd_ort.pipelines.sampling_job import NotFiniteError
 from sd_ort.runtime.session import OrtModel
 
 MAX_STEPS = 20  # denoising steps of a prompt: more give no other activations
@@ -33,7 +34,7 @@ class RecordingModel(OrtModel):
         self.stride, self.calls = stride, -(offset % stride)
 
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
-        """Run once, see `Model`."""
+        """Run once, see `OrtModel`."""
         if self.calls % self.stride == 0:
             self.runs.append({name: np.array(array, self.dtype(name)) for name, array in arrays.items()})
         self.calls += 1
@@ -66,16 +67,20 @@ def record_runs(
     for seed, prompt in enumerate(tqdm(prompts, unit="prompt", desc="calibration", disable=not show_progress)):
         models[component].start(stride, seed)
         is_decoded = vae_decoder and seed % DECODER_STRIDE == 0
-        images = pipeline(
-            prompt,
-            num_inference_steps=steps,
-            guidance_scale=defaults.guidance,
-            generator=seed,
-            output_type="np" if is_decoded else "latent",
-            progress=False,
-        ).images
-        if not np.isfinite(np.asarray(images)).all():
-            raise InputError(f"prompt {prompt!r} gives latents that are not finite: leave it out of the calibration.")
+        try:
+            with np.errstate(all="ignore"):  # the guidance of an infinite prediction
+                pipeline(
+                    prompt,
+                    num_inference_steps=steps,
+                    guidance_scale=defaults.guidance,
+                    generator=seed,
+                    output_type="np" if is_decoded else "latent",
+                    progress=False,
+                )
+        except NotFiniteError as error:
+            raise InputError(
+                f"prompt {prompt!r} gives latents that are not finite: leave it out of the calibration."
+            ) from error
     runs = {
         f"{component}/{name}/{i}": array
         for component, model in models.items()

@@ -115,10 +115,14 @@ class StepStage(Protocol):
         """Run; without `wait`, only enqueue."""
 
 
+class NotFiniteError(SdOrtError):
+    """An output of a component has NaN or infinite values."""
+
+
 def check_finite(values: np.ndarray, component: str) -> None:
-    """Raise SdOrtError if an output of a component has NaN or infinite values, which would be a black image."""
+    """Raise NotFiniteError if an output of a component has NaN or infinite values, which would be a black image."""
     if not np.isfinite(values).all():
-        raise SdOrtError(
+        raise NotFiniteError(
             f"the {component} gave numbers that are not finite (NaN or infinite), and no image: optimize it again "
             "without --float16 or with --calibrate, or take a lower guidance scale."
         )

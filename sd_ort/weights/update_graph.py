@@ -1,10 +1,15 @@
-"""ONNX graph that adds LoRA deltas to one weight of an optimized graph on the device.
+"""ONNX graphs that add LoRA deltas to one weight of an optimized graph on the device.
 
     base, and up (out, R), scale (R,) and down (R, ...) of each source tensor
         ->  weight = base + recipe((up * scale) @ down)
 
 Weight recipes (`fusion_passes.weight_recipes`) are linear, so the recipe of the deltas is the delta of the weight. Sums
 are in float32 and rounded once. Weights with equal specs share a graph; their sizes may differ.
+
+A weight in float8 is quantized again from its source tensors, as a delta may be below half a step of it:
+
+    source, up, scale and down of each source tensor
+        ->  elements and scale of recipe(source + (up * scale) @ down)
 """
 
 from __future__ import annotations
@@ -17,9 +22,12 @@ from typing import Any
 import numpy as np
 
 from fusion_passes import weight_recipes
+from fusion_passes.element_formats import FLOAT8, SMALLEST_SCALE
 from sd_ort.core.onnx_file import serialize
 
 OPSET = 18
+QUANTIZE_OPSET = 21  # of QuantizeLinear's output_dtype
+ELEMENTS_IN_FLOAT8 = ["quantize", [FLOAT8.name, None]]  # operation and argument, with one scale
 # NumPy's name of a weight's dtype -> ONNX's, and onnx.TensorProto.DataType.
 _TYPES = {"float32": ("float", 1), "float16": ("float16", 10), "bfloat16": ("bfloat16", 16)}
 
@@ -29,18 +37,26 @@ class WeightUpdateSpec:
     """Key of a weight-update graph.
 
     `recipe`: JSON with tensor indices instead of names. `has_shape`: whether source tensors have more than two axes.
-    `dtype`: NumPy name of the weight's dtype.
+    `dtype`: NumPy name of the weight's dtype. `is_quantized`: whether the weight is in float8 with one scale, and
+    `dtype` that of its source tensors.
     """
 
     recipe: str
     has_shape: bool
     dtype: str
+    is_quantized: bool = False
 
 
 def weight_update_spec(
     recipe: weight_recipes.WeightRecipe, shape: tuple[int, ...], dtype: np.dtype
 ) -> WeightUpdateSpec | None:
-    """Return the spec for a recipe whose source tensors have `shape`, or None if an operation is not supported."""
+    """Return the spec for a recipe whose source tensors have `shape`, or None if an operation is not supported.
+
+    `recipe` of a weight in float8: that of its elements. Sums that are rounded before (`cast`) are not supported.
+    """
+    is_quantized = list(recipe[:2]) == ELEMENTS_IN_FLOAT8
+    if is_quantized:
+        recipe = recipe[2]
     names = weight_recipes.sources(recipe)
 
     def numbered(operand: weight_recipes.WeightRecipe) -> Any:
@@ -48,9 +64,10 @@ def weight_update_spec(
             return names.index(operand)
         return [*operand[:2], *(numbered(each) for each in operand[2:])]
 
-    if not weight_recipes.operations(recipe) <= {*_OPERATIONS, "cast"}:
+    supported = _OPERATIONS.keys() if is_quantized else {*_OPERATIONS, "cast"}
+    if not weight_recipes.operations(recipe) <= supported or np.dtype(dtype).name not in _TYPES:
         return None
-    return WeightUpdateSpec(json.dumps(numbered(recipe)), len(shape) > 2, np.dtype(dtype).name)
+    return WeightUpdateSpec(json.dumps(numbered(recipe)), len(shape) > 2, np.dtype(dtype).name, is_quantized)
 
 
 def build_weight_update(spec: WeightUpdateSpec) -> bytes:
@@ -58,9 +75,12 @@ def build_weight_update(spec: WeightUpdateSpec) -> bytes:
 
     Inputs: base, and up_<i>, scale_<i>, down_<i> (float32) for tensor i; `source_shape` (int64) of all tensors if the
     spec has it. Output: weight, in the dtype of base.
+
+    Of a weight in float8 there are source_<i>, and `factor` (float32) on the scale, instead of base. Outputs: elements
+    (float8) and scale (float32).
     """
     type_name, element_type = _TYPES[spec.dtype]
-    inputs, lines = [f"{type_name}[] base"], list[str]()
+    inputs, lines = ["float factor" if spec.is_quantized else f"{type_name}[] base"], list[str]()
     if spec.has_shape:
         inputs.append("int64[] source_shape")
     names = iter(f"value_{i}" for i in range(10_000))
@@ -80,22 +100,32 @@ def build_weight_update(spec: WeightUpdateSpec) -> bytes:
             inputs.extend([f"float[{rank}] scale_{recipe}", f"float[{rank}, {columns}] down_{recipe}"])
             scaled = add(f"Mul (up_{recipe}, scale_{recipe})")
             delta = add(f"MatMul ({scaled}, down_{recipe})")
-            return add(f"Reshape ({delta}, source_shape)") if spec.has_shape else delta
+            delta = add(f"Reshape ({delta}, source_shape)") if spec.has_shape else delta
+            if not spec.is_quantized:
+                return delta
+            inputs.append(f"{type_name}[] source_{recipe}")
+            source = add(f"Cast <to = 1> (source_{recipe})")
+            return add(f"Add ({source}, {delta})")
         operation, argument, *operands = recipe
         values = [visit(operand) for operand in operands]
         return values[0] if operation == "cast" else _OPERATIONS[operation](add, argument, values)
 
-    delta = visit(json.loads(spec.recipe))
-    lines += [
-        "shape = Shape (base)",
-        f"delta = Reshape ({delta}, shape)",
-        "wide = Cast <to = 1> (base)",
-        "sum = Add (wide, delta)",
-        f"weight = Cast <to = {element_type}> (sum)",
-    ]
-    head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>\n'
+    result = visit(json.loads(spec.recipe))
+    outputs = "float8e4m3fn[] elements, float[] scale" if spec.is_quantized else f"{type_name}[] weight"
+    lines += (
+        [_QUANTIZE.format(value=result)]
+        if spec.is_quantized
+        else [
+            "shape = Shape (base)",
+            f"delta = Reshape ({result}, shape)",
+            "wide = Cast <to = 1> (base)",
+            "sum = Add (wide, delta)",
+            f"weight = Cast <to = {element_type}> (sum)",
+        ]
+    )
+    head = f'<ir_version: 10, opset_import: ["" : {QUANTIZE_OPSET if spec.is_quantized else OPSET}]>\n'
     body = "\n".join(lines)
-    return serialize(f"{head}weight_update ({', '.join(inputs)}) => ({type_name}[] weight) {{\n{body}\n}}")
+    return serialize(f"{head}weight_update ({', '.join(inputs)}) => ({outputs}) {{\n{body}\n}}")
 
 
 def build_copy(dtype: np.dtype) -> bytes:
@@ -104,6 +134,33 @@ def build_copy(dtype: np.dtype) -> bytes:
     head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>'
     return serialize(f"{head} copy ({type_name}[] base) => ({type_name}[] weight) {{ weight = Identity (base) }}")
 
+
+# `ElementFormat.scale` and `quantize` of float8. A scale is rounded up to float16: if rounding to nearest is below it,
+# 3/4 to 3/2 of a last place are added and rounded to nearest. 3/4096 of a number are that, 2 ** -24 of the smallest.
+_QUANTIZE = f"""
+limit = Constant <value_float = {FLOAT8.limit}> ()
+smallest = Constant <value_float = {float(SMALLEST_SCALE)!r}> ()
+more = Constant <value_float = {1 + 3 / 4096!r}> ()
+zero = Constant <value_float = 0.0> ()
+one = Constant <value_float = 1.0> ()
+magnitude = Abs ({{value}})
+largest = ReduceMax <keepdims = 0> (magnitude)
+exact = Div (largest, limit)
+half = Cast <to = 10> (exact)
+nearest = Cast <to = 1> (half)
+larger = Mul (nearest, more)
+next = Add (nearest, smallest)
+above = Max (larger, next)
+half_above = Cast <to = 10> (above)
+higher = Cast <to = 1> (half_above)
+is_below = Greater (exact, nearest)
+rounded_up = Where (is_below, higher, nearest)
+at_least = Max (rounded_up, smallest)
+is_positive = Greater (exact, zero)
+step = Where (is_positive, at_least, one)
+elements = QuantizeLinear <output_dtype = 17> ({{value}}, step)
+scale = Mul (step, factor)
+"""
 
 Add = Callable[..., str]
 

@@ -18,8 +18,10 @@ import tiny_pipeline
 from cli_type import Cli
 from PIL import Image
 
+from sd_ort import demo
 from sd_ort.benchmark import loadgen, mlperf, quality, replicas
 from sd_ort.benchmark.loadgen import LoadGenSettings
+from sd_ort.benchmark.quality import AccuracyWeights
 from sd_ort.cli.benchmark import command
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.demo import scenes
@@ -170,7 +172,7 @@ def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monke
 def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
     folder = tiny_pipeline.write(tmp_path / "toy")
     for wrong, words in (
-        (("--replicas", 2), "--mlperf drives"),
+        (("--replicas", 2), "--replicas goes with --mlperf"),
         (("--mlperf", "--gpus", 2), "takes no --gpus"),
         (("--mlperf", "--replicas", 2, "--gpus", 2), "pass one"),
         (("--mlperf", "--replicas", 2, "--torch", "demo"), "not torch eager"),
@@ -216,20 +218,88 @@ def test_captions_that_are_none(name: str, text: str, tmp_path: Path) -> None:
         mlperf.read_captions(tmp_path / name)
 
 
-def test_scores_that_cannot_be_had_say_why(tmp_path: Path) -> None:
+def test_scores_that_cannot_be_had_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = np.zeros((128, 128, 3), np.uint8)
-    scores = quality.scores("sd15", ["a dog"], {0: image})
+    scores = quality.scores("sd15", ["a dog"], {0: image}, AccuracyWeights())
     assert "demo" in scores["fidelity_percent"]
-    assert "--clip" in scores["clip_score"]
-    assert "--fid-stats" in scores["fid"]
-    assert quality.scores("demo", scenes.unseen_prompts(1), {0: image})["fidelity_percent"] == 0.0
-    for clip, inception, stats in (
-        (tmp_path, None, None),
-        (None, tmp_path / "x.pth", None),
-        (None, None, tmp_path / "x"),
+    assert "--accuracy-weights DIR with clip/" in scores["clip_score"]
+    assert "inception.pth and val2014.npz" in scores["fid"]
+    assert quality.scores("demo", scenes.unseen_prompts(1), {0: image}, AccuracyWeights())["fidelity_percent"] == 0.0
+    np.savez(tmp_path / "stats.npz", mu=np.zeros(2), sigma=np.eye(2))
+    inception = tmp_path / "inception.pth"
+    for weights, message in (
+        (AccuracyWeights(clip=tmp_path), "holds no CLIP model"),
+        (AccuracyWeights(inception=inception), "FID needs both"),
+        (AccuracyWeights(fid_stats=tmp_path / "x"), "FID needs both"),
+        (AccuracyWeights(inception=inception, fid_stats=tmp_path / "stats.npz"), "inception.pth is missing"),
     ):
-        with pytest.raises(InputError):
-            quality.check(clip, inception, stats)
+        with pytest.raises(InputError, match=message):
+            weights.check()
+    inception.touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch_fidelity" else name)
+    with pytest.raises(InputError, match=r"torch_fidelity is not installed: pip install 'sd-ort\[mlperf\]'"):
+        AccuracyWeights(inception=inception, fid_stats=tmp_path / "stats.npz").check()
+
+
+def test_a_folder_of_weights(sd_ort: Cli, tmp_path: Path) -> None:
+    """Each file is found by its name, in part too; wrong folders and options that contradict it are refused."""
+    (tmp_path / "weights" / "clip").mkdir(parents=True)
+    folder, pipeline = tmp_path / "weights", tiny_pipeline.write(tmp_path / "toy")
+    assert AccuracyWeights.from_folder(folder) == AccuracyWeights(clip=folder / "clip")
+    for name in ("inception.pth", "val2014.npz"):
+        (folder / name).touch()
+    assert AccuracyWeights.from_folder(folder) == AccuracyWeights(
+        folder / "clip", folder / "inception.pth", folder / "val2014.npz"
+    )
+    for options, message in (
+        (("--mlperf", "--accuracy-weights", tmp_path), "has no weights for --accuracy-weights: put a CLIP model into"),
+        (("--mlperf", "--accuracy-weights", folder, "--clip", folder), "has all of --clip, --inception"),
+        (("--accuracy-weights", folder), "--accuracy-weights goes with --mlperf"),
+    ):
+        code, _, err = sd_ort("benchmark", pipeline, *options, "--provider", "cpu", "--out", tmp_path / "out")
+        assert (code, err.count("\n")) == (2, 1), err
+        assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_clip_score_of_a_random_model(tmp_path: Path) -> None:
+    """100 times the mean cosine of the projected features of image and prompt, Hessel et al. 2021."""
+    import torch
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(demo.MODEL_DIR / "tokenizer")
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    widths = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(2)
+    model = CLIPModel(
+        CLIPConfig(
+            text_config={**widths, **ids, "vocab_size": len(tokenizer)},
+            vision_config={**widths, "image_size": 32, "patch_size": 16},
+            projection_dim=8,
+        )
+    ).eval()
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32)
+    model.save_pretrained(tmp_path / "clip")
+    CLIPProcessor(processor, tokenizer).save_pretrained(tmp_path / "clip")
+    prompts = ["a red circle", "a large blue square above a green ring"]
+    images = list(np.random.default_rng(1).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8))
+    cosines = []
+    for prompt, image in zip(prompts, images, strict=True):
+        pixels = (image / 255 - np.array(processor.image_mean)) / np.array(processor.image_std)
+        with torch.no_grad():
+            hidden = (
+                model.text_model(torch.tensor([tokenizer(prompt).input_ids])).pooler_output,
+                model.vision_model(torch.from_numpy(pixels.transpose(2, 0, 1)[None].astype(np.float32))).pooler_output,
+            )
+        projections = model.text_projection.weight, model.visual_projection.weight
+        a, b = (w.detach().numpy() @ x[0].numpy() for w, x in zip(projections, hidden, strict=True))
+        cosines.append(a @ b / np.sqrt((a @ a) * (b @ b)))
+    expected = 100 * np.mean(cosines)
+    weights = AccuracyWeights.from_folder(tmp_path)
+    weights.check()
+    got = quality.scores("sd15", prompts, dict(enumerate(images)), weights)["clip_score"]
+    assert expected > 1
+    assert got == pytest.approx(expected, rel=1e-4)
 
 
 def test_fid_against_known_statistics(tmp_path: Path) -> None:

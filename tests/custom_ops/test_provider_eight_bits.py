@@ -15,6 +15,7 @@ import torch
 from onnx import NodeProto, TensorProto, helper
 from provider_sessions import placed, session_of
 
+from fusion_passes import weight_recipes
 from fusion_passes.operators import function_bodies
 from fusion_passes.quantized_weights import FORMATS
 from sd_ort import demo
@@ -22,6 +23,7 @@ from sd_ort.core.metrics import relative_l2_error
 from sd_ort.demo.styles import lora_path
 from sd_ort.runtime.components import Components
 from sd_ort.stages import optimize
+from sd_ort.weights import update_graph
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
 
@@ -112,6 +114,37 @@ def test_a_norm_writes_float8(dtype: str, provider: str) -> None:
     expected = q @ weight.astype(np.float64).T * (0.0625 / 16)
     tolerance = 1e-5 if dtype == "float32" else 2e-3
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-7, 3e-5, 0.02, 1.0, 2e4])
+@pytest.mark.parametrize(
+    "recipe", [["transpose", [1, 0], "q"], ["interleave", 2, *(["transpose", [1, 0], each] for each in "qkv")]]
+)
+def test_weights_with_deltas_are_quantized_on_the_device(provider: str, recipe: Any, magnitude: float) -> None:
+    """Elements and scales of float8 weights are NumPy's bit for bit: of sums that are exact, at scales of any binade,
+    those that float16 has as subnormals too."""
+    random, dtype = np.random.default_rng(0), np.float32
+    expression, table = ["quantize", ["float8", None], recipe], {"q": 0, "k": 1, "v": 2}
+    names = [name for name in table if name in weight_recipes.sources(expression)]
+    spec = update_graph.weight_update_spec(expression, (8, 6), np.dtype(dtype))
+    assert spec is not None
+    session = session_of(update_graph.build_weight_update(spec), provider)
+    assert set(placed(session)) == {"SdOrtSimulated"}
+    for _ in range(40 if magnitude else 1):
+        feed: dict[str, np.ndarray] = {"factor": np.array(random.uniform(0.01, 3), np.float32)}
+        tensors = {}
+        for index, name in enumerate(names):
+            source = (random.standard_normal((8, 6)) * magnitude).astype(dtype)
+            up = random.integers(-2, 3, (8, 1)).astype(np.float32)
+            down = np.exp2(random.integers(-3, 1, (1, 6))).astype(np.float32) * np.float32(magnitude)
+            feed |= {f"source_{index}": source, f"up_{index}": up, f"down_{index}": down}
+            feed[f"scale_{index}"] = np.array([0.5], np.float32)
+            tensors[name] = source + (up * 0.5) @ down
+        elements, scale = session.run(["elements", "scale"], feed)
+        expected = weight_recipes.evaluate(expression, tensors.__getitem__)
+        scale_recipe = ["channel_scale", ["float8", None, float(feed["factor"])], recipe]
+        assert elements.view(np.uint8).tobytes() == expected.tobytes()
+        assert scale == weight_recipes.evaluate(scale_recipe, tensors.__getitem__)
 
 
 def test_a_lora_is_quantized_again(provider: str, tmp_path: Path) -> None:

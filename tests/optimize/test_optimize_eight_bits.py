@@ -30,12 +30,13 @@ from sd_ort.demo.styles import lora_path
 from sd_ort.graphs.load import load
 from sd_ort.inspect.weight_verification import check_weights, verify_weights
 from sd_ort.optimize.activation_ranges import measure_ranges
-from sd_ort.optimize.calibration import Calibration
-from sd_ort.optimize.eight_bits import VAE_DECODER, EightBits
+from sd_ort.optimize.calibration import Calibration, measure
+from sd_ort.optimize.eight_bits import VAE_DECODER, EightBits, quantize
 from sd_ort.optimize.optimizer import rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
-from sd_ort.pipelines.calibration_runs import STEPS_PER_PROMPT, record_runs
+from sd_ort.pipelines import calibration_runs
+from sd_ort.pipelines.calibration_runs import STEPS_PER_PROMPT, RecordingModel, record_runs
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
@@ -341,6 +342,49 @@ def test_ranges_are_percentiles(tmp_path: Path) -> None:
     values[9] = np.inf
     with pytest.raises(InputError, match="computes inf in y: leave its prompt out"):
         measure_ranges(model, ["y"], feeds, tmp_path, 100.0)
+    values[9], values[-1] = 0, np.nan  # ONNX Runtime's ReduceMax alone sees no NaN but the first element's
+    with pytest.raises(InputError, match="computes nan in y: leave its prompt out"):
+        measure_ranges(model, ["y"], feeds, tmp_path, 100.0)
+    assert measure(model, feeds, tmp_path)["y"] == np.inf
+
+
+def test_calibration_prompts_that_overflow(
+    sd_ort: Cli, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is named in one line, and nothing is written."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\na blue circle\n")
+    run = RecordingModel.__call__
+
+    def overflow(self: RecordingModel, **arrays: Any) -> dict[str, np.ndarray]:
+        outputs = run(self, **arrays)
+        if len(self.runs) > calibration_runs.MAX_STEPS:  # of the second prompt
+            outputs["out_sample"][..., -1, -1] = np.inf
+        return outputs
+
+    monkeypatch.setattr("sd_ort.stages.optimize", lambda _, folder, **__: shutil.copytree(reference, folder))
+    monkeypatch.setattr(RecordingModel, "__call__", overflow)
+    monkeypatch.setattr(calibration_runs, "MAX_STEPS", 2)
+    options = ("--target", "portable", "--float8", "--prompts", prompts)
+    code, _, err = sd_ort("optimize", "demo", tmp_path / "out", *options)
+    lines = [line for line in err.splitlines() if line.startswith("sd-ort: ")]
+    assert (code, len(lines)) == (2, 1), err
+    assert "prompt 'a blue circle' gives latents that are not finite: leave it out" in lines[0]
+    assert list(tmp_path.iterdir()) == [prompts]
+
+
+def test_a_range_that_has_no_scale() -> None:
+    """An activation whose scale float16 cannot hold: the error names it and what to do."""
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]> g (float[1,4,64] sample, float[64,64] w) => (float[1,4,64] y)
+        { z = MatMul (sample, w) y = Relu (z) }"""
+    )
+    weight = model.graph.inputs.pop()
+    weight.const_value = ir.tensor(np.ones((64, 64), np.float32), name="w")
+    model.graph.register_initializer(weight)
+    ranges = EightBits("float8", lambda _, names: dict.fromkeys(names, 1e8))
+    with pytest.raises(InputError, match=r"too large for .*: leave out the calibration prompt that gives it, or --fl"):
+        quantize(model, "portable", ranges)
 
 
 def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ def test_a_changed_table_is_read_again() -> None:
     assert changed is not None
     torch.testing.assert_close(changed[1], tables[1][:, ::2])
     double = joint_attention._real_angles(tables, x.double())
-    assert double is not None and double[0].dtype == torch.float64
+    assert double is not None
+    assert double[0].dtype == torch.float64
 
 
 @torch.no_grad()
