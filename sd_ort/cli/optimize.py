@@ -41,8 +41,8 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 @click.option(
     "--weights",
     type=click.Choice(["int8", "int4", "float8"]),
-    help="Store weights of linears and convolutions in fewer bits (the VAE's with --vae-weights), for target cpu or "
-    "portable.",
+    help="Store weights of linears and convolutions in fewer bits (the VAE's with --vae-weights), for target cpu, gpu, "
+    "hip or portable.",
 )
 @click.option(
     "--weight-group",
