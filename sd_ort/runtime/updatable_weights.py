@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime.ort_values import device_arguments, device_value, unowned, value_at, write_value
+from sd_ort.runtime.ort_values import EXTENDED_DTYPES, device_arguments, device_value, unowned, value_at, write_value
 from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 from sd_ort.runtime.weight_prefetch import PrefetchedWeights
 
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 WEIGHT_UPDATED = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provider/winograd_filter_cache.cc
 
 
@@ -39,9 +41,9 @@ def update_callback(provider: str) -> Callable[[Any], None]:
 class UpdatableWeights:
     """Initializers of open sessions that are updated in place.
 
-    `values`: initializer -> OrtValue on `device`. `shared`: views of the same memory, which sessions accept. `changed`:
-    names of initializers whose values differ from the file's. `originals`: copies of some of the file's values on the
-    device.
+    `values`: initializer -> OrtValue on `device`, bytes of a float8 one. `shared`: views of the same memory, which
+    sessions accept. `changed`: names of initializers whose values differ from the file's. `originals`: copies of some
+    of the file's values on the device.
     """
 
     def __init__(
@@ -51,14 +53,14 @@ class UpdatableWeights:
         on_update: Callable[[Any], None] = lambda _: None,
         prefetched: PrefetchedWeights | None = None,
     ) -> None:
-        """`weights`: float16 or float32, copied unless `prefetched` has them on the device. `on_update`: the provider's
-        `update_callback`."""
+        """`weights`: float16, float32, or on a plugin's device float8; copied unless `prefetched` has them there.
+        `on_update`: the provider's `update_callback`."""
         self.prefetched = prefetched  # owns the memory of its values
         self.originals: dict[str, Any] = {}
         if prefetched is None:
             arrays = {name: array.copy() if device == "cpu" else array for name, array in weights.items()}
-            self.values = {name: device_value(array, device) for name, array in arrays.items()}
-            self.shared = {name: _shared(value, device) for name, value in self.values.items()}
+            self.values = {name: device_value(_numpy_bytes(array), device) for name, array in arrays.items()}
+            self.shared = {name: _shared(value, device, weights[name].dtype) for name, value in self.values.items()}
         else:
             self.values = self.shared = {name: prefetched.values[name] for name in weights}
         self.changed: set[str] = set()
@@ -76,15 +78,21 @@ class UpdatableWeights:
     def update(self, name: str, array: np.ndarray) -> None:
         """Copy `array`, of the weight's shape and dtype, into the weight. The next run reads it."""
         with self.updating(name) as value:
-            write_value(value, array)
+            write_value(value, _numpy_bytes(array))
 
 
-def _shared(value: Any, device: str) -> Any:
+def _numpy_bytes(array: np.ndarray) -> np.ndarray:
+    """Return an array as ONNX Runtime takes it from NumPy: float8 as bytes."""
+    return array.view(np.uint8) if array.dtype == FLOAT8 else array
+
+
+def _shared(value: Any, device: str, dtype: np.dtype) -> Any:
     """A value's memory as a session takes it, which refuses values that own theirs, as those made on a device do."""
     if device == "cpu":
         return value
     if "vendor_id" in device_arguments(device):
-        return value_at(device, value.data_ptr(), value.element_type(), value.shape(), owner=value)
+        element = EXTENDED_DTYPES[dtype][1] if dtype == FLOAT8 else value.element_type()
+        return value_at(device, value.data_ptr(), element, value.shape(), owner=value)
     return unowned(value)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from sd_ort.core.onnx_file import serialize
 
 OPSET = 18
 QUANTIZE_OPSET = 21  # of QuantizeLinear's output_dtype
-ELEMENTS_IN_FLOAT8 = ["quantize", [FLOAT8.name, None]]  # operation and argument, with one scale
 # NumPy's name of a weight's dtype -> ONNX's, and onnx.TensorProto.DataType.
 _TYPES = {"float32": ("float", 1), "float16": ("float16", 10), "bfloat16": ("bfloat16", 16)}
 
@@ -54,9 +54,10 @@ def weight_update_spec(
 
     `recipe` of a weight in float8: that of its elements. Sums that are rounded before (`cast`) are not supported.
     """
-    is_quantized = list(recipe[:2]) == ELEMENTS_IN_FLOAT8
-    if is_quantized:
-        recipe = recipe[2]
+    quantized = float8_elements(recipe)
+    is_quantized = quantized is not None
+    if quantized is not None:
+        recipe = quantized[1]
     names = weight_recipes.sources(recipe)
 
     def numbered(operand: weight_recipes.WeightRecipe) -> Any:
@@ -68,6 +69,29 @@ def weight_update_spec(
     if not weight_recipes.operations(recipe) <= supported or np.dtype(dtype).name not in _TYPES:
         return None
     return WeightUpdateSpec(json.dumps(numbered(recipe)), len(shape) > 2, np.dtype(dtype).name, is_quantized)
+
+
+def float8_elements(recipe: weight_recipes.WeightRecipe) -> tuple[Any, Any] | None:
+    """Return two recipes of the values that are quantized to float8 with one scale: as they are quantized, and in the
+    layout of the elements. Return None if `recipe` is not that of such elements."""
+    layouts = []
+    while not isinstance(recipe, str) and recipe[0] == "transpose":
+        layouts.append(recipe[1])
+        recipe = recipe[2]
+    if isinstance(recipe, str) or recipe[0] != "quantize" or list(recipe[1]) != [FLOAT8.name, None]:
+        return None
+    return recipe[2], reduce(lambda moved, layout: ["transpose", layout, moved], reversed(layouts), recipe[2])
+
+
+def float8_scale(recipe: weight_recipes.WeightRecipe) -> tuple[Any, float] | None:
+    """Return the recipe of the values that are quantized to float8 with one scale, and a factor on this scale. Return
+    None if `recipe` is not that of such a scale, or if it has two factors, which are rounded twice."""
+    factor = 1.0
+    if not isinstance(recipe, str) and recipe[0] == "times":
+        factor, recipe = recipe[1], recipe[2]
+    if isinstance(recipe, str) or recipe[0] != "channel_scale" or list(recipe[1][:2]) != [FLOAT8.name, None]:
+        return None
+    return (recipe[2], factor * recipe[1][2]) if 1.0 in (factor, recipe[1][2]) else None
 
 
 def build_weight_update(spec: WeightUpdateSpec) -> bytes:

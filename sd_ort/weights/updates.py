@@ -12,8 +12,9 @@ of a delta is the delta of the initializer.
 Deltas are added to the weights on disk, never to earlier sums: without deltas the weights are those on disk.
 
 Weights in fewer bits are quantized again: the deltas are added to the checkpoint's tensors
-(`weights.checkpoint_weights`), as a delta below half a step would vanish if it were added to rounded weights. Sessions
-are reopened with these.
+(`weights.checkpoint_weights`), as a delta below half a step would vanish if it were added to rounded weights. Float8
+weights of our provider are quantized on the device, into the memory that open sessions read. For others, and for int8,
+the host quantizes and sessions are reopened.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
+from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
 from sd_ort.weights import update_graph
@@ -165,7 +167,7 @@ class WeightUpdater:
                 raise InputError(f"the LoRA is of another family: its {tensor} has another shape ({shapes}).")
         new = [each for each in names if each not in self._verified]
         parts = dict.fromkeys(part for part, _ in new)
-        groups = [(part, group) for part in parts for group in _same_sources(table, [n for p, n in new if p == part])]
+        groups = [(part, group) for part in parts for group in _by_sources(table, [n for p, n in new if p == part])]
         values = compute_sums([partial(self._quantized, component, part, group, {}) for part, group in groups])
         for (part, group), arrays in zip(groups, values, strict=True):
             for name, quantized in zip(group, arrays, strict=True):
@@ -198,6 +200,8 @@ class WeightUpdater:
                     if names and components.in_place and part not in components.overrides.updatable:
                         weights, transposed = self._initializers(part), components.transposed_operations
                         shareable = {n: self._values(w) for n, w in weights.items() if is_shareable(w, transposed)}
+                        if is_plugin(components.provider):
+                            shareable |= {n: self._values(weights[n]) for n in self._float8_names(component, part)}
                         closed |= components.make_updatable(part, shareable)
                     if part in components.overrides.updatable:
                         self._update_in_place(components, component, part, added)
@@ -239,7 +243,7 @@ class WeightUpdater:
 
         table = self.recipes[component]
         groups = [[name] for name in names if not recipes.is_quantized(table[name])]
-        groups += _same_sources(table, [name for name in names if recipes.is_quantized(table[name])])
+        groups += _by_sources(table, [name for name in names if recipes.is_quantized(table[name])])
 
         def compute(group: Sequence[str]) -> list[np.ndarray]:
             if recipes.is_quantized(table[group[0]]):
@@ -351,7 +355,9 @@ class WeightUpdater:
         updatable, weights = components.overrides.updatable[part], self._initializers(part)
         affected = updatable.values.keys() & set(self._affected_initializers(component, part, deltas))
         restored = updatable.changed - affected
-        self._keep_originals(components, updatable, affected)
+        quantized = [name for name in sorted(affected) if recipes.is_quantized(self.recipes[component][name])]
+        summed = sorted(affected.difference(quantized))
+        self._keep_originals(components, updatable, summed)
         updatable.changed |= affected
         runs: list[DeviceUpdate] = []
         for name in sorted(restored):
@@ -359,18 +365,67 @@ class WeightUpdater:
                 runs.append(self._copy(components, updatable.originals[name], updatable.values[name]))
             else:
                 updatable.update(name, self._values(weights[name]))
-        for name in sorted(affected):
+        for name in summed:
             if (update := self._device_update(components, component, part, name, deltas)) is not None:
                 runs.append(update)
             else:
                 updatable.update(name, self.updated_weights(component, part, deltas, [name])[name])
         for update in runs:
             update.run(wait=update is runs[-1])  # all are on one stream
+        on_host: list[str] = []
+        for group in _by_sources(self.recipes[component], quantized):
+            if (update := self._requantization_run(components, component, part, group, deltas)) is not None:
+                update.run(wait=True)  # its source tensors are on the device until then
+            else:
+                on_host += group
+        for name, array in self.updated_weights(component, part, deltas, on_host).items():
+            updatable.update(name, array)
         for name in affected | restored:
             updatable.on_update(updatable.values[name])
         updatable.changed = affected
         if not affected:
             updatable.originals.clear()
+
+    def _float8_names(self, component: str, part: str) -> list[str]:
+        """Return the names of a folder's initializers that are float8 elements with one scale, or such a scale."""
+        table = self.recipes[component]
+        return [
+            name
+            for name in self._initializers(part)
+            if name in table and (update_graph.float8_elements(table[name]) or update_graph.float8_scale(table[name]))
+        ]
+
+    def _requantization_run(
+        self, components: Components, component: str, part: str, names: Sequence[str], deltas: Deltas
+    ) -> DeviceUpdate | None:
+        """Return the run that quantizes one weight again on the device, or None if no update graph supports it.
+
+        The run adds `deltas` to the checkpoint's tensors and writes elements and scale, the initializers `names`. It is
+        not cached, as its inputs would keep the tensors in memory.
+        """
+        table, updatable = self.recipes[component], components.overrides.updatable[part]
+        elements = {name: values for name in names if (values := update_graph.float8_elements(table[name]))}
+        scales = {name: values for name in names if (values := update_graph.float8_scale(table[name]))}
+        if not len(elements) == len(scales) == len(names) - 1 == 1:
+            return None  # another format, or a scale that `float8_scale` does not support
+        ((name, (values, _)),), ((scale, (scaled_values, factor)),) = elements.items(), scales.items()
+        if values != scaled_values:
+            return None
+        factors = self._low_rank_factors(table[name], deltas)
+        if factors is None:
+            return None
+        read = self._checkpoint.read(component, table)
+        tensors = [np.ascontiguousarray(read(tensor)) for tensor in recipes.sources(table[name])]
+        spec = update_graph.weight_update_spec(table[name], factors[0].shape, tensors[0].dtype)
+        shapes = {tensor.shape for tensor in tensors}
+        if spec is None or shapes != {factors[0].shape} or len({tensor.dtype for tensor in tensors}) > 1:
+            return None
+        session = self._session(components, spec, lambda: update_graph.build_weight_update(spec))
+        inputs = {"factor": host_value(np.array(factor, np.float32))}
+        inputs |= {f"source_{index}": host_value(tensor) for index, tensor in enumerate(tensors)}
+        inputs |= self._factor_inputs(components, spec, factors)
+        outputs = {"elements": updatable.shared[name], "scale": updatable.shared[scale]}
+        return DeviceUpdate(session, inputs, outputs)
 
     def _keep_originals(self, components: Components, updatable: UpdatableWeights, names: Collection[str]) -> None:
         """Copy unchanged weights to memory of the device, if at most half of its free memory is needed for them."""
@@ -390,7 +445,7 @@ class WeightUpdater:
     def _copy(self, components: Components, source: Any, target: Any) -> DeviceUpdate:
         dtype = np.dtype(DTYPES[source.data_type()])
         session = self._session(components, dtype, lambda: update_graph.build_copy(dtype))
-        return DeviceUpdate(session, {"base": source}, target)
+        return DeviceUpdate(session, {"base": source}, {"weight": target})
 
     def _session(
         self, components: Components, key: update_graph.WeightUpdateSpec | np.dtype, build: Callable[[], bytes]
@@ -407,11 +462,9 @@ class WeightUpdater:
         A run for the same LoRA modules is reused with new scales.
         """
         recipe, weight = self.recipes[component][name], self._initializers(part)[name]
-        operands = [deltas.get(source) for source in recipes.sources(recipe)]
-        first = next(delta for delta in operands if delta is not None)
-        if not isinstance(first, LowRankDelta) or not all(isinstance(d, LowRankDelta | None) for d in operands):
+        factors = self._low_rank_factors(recipe, deltas)
+        if factors is None:
             return None
-        factors = [delta if isinstance(delta, LowRankDelta) else first.zero() for delta in operands]
         modules = [module for delta in factors for module in (*delta.modules, None)]
         update = self._device_updates.get((part, name))
         if update is not None and update.is_of(modules):
@@ -419,21 +472,35 @@ class WeightUpdater:
                 write_value(value, delta.scale)
             return update
         updatable = components.overrides.updatable[part]
-        spec = update_graph.weight_update_spec(recipe, first.shape, weight.dtype)
+        spec = update_graph.weight_update_spec(recipe, factors[0].shape, weight.dtype)
         if spec is None:
             return None
         session = self._session(components, spec, lambda: update_graph.build_weight_update(spec))
         base = updatable.originals.get(name)
         inputs = {"base": host_value(np.ascontiguousarray(self._values(weight))) if base is None else base}
-        if spec.has_shape:
-            inputs["source_shape"] = host_value(np.array(first.shape, np.int64))
+        inputs |= self._factor_inputs(components, spec, factors)
+        scales = [inputs[f"scale_{index}"] for index in range(len(factors))]
+        update = DeviceUpdate(session, inputs, {"weight": updatable.values[name]}, scales, modules)
+        self._device_updates[part, name] = update
+        return update
+
+    def _low_rank_factors(self, recipe: recipes.WeightRecipe, deltas: Deltas) -> list[LowRankDelta] | None:
+        """Return the deltas of a recipe's source tensors, zero for those without; None if they are not low-rank."""
+        operands = [deltas.get(source) for source in recipes.sources(recipe)]
+        first = next(delta for delta in operands if delta is not None)
+        if not isinstance(first, LowRankDelta) or not all(isinstance(d, LowRankDelta | None) for d in operands):
+            return None
+        return [delta if isinstance(delta, LowRankDelta) else first.zero() for delta in operands]
+
+    def _factor_inputs(
+        self, components: Components, spec: update_graph.WeightUpdateSpec, factors: Sequence[LowRankDelta]
+    ) -> dict[str, Any]:
+        """Return the inputs of an update graph for the factors of each source tensor."""
+        inputs = {"source_shape": host_value(np.array(factors[0].shape, np.int64))} if spec.has_shape else {}
         for index, delta in enumerate(factors):
             for key, array in (("up", delta.up), ("scale", delta.scale), ("down", delta.down)):
                 inputs[f"{key}_{index}"] = device_value(array, components.device)
-        scales = [inputs[f"scale_{index}"] for index in range(len(factors))]
-        update = DeviceUpdate(session, inputs, updatable.values[name], scales, modules)
-        self._device_updates[part, name] = update
-        return update
+        return inputs
 
 
 class DeviceUpdate:
@@ -443,12 +510,12 @@ class DeviceUpdate:
         self,
         session: Any,
         inputs: Mapping[str, Any],
-        weight: Any,
+        outputs: Mapping[str, Any],
         scales: Sequence[Any] = (),
         modules: Sequence[object] = (),
     ) -> None:
         self.inputs, self.scales, self.modules = inputs, scales, modules
-        self.bound = BoundRun(session, inputs, "", outputs={"weight": weight})
+        self.bound = BoundRun(session, inputs, "", outputs=outputs)
 
     def is_of(self, modules: Sequence[object]) -> bool:
         """Return whether the inputs are those of the same LoRA modules."""
@@ -459,7 +526,7 @@ class DeviceUpdate:
         self.bound.run(wait)
 
 
-def _same_sources(table: Mapping[str, recipes.WeightRecipe], names: Sequence[str]) -> list[list[str]]:
+def _by_sources(table: Mapping[str, recipes.WeightRecipe], names: Sequence[str]) -> list[list[str]]:
     """Group initializers by the checkpoint tensors that they are computed from."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
