@@ -32,6 +32,7 @@ from sd_ort.runtime import machine
 SHARD_BYTES = 10_000_000_000  # as diffusers writes them
 GB = 1e9
 BLOCK = 16 << 20  # bytes that become a hole if all are zeros
+ZEROS = bytes(BLOCK)
 KEEP_SIZE_AND_PUNCH_HOLE = 3  # mode of Linux' fallocate
 
 
@@ -93,12 +94,13 @@ def free_zeros(folder: Path, looked_at: dict[int, int]) -> None:
     `looked_at`: inode -> bytes of the file that an earlier call looked at.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    for path in folder.rglob("*.data"):
+    paths = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names if name.endswith(".data")]
+    for path in paths:
         with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:  # it may be moved
             status = os.fstat(file.fileno())
             for start in range(looked_at.get(status.st_ino, 0), status.st_size - BLOCK + 1, BLOCK):
                 looked_at[status.st_ino] = start + BLOCK
-                if os.pread(file.fileno(), BLOCK, start).strip(b"\0"):
+                if os.pread(file.fileno(), BLOCK, start) != ZEROS:
                     continue
                 where = ctypes.c_int64(start), ctypes.c_int64(BLOCK)
                 if libc.fallocate(file.fileno(), KEEP_SIZE_AND_PUNCH_HOLE, *where):
@@ -112,14 +114,16 @@ def run(command: list[str], folder: Path, least_free: float, is_freed: bool) -> 
     """
     process = subprocess.Popen(command)
     looked_at: dict[int, int] = {}
-    while process.poll() is None:
-        if is_freed:
-            free_zeros(folder, looked_at)
-        if shutil.disk_usage(folder).free < least_free * GB:
-            process.kill()
-            process.wait()
-            raise SystemExit(f"Less than {least_free} GB of the disk were left: give --work on a larger one.")
-        time.sleep(1)
+    try:
+        while process.poll() is None:
+            if is_freed:
+                free_zeros(folder, looked_at)
+            if shutil.disk_usage(folder).free < least_free * GB:
+                raise SystemExit(f"Less than {least_free} GB of the disk were left: give --work on a larger one.")
+            time.sleep(1)
+    finally:
+        process.kill()
+        process.wait()
     if process.returncode:
         raise SystemExit(process.returncode)
 
