@@ -2,18 +2,22 @@
 """Peak memory and time of `sd-ort optimize CHECKPOINT OUT` for a pipeline of real size.
 
     python scripts/bench/stream_checkpoint.py flux2-dev --work /tmp/stream --out results/stream_flux2_dev.json \
-        --bfloat16 --weights int4
+        --bfloat16 --free-zeros
 
 The checkpoint is a diffusers folder with the names and shapes of the preset in bfloat16, whose data are holes of the
-file system: all zeros, which take no disk. OUT has its full size. Both are removed afterwards. The command is killed if
-less than `--least-free` GB of the disk are left. Options that are not listed here are those of `sd-ort optimize`.
+file system: all zeros, which take no disk. OUT has its full size, unless `--free-zeros` (Linux) makes holes of its
+zeros while it is written. Both are removed afterwards. The command is killed if less than `--least-free` GB of the disk
+are left. Options that are not listed here are those of `sd-ort optimize`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import math
+import os
 import resource
 import shutil
 import subprocess
@@ -27,6 +31,9 @@ from sd_ort.runtime import machine
 
 SHARD_BYTES = 10_000_000_000  # as diffusers writes them
 GB = 1e9
+BLOCK = 16 << 20  # bytes that become a hole if all are zeros
+ZEROS = bytes(BLOCK)
+KEEP_SIZE_AND_PUNCH_HOLE = 3  # mode of Linux' fallocate
 
 
 def write_checkpoint(preset: str, folder: Path, components: list[str]) -> dict[str, int]:
@@ -81,15 +88,42 @@ def write_shard(path: Path, shapes: dict[str, list[int]]) -> None:
         file.truncate(8 + len(text) + begin)
 
 
-def run(command: list[str], folder: Path, least_free: float) -> None:
-    """Run a command that writes to `folder`. Exits if it fails, or leaves too little of the disk."""
+def free_zeros(folder: Path, looked_at: dict[int, int]) -> None:
+    """Make holes of the blocks of zeros in a folder's files, which grow at their ends alone.
+
+    `looked_at`: inode -> bytes of the file that an earlier call looked at.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    paths = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names if name.endswith(".data")]
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:  # it may be moved
+            status = os.fstat(file.fileno())
+            for start in range(looked_at.get(status.st_ino, 0), status.st_size - BLOCK + 1, BLOCK):
+                looked_at[status.st_ino] = start + BLOCK
+                if os.pread(file.fileno(), BLOCK, start) != ZEROS:
+                    continue
+                where = ctypes.c_int64(start), ctypes.c_int64(BLOCK)
+                if libc.fallocate(file.fileno(), KEEP_SIZE_AND_PUNCH_HOLE, *where):
+                    raise OSError(ctypes.get_errno(), "No hole was made", str(path))
+
+
+def run(command: list[str], folder: Path, least_free: float, is_freed: bool) -> None:
+    """Run a command that writes to `folder`. Exits if it fails, or leaves too little of the disk.
+
+    `is_freed`: zeros of its external data take no disk.
+    """
     process = subprocess.Popen(command)
-    while process.poll() is None:
-        if shutil.disk_usage(folder).free < least_free * GB:
-            process.kill()
-            process.wait()
-            raise SystemExit(f"Less than {least_free} GB of the disk were left: give --work on a larger one.")
-        time.sleep(1)
+    looked_at: dict[int, int] = {}
+    try:
+        while process.poll() is None:
+            if is_freed:
+                free_zeros(folder, looked_at)
+            if shutil.disk_usage(folder).free < least_free * GB:
+                raise SystemExit(f"Less than {least_free} GB of the disk were left: give --work on a larger one.")
+            time.sleep(1)
+    finally:
+        process.kill()
+        process.wait()
     if process.returncode:
         raise SystemExit(process.returncode)
 
@@ -101,6 +135,9 @@ def main() -> None:
     parser.add_argument("preset", help="preset of real size, such as flux-dev")
     parser.add_argument("--component", action="append", default=[], help="only this one [default: all]")
     parser.add_argument("--target", default="gpu")
+    parser.add_argument(
+        "--free-zeros", action="store_true", help="make holes of OUT's zeros [default: OUT takes its size]"
+    )
     parser.add_argument("--least-free", type=float, default=4, metavar="GB", help="disk to leave [default: 4]")
     parser.add_argument(
         "--work", type=Path, required=True, help="new folder for the checkpoint and the result; removed"
@@ -114,7 +151,7 @@ def main() -> None:
         command = ["optimize", str(options.work / "checkpoint"), str(options.work / "result"), *others]
         command += ["--target", options.target, *(f"--component={name}" for name in options.component)]
         started = time.monotonic()
-        run([sys.executable, "-m", "sd_ort", *command], options.work, options.least_free)
+        run([sys.executable, "-m", "sd_ort", *command], options.work, options.least_free, options.free_zeros)
         seconds = time.monotonic() - started
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         written = sum(path.stat().st_size for path in (options.work / "result").rglob("*") if path.is_file())
@@ -122,6 +159,7 @@ def main() -> None:
         shutil.rmtree(options.work)
     report = {
         "preset": options.preset, "weights": "zeros in holes of the files", "checkpoint_bytes": sizes,
+        "written_zeros": "holes of the files" if options.free_zeros else "on the disk",
         "written_bytes": written, "peak_resident_bytes": used.ru_maxrss * 1024, "seconds": round(seconds, 1),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 1), "command": " ".join(["sd-ort", *command]),
         "commit": commit, "machine": machine.cpu_name(), "versions": machine.versions(),
