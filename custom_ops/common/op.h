@@ -28,6 +28,7 @@ struct Output {
   void* data;
   size_t count;
   DType dtype;
+  double nmse = 0;  // normalized squared error between right candidates, where it is more than the dtype's
 };
 
 // Whether every pointer (null included) is a multiple of kBytes.

@@ -71,14 +71,17 @@ double value(const std::vector<char>& bytes, size_t i, DType dtype) {
   return x;
 }
 
-// Whether outputs are equal up to rounding: the normalized squared error is below the limit of the dtype, and NaN and
+// Whether outputs are equal up to rounding: the normalized squared error is below the limit of the output, and NaN and
 // Inf are at the same positions. Large outputs are sampled at a small odd step, which finds unwritten ranges.
-bool outputs_match(const std::vector<char>& actual, const std::vector<char>& expected, size_t count, DType dtype) {
+bool outputs_match(const std::vector<char>& actual, const std::vector<char>& expected, const Output& output) {
+  const size_t count = output.count;
+  const DType dtype = output.dtype;
   // In float8 a candidate's rounding error decides some of the elements between two numbers an eighth apart.
-  const double limit = dtype == DType::kFloat32   ? 1e-10
-                       : dtype == DType::kFloat16 ? 1e-5
-                       : dtype == DType::kFloat8  ? 2e-3
-                                                  : 5e-4;
+  const double rounding = dtype == DType::kFloat32   ? 1e-10
+                          : dtype == DType::kFloat16 ? 1e-5
+                          : dtype == DType::kFloat8  ? 2e-3
+                                                     : 5e-4;
+  const double limit = std::max(rounding, output.nmse);
   const size_t step = count / kComparedElements | 1;
   double error = 0, size = 0;
   for (size_t i = 0; i < count; i += step) {
@@ -287,9 +290,7 @@ const char* try_candidate(const GpuOp& op, int candidate, const void* params, co
   Copies actual;
   SD_ORT_RETURN_ERROR(copy_outputs(outputs.all(), stream, actual));
   for (size_t k = 0; k < expected.size(); ++k) {
-    const Output& output = outputs.all()[k];
-    if (!expected[k].empty() && !outputs_match(actual[k], expected[k], output.count, output.dtype))
-      return "wrong results";
+    if (!expected[k].empty() && !outputs_match(actual[k], expected[k], outputs.all()[k])) return "wrong results";
   }
   return nullptr;
 }

@@ -30,6 +30,7 @@ INPUTS = ("X", "W", "scale", "bias", "skip")
 OUTPUTS = ("Y", QUANTIZED)
 FLOAT32_INPUTS = ("scale",)
 INTEGERS = {"X": "8 bits", "W": "8 bits"}
+FLOAT8_SUM_NMSE = 3e-9  # a product: kFloat8SumNmse of op.h
 FORMATS = {"float8": (3, np.dtype(ml_dtypes.float8_e4m3fn)), "int8": (4, np.dtype(np.int8))}
 
 
@@ -122,7 +123,7 @@ def _case(
         name += "-" + "-".join(quantized)
     return OperatorCase(
         name, inputs, attributes, quantized or None, distribution=form, benchmark=benchmark,
-        float32_roundoffs=80 + shape[-1] ** 0.5,
+        float32_roundoffs=80 + shape[-1] ** 0.5, sum_nmse=FLOAT8_SUM_NMSE * shape[-1] if form == "float8" else 0.0,
     )  # fmt: skip
 
 
@@ -146,6 +147,7 @@ CASES = [
     _case(2, 5, 32, n=64, gated=True, quantized=("Y", QUANTIZED)),
     _case(60, 656, n=544, gated=True, quantized=(QUANTIZED,)),
     _case(2, 150, 512, n=352, gated=True, quantized=(QUANTIZED,)),
+    _case(8, 16384, n=32),
     _case(8192, 640, n=640, benchmark=True),
     _case(8192, 640, n=640, skip=True, benchmark=True),
     _case(8192, 640, n=1920, benchmark=True),
