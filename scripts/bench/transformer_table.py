@@ -23,7 +23,7 @@ from sd_ort.checkpoints.presets import PRESETS
 FAMILIES = {
     "flux-dev": "caches other than MagCache and TaylorSeer on a GPU",
     "flux2-klein-4b": "",
-    "flux2-dev": "a conversion of its 112 GB of weights",
+    "flux2-dev": "",
     "sd35-medium": "",
     "z-image-turbo": "",
     "qwen-image": "edits of full size; caches on a GPU",
@@ -39,8 +39,9 @@ FAMILY_HEAD = """
 
 Step and image: 1024 x 1024, bfloat16, random weights, beside torch.compile of the repeated blocks, or of all of SD 3.5.
 Memory: weights in GB of 10^9 bytes, text encoders + transformer ([weights](transformer_weights.md)). Fused: of the tiny
-preset, opset 23, target `gpu` ([fusions](fusion_transformers.md)), as many of each on cpu, cuda and hip. No family ran
-with its trained weights or on an AMD GPU; `demo-dit`, a trained FLUX.1 of 7.6 million weights, ran on CPUs.
+preset, opset 23, target `gpu` ([fusions](fusion_transformers.md)); cuda and hip have as many of each, cpu as many
+attentions, rotary embeddings and norms. No family ran with its trained weights or on an AMD GPU; `demo-dit`, a trained
+FLUX.1 of 7.6 million weights, ran on CPUs.
 """
 VIDEO = """
 ## AnimateDiff and video transformers
@@ -63,7 +64,8 @@ grow from step to step, most in 28 steps of FLUX.1. In float32 tiny models agree
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
-Qwen-Image meets its goal, the other steps miss theirs.
+In bfloat16 Qwen-Image's step meets its goal, the other steps miss theirs. With linears in float8 Qwen-Image and Z-Image
+meet theirs.
 
 Made by `scripts/bench/transformer_table.py` from `{folder}/`, one file per run of
 `scripts/bench/bench_transformer_step.py` (commands below). Random weights, full width and depth, bfloat16. `queued`: ms
@@ -97,6 +99,7 @@ TAIL = """
     python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
     python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
     python scripts/bench/bench_transformer_step.py qwen-image --float8 --peers compile
+    python scripts/bench/bench_transformer_step.py z-image-turbo --float8 --peers compile
     python scripts/bench/transformer_weights.py
     python scripts/bench/fusion_transformers.py
     python scripts/bench/transformer_floor.py flux-dev flux2-klein-4b sd35-medium:2 qwen-image krea2 z-image-turbo
@@ -110,6 +113,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
+    runs = [run for run in runs if "preset" in run]  # not the list of files of `sd-ort report`
     steps, images = ([run for run in runs if ("optimize_s" in run) is whole] for whole in (False, True))
     text = (
         HEAD.format(folder=options.folder, floors=floor_table(steps, options.folder / "floor"))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from image_metrics import psnr as image_psnr
 from test_export import check_against_torch
 
 from scripts.bench import fusion_transformers
@@ -152,3 +153,27 @@ def check_lora(
     assert psnr(without, changed, 0.01, peak=1.0) < 40, "the LoRA changes nothing"
     other = ours(**call, prompt=prompts[::-1], generator=5).images
     assert not guided or psnr(other, without, 0.01, peak=1.0) < 50, "the comparison does not see the prompt"
+
+
+def check_cache(theirs: Any, ours: Any, config: Any, module: str, call: Mapping[str, Any]) -> None:
+    """Assert that a cache has the full steps and the image of diffusers' hook, and changes the image.
+
+    `module`: of diffusers' transformer, runs in full steps alone. `call`: without a generator.
+    """
+    first = ours(**call, generator=1).images[0]
+    ours.enable_cache(config)
+    cached = ours(**call, generator=1).images[0]
+    full_steps = ours._cached.full_steps
+    ours.disable_cache()
+    runs = list[int]()
+    hook = theirs.transformer.get_submodule(module).register_forward_hook(lambda *_: runs.append(1))
+    theirs.transformer.enable_cache(config)
+    try:
+        expected = theirs(**call, generator=torch.Generator().manual_seed(1)).images[0]
+    finally:
+        theirs.transformer.disable_cache()
+        hook.remove()
+    assert full_steps == len(runs)
+    assert 2 < len(runs) < 2 * call["num_inference_steps"]
+    assert image_psnr(cached, expected) > 80
+    assert image_psnr(cached, first) < 70
