@@ -108,13 +108,13 @@ def test_rotary_tables_are_prepared_once_a_forward(
     family: str, kinds: int, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers read the same angles; Z-Image has tables of the prompt, of the image, and of both."""
-    pipe, prepare, prepared, forwards = models.theirs(family, PIPELINES[family][0]), joint_attention._copied, [], []
+    pipe, prepare, prepared, forwards = models.theirs(family, PIPELINES[family][0]), joint_attention.copy_like, [], []
 
     def count(*arguments: Any) -> Any:
         prepared.append(arguments)
         return prepare(*arguments)
 
-    monkeypatch.setattr(joint_attention, "_copied", count)
+    monkeypatch.setattr(joint_attention, "copy_like", count)
     hook = pipe.transformer.register_forward_hook(lambda *_: forwards.append(1))
     try:
         image(optimize(pipe.transformer) and pipe, family)
@@ -127,14 +127,14 @@ def test_rotary_tables_are_prepared_once_a_forward(
 
 def test_a_changed_table_is_read_again() -> None:
     x, tables = torch.zeros(1, 3, 2, 4), (torch.rand(3, 4), torch.rand(3, 4))
-    first = joint_attention._real_angles(tables, x)
-    assert joint_attention._real_angles(tables, x) is first
-    assert joint_attention._real_angles((tables[0], tables[1].clone()), x) is not first
+    first = joint_attention.real_angles(tables, x)
+    assert joint_attention.real_angles(tables, x) is first
+    assert joint_attention.real_angles((tables[0], tables[1].clone()), x) is not first
     tables[1].mul_(2)
-    changed = joint_attention._real_angles(tables, x)
+    changed = joint_attention.real_angles(tables, x)
     assert changed is not None
     torch.testing.assert_close(changed[1], tables[1][:, ::2])
-    double = joint_attention._real_angles(tables, x.double())
+    double = joint_attention.real_angles(tables, x.double())
     assert double is not None
     assert double[0].dtype == torch.float64
 

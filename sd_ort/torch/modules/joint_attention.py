@@ -31,7 +31,7 @@ from sd_ort.torch.operators import attention, rotary_embedding
 Tensor = torch.Tensor
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value, each (B, S, heads, head size)
 Angles = tuple[Tensor, Tensor]  # cosines and sines, each (S, head size / 2)
-_KEPT = "_sd_ort_angles"  # attribute of a rotary table
+_ANGLES_ATTRIBUTE = "_sd_ort_angles"  # attribute of a rotary table
 
 
 class FastProcessor:
@@ -96,10 +96,10 @@ class FastFluxProcessor(FastProcessor):
             return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         heads = _projected(attn, hidden_states, attn.head_dim)
         if encoder_hidden_states is None:
-            y = self.attend(_rotated(heads, _real_angles(image_rotary_emb, heads[0])), attention_mask)
+            y = self.attend(_rotated(heads, real_angles(image_rotary_emb, heads[0])), attention_mask)
             return y if getattr(attn, "to_out", None) is None else _output(attn, y)
         heads = _joined(_projected(attn, encoder_hidden_states, attn.head_dim, added=True), heads)
-        y = self.attend(_rotated(heads, _real_angles(image_rotary_emb, heads[0])), attention_mask)
+        y = self.attend(_rotated(heads, real_angles(image_rotary_emb, heads[0])), attention_mask)
         text, image = y.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], dim=1)
         return _output(attn, image), attn.to_add_out(text)
 
@@ -119,7 +119,7 @@ class FastFlux2ParallelProcessor(FastProcessor):
         *qkv, mlp = joined.split([*[attn.inner_dim] * 3, joined.shape[-1] - 3 * attn.inner_dim], dim=-1)
         q, k, v = (each.unflatten(-1, (-1, attn.head_dim)) for each in qkv)
         heads = norm(attn.norm_q, q), norm(attn.norm_k, k), v
-        y = self.attend(_rotated(heads, _real_angles(image_rotary_emb, q)), attention_mask)
+        y = self.attend(_rotated(heads, real_angles(image_rotary_emb, q)), attention_mask)
         return attn.to_out(torch.cat([y, attn.mlp_act_fn(mlp)], dim=-1))
 
 
@@ -211,7 +211,7 @@ class FastKrea2Processor(FastProcessor):
     ) -> Tensor:
         """As in diffusers."""
         heads = _projected(attn, hidden_states, attn.head_dim)
-        y = self.attend(_rotated(heads, _real_angles(image_rotary_emb, heads[0])), attention_mask)
+        y = self.attend(_rotated(heads, real_angles(image_rotary_emb, heads[0])), attention_mask)
         return attn.to_out[0](y * torch.sigmoid(attn.to_gate(hidden_states)))
 
 
@@ -236,7 +236,7 @@ def _rotated(heads: Heads, angles: Angles | None) -> Heads:
     return heads if angles is None else (rotary_embedding(q, *angles), rotary_embedding(k, *angles), v)
 
 
-def _real_angles(tables: Angles | None, x: Tensor) -> Angles | None:
+def real_angles(tables: Angles | None, x: Tensor) -> Angles | None:
     """Return the angles of diffusers' tables (S, head size), whose columns are in pairs of equal ones."""
     return None if tables is None else _once(tables, x, lambda: (tables[0][:, ::2], tables[1][:, ::2]))
 
@@ -257,19 +257,19 @@ def _once(tables: tuple[Tensor, ...], x: Tensor, compute: Callable[[], Angles]) 
     The first table keeps it: all layers of a forward have the same tables, which diffusers makes in each forward.
     """
     if torch.compiler.is_compiling() or any(table.requires_grad for table in tables):
-        return _copied(compute(), x)
+        return copy_like(compute(), x)
     versions = [0 if table.is_inference() else table._version for table in tables]
-    kept = getattr(tables[0], _KEPT, None)
-    if kept is not None:
-        others, *key, angles = kept
+    cached = getattr(tables[0], _ANGLES_ATTRIBUTE, None)
+    if cached is not None:
+        others, *key, angles = cached
         if key == [versions, x.device, x.dtype] and all(map(operator.is_, others, tables[1:])):
             return angles
-    angles = _copied(compute(), x)
-    setattr(tables[0], _KEPT, (tables[1:], versions, x.device, x.dtype, angles))
+    angles = copy_like(compute(), x)
+    setattr(tables[0], _ANGLES_ATTRIBUTE, (tables[1:], versions, x.device, x.dtype, angles))
     return angles
 
 
-def _copied(angles: Angles, x: Tensor) -> Angles:
+def copy_like(angles: Angles, x: Tensor) -> Angles:
     """Return contiguous copies: a view would keep the table alive that keeps it."""
     cos, sin = (a.to(x.device, x.dtype, copy=True, memory_format=torch.contiguous_format) for a in angles)
     return cos, sin
