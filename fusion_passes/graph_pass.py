@@ -93,14 +93,17 @@ def totals(*runs: Mapping[str, PassOutcome]) -> dict[str, int]:
 def rewrite_nodes(
     model: ir.Model,
     name: str,
-    op_type: str,
+    candidates: str | Callable[[ir.Node], bool],
     reject_reason: Callable[[ir.Node], str | None],
     rewrite: Callable[[ir.Graph, ir.Node], None],
 ) -> PassOutcome:
-    """Rewrite every node of `op_type` for which `reject_reason` returns None; count the rewrites under `name`."""
+    """Rewrite every candidate for which `reject_reason` returns None; count the rewrites under `name`.
+
+    candidates: an operator type, or a predicate. Nodes that are no candidates are not recorded as rejections.
+    """
     outcome = PassOutcome()
     for node in list(model.graph):
-        if node.op_type != op_type:
+        if node.op_type != candidates if isinstance(candidates, str) else not candidates(node):
             continue
         reason = reject_reason(node)
         if reason is not None:

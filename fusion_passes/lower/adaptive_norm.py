@@ -21,7 +21,7 @@ from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.cleanup import clean_up
 from fusion_passes.graph_edits import replace_value
-from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.shapes.infer import annotate_new
 
 NORMS = ("RMSNormalization", "LayerNormalization")
@@ -127,17 +127,13 @@ def _lower(graph: ir.Graph, node: ir.Node) -> None:
         graph.remove(add, safe=True)
 
 
+def _is_norm(node: ir.Node) -> bool:
+    return node.op_type in NORMS and not node.domain
+
+
 def adaptive_norm(model: ir.Model) -> PassOutcome:
     """Rewrite the normalizations of `model` in place."""
-    outcome = PassOutcome()
-    for node in list(model.graph):
-        if node.op_type not in NORMS or node.domain:
-            continue
-        if reason := _reject_reason(node):
-            outcome.rejections.append(Rejection(node, reason))
-            continue
-        _lower(model.graph, node)
-        outcome.counts["adaptive_norm"] += 1
+    outcome = rewrite_nodes(model, "adaptive_norm", _is_norm, _reject_reason, _lower)
     if outcome.counts.total():
         model.graph.opset_imports.setdefault(DOMAIN, 1)
         clean_up(model)

@@ -12,26 +12,19 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.cleanup import remove_unused
 from fusion_passes.graph_edits import replace_value
-from fusion_passes.graph_pass import PassOutcome, Rejection
+from fusion_passes.graph_pass import PassOutcome
 from fusion_passes.lower import quantized_linear as linear
 from fusion_passes.lower.bfloat16_matmul_conv import tiles_reject_reason
 
 
 def quantized_conv(model: ir.Model) -> PassOutcome:
     """Rewrite the convolutions of `model` in place; count them. Those without a dequantized input are no matches."""
-    outcome, graph = PassOutcome(), model.graph
-    for node in list(graph):
-        if node.op_type != "Conv" or node.domain != "" or not any(map(linear.dequantize, node.inputs[:2])):
-            continue
-        if reason := linear.reject_reason(node, 4, 0) or kernel_reject_reason(node):
-            outcome.rejections.append(Rejection(node, reason))
-            continue
-        _rewrite(graph, node)
-        outcome.counts["quantized_conv"] += 1
-    remove_unused(graph)
-    return outcome
+    return linear.lower_quantized(model, "quantized_conv", ("Conv",), _reject_reason, _rewrite)
+
+
+def _reject_reason(node: ir.Node) -> str | None:
+    return linear.reject_reason(node, 4, 0) or kernel_reject_reason(node)
 
 
 def kernel_reject_reason(node: ir.Node) -> str | None:

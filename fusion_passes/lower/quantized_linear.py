@@ -12,6 +12,8 @@ scales along another axis. Runs after QDQ was inserted (`eight_bits.qdq`), befor
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import numpy as np
 import onnx_ir as ir
 
@@ -19,23 +21,30 @@ from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.cleanup import remove_unused
 from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_value, unique_name
-from fusion_passes.graph_pass import PassOutcome, Rejection
+from fusion_passes.graph_pass import PassOutcome, rewrite_nodes
 
 LINEARS = ("MatMul", "LinearAdd", "LinearSplitGelu")
 
 
 def quantized_linear(model: ir.Model) -> PassOutcome:
     """Rewrite the linear layers of `model` in place; count them. Layers without a dequantized input are no matches."""
-    outcome, graph = PassOutcome(), model.graph
-    for node in list(graph):
-        if node.op_type not in LINEARS or node.domain not in ("", DOMAIN) or not any(map(dequantize, node.inputs[:2])):
-            continue
-        if reason := reject_reason(node, 2, 1):
-            outcome.rejections.append(Rejection(node, reason))
-            continue
-        _rewrite(graph, node)
-        outcome.counts["quantized_linear"] += 1
-    remove_unused(graph)
+    return lower_quantized(model, "quantized_linear", LINEARS, lambda node: reject_reason(node, 2, 1), _rewrite)
+
+
+def lower_quantized(
+    model: ir.Model,
+    name: str,
+    op_types: Collection[str],
+    reject: Callable[[ir.Node], str | None],
+    rewrite: Callable[[ir.Graph, ir.Node], None],
+) -> PassOutcome:
+    """Rewrite the layers of `op_types` with a dequantized input as `rewrite_nodes` does; remove what nothing reads."""
+
+    def is_candidate(node: ir.Node) -> bool:
+        return node.op_type in op_types and node.domain in ("", DOMAIN) and any(map(dequantize, node.inputs[:2]))
+
+    outcome = rewrite_nodes(model, name, is_candidate, reject, rewrite)
+    remove_unused(model.graph)
     return outcome
 
 

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import new_derived_initializer, replace_value
-from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection, rewrite_nodes
 
 
 def swiglu(model: ir.Model) -> PassOutcome:
@@ -81,31 +81,33 @@ def _rewrite(graph: ir.Graph, node: ir.Node, activation: ir.Node, up: ir.Value) 
 
 def pack_swiglu(model: ir.Model) -> PassOutcome:
     """Pack the products before the SwiGlu nodes of `model` in place."""
-    outcome, graph = PassOutcome(), model.graph
-    for node in list(graph):
-        if node.op_type != "SwiGlu" or node.domain != DOMAIN or len(node.inputs) == 1:
-            continue
-        products = [_product(value) for value in node.inputs]
-        if reason := _reject_products(products):
-            outcome.rejections.append(Rejection(node, reason))
-            continue
-        gate, up = (product for product in products if product is not None)
-        weights = [weight for product in (gate, up) if (weight := product.inputs[1]) is not None]
-        rows, width = values.size(weights[0], 0) or 0, values.size(weights[0], 1) or 0
-        name = f"{node.outputs[0].name}.gate_up"
-        weight = new_derived_initializer(graph, f"{name}_weight", weights, [rows, 2 * width], "interleave", 1)
-        packed = ir.node("MatMul", [gate.inputs[0], weight])
-        packed.metadata_props.update(gate.metadata_props)
-        total, half = packed.outputs[0], gate.outputs[0]
-        total.name, total.type = name, half.type
-        total.shape = None if half.shape is None else ir.Shape([*list(half.shape)[:-1], 2 * width])
-        graph.insert_before(node, packed)
-        node.replace_input_with(0, total)
-        node.resize_inputs(1)
-        for old in (gate, up):
-            graph.remove(old, safe=True)
-        outcome.counts["packed_swiglu"] += 1
-    return outcome
+    return rewrite_nodes(model, "packed_swiglu", _has_two_inputs, _reject_products, _pack)
+
+
+def _has_two_inputs(node: ir.Node) -> bool:
+    return node.op_type == "SwiGlu" and node.domain == DOMAIN and len(node.inputs) == 2
+
+
+def _pack(graph: ir.Graph, node: ir.Node) -> None:
+    gate, up = _products(node)
+    weights = [weight for product in (gate, up) if (weight := product.inputs[1]) is not None]
+    rows, width = values.size(weights[0], 0) or 0, values.size(weights[0], 1) or 0
+    name = f"{node.outputs[0].name}.gate_up"
+    weight = new_derived_initializer(graph, f"{name}_weight", weights, [rows, 2 * width], "interleave", 1)
+    packed = ir.node("MatMul", [gate.inputs[0], weight])
+    packed.metadata_props.update(gate.metadata_props)
+    total, half = packed.outputs[0], gate.outputs[0]
+    total.name, total.type = name, half.type
+    total.shape = None if half.shape is None else ir.Shape([*list(half.shape)[:-1], 2 * width])
+    graph.insert_before(node, packed)
+    node.replace_input_with(0, total)
+    node.resize_inputs(1)
+    for old in (gate, up):
+        graph.remove(old, safe=True)
+
+
+def _products(node: ir.Node) -> list[ir.Node]:
+    return [product for value in node.inputs if (product := _product(value)) is not None]
 
 
 def _product(value: ir.Value | None) -> ir.Node | None:
@@ -117,13 +119,13 @@ def _product(value: ir.Value | None) -> ir.Node | None:
     return node if weight is not None and values.is_constant(weight) and values.rank(weight) == 2 else None
 
 
-def _reject_products(products: list[ir.Node | None]) -> str | None:
-    found = [product for product in products if product is not None]
-    if len(found) != 2:
+def _reject_products(node: ir.Node) -> str | None:
+    products = _products(node)
+    if len(products) != 2:
         return "gate or up is not a MatMul with a constant matrix and no other consumers"
-    if found[0].inputs[0] is not found[1].inputs[0]:
+    if products[0].inputs[0] is not products[1].inputs[0]:
         return "gate and up are products of two tensors"
-    widths = {values.size(product.inputs[1], 1) for product in found if product.inputs[1] is not None}
+    widths = {values.size(product.inputs[1], 1) for product in products if product.inputs[1] is not None}
     return "gate and up differ in width" if len(widths) != 1 or None in widths else None
 
 

@@ -44,11 +44,11 @@ from scripts.checks.demo_files import save_checkpoint, save_loras
 from scripts.report import save_findings
 from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
-from sd_ort.integrations.application_installers import CONTENT, HERE
+from sd_ort.integrations.application_installers import CONTENT, PACKAGE_FOLDER
 from sd_ort.integrations.managed_folder import install_folder
 from sd_ort.stages import optimize
 
-WORKFLOWS = HERE / "comfyui" / "workflows"
+WORKFLOWS = PACKAGE_FOLDER / "comfyui" / "workflows"
 SCENE = "a yellow circle above a green square on a blue background"
 MIN_PSNR, MIN_TILED = 40.0, 25.0
 

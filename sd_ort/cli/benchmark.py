@@ -195,8 +195,8 @@ def command(
     if options["provider"] == "auto":
         options["provider"] = choose_provider(folders[0], "auto")
     provider = options["provider"]
-    if not mlperf and (given := _given(ctx, {*MLPERF, *WEIGHTS, "accuracy_weights"})):
-        raise InputError(f"{', '.join(given)} goes with --mlperf: give it, or leave this out.")
+    if not mlperf and (options_of_mlperf := _options_on_command_line(ctx, {*MLPERF, *WEIGHTS, "accuracy_weights"})):
+        raise InputError(f"{', '.join(options_of_mlperf)} goes with --mlperf: give it, or leave this out.")
     under_load = {name: options.pop(name) for name in MLPERF}
     under_load["weights"] = _accuracy_weights(
         options.pop("accuracy_weights"), {name: options.pop(name) for name in WEIGHTS}
@@ -246,10 +246,12 @@ def command(
         ctx.exit(1)
 
 
-def _given(ctx: click.Context, names: Collection[str]) -> list[str]:
-    """Return those options of `names` that are on the command line, as they are written."""
-    given = [p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE]
-    return [parameter.opts[0] for parameter in given if parameter.name in names]
+def _options_on_command_line(ctx: click.Context, names: Collection[str]) -> list[str]:
+    """Return the options of `names` that are on the command line, as `--name`."""
+    parameters = [
+        p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE
+    ]
+    return [parameter.opts[0] for parameter in parameters if parameter.name in names]
 
 
 def _accuracy_weights(folder: Path | None, files: dict[str, Path | None]) -> AccuracyWeights:
@@ -271,7 +273,9 @@ def _benchmark_files(ctx: click.Context, files: tuple[Path, ...], inputs: Path |
     from sd_ort.benchmark import model_files
     from sd_ort.cli.model_options import choose_provider
 
-    if foreign := _given(ctx, {parameter.name or "" for parameter in ctx.command.params} - FILE_OPTIONS):
+    if foreign := _options_on_command_line(
+        ctx, {parameter.name or "" for parameter in ctx.command.params} - FILE_OPTIONS
+    ):
         raise InputError(f"{', '.join(foreign)} goes with pipeline folders: leave it out for .onnx files.")
     if wrong := [str(file) for file in files if file.suffix != ".onnx"]:
         raise InputError(f"{', '.join(wrong)} is no .onnx file: measure pipeline folders by themselves.")

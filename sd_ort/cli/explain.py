@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-SHOWN = 3  # scopes named for each reason; --all names every one
+SCOPES_PER_REASON = 3  # scopes named for each reason; --all names every one
 
 
 @click.command()
@@ -51,9 +51,9 @@ def histogram(entry: dict[str, Any]) -> list[str]:
 def grouped(entry: dict[str, Any]) -> list[str]:
     """Return the number of fused sites, and the unfused ones by operator and reason."""
     lines = ["  fused: " + (", ".join(f"{count} {op}" for op, count in entry["fused"].items()) or "nothing")]
-    left = [site for site in entry["sites"] if not site["fused"]]
+    unfused = [site for site in entry["sites"] if not site["fused"]]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for site in left:  # what follows the colon is each site's own
+    for site in unfused:  # what follows the colon is each site's own
         groups.setdefault((site["op"], site["reason"].partition(": ")[0]), []).append(site)
     for (op, _), alike in sorted(groups.items(), key=lambda group: -len(group[1])):
         named = some(site["scope"] or site["value"] for site in alike)
@@ -61,7 +61,7 @@ def grouped(entry: dict[str, Any]) -> list[str]:
     return lines + list(lowered(entry)) + list(placed(entry))
 
 
-def some(names: Iterable[str], limit: int = SHOWN) -> str:
+def some(names: Iterable[str], limit: int = SCOPES_PER_REASON) -> str:
     """The first of the names, each once."""
     distinct = list(dict.fromkeys(names))
     return ", ".join(distinct[:limit]) + (", ..." if len(distinct) > limit else "")
@@ -69,15 +69,15 @@ def some(names: Iterable[str], limit: int = SHOWN) -> str:
 
 def lowered(entry: dict[str, Any]) -> Iterator[str]:
     """Return the rewrites of each pass of the target, and its rejections by reason."""
-    for name, done in entry["lowered"].items():
-        counts = {"rewritten" if what == name else what: count for what, count in done["rewrote"].items() if count}
-        rewrote = ", ".join(f"{count} {what}" for what, count in counts.items())
+    for name, outcome in entry["lowered"].items():
+        counts = {"rewritten" if key == name else key: count for key, count in outcome["rewrote"].items() if count}
+        rewrote = ", ".join(f"{count} {key}" for key, count in counts.items())
         yield f"  {name}: {rewrote or 'nothing to rewrite'}"
-        for (op, reason), count in Counter((site["op"], site["reason"]) for site in done["unfused"]).most_common():
+        for (op, reason), count in Counter((site["op"], site["reason"]) for site in outcome["unfused"]).most_common():
             yield f"    left: {count} {op}: {reason}"
 
 
-def placed(entry: dict[str, Any], limit: int = SHOWN) -> Iterator[str]:
+def placed(entry: dict[str, Any], limit: int = SCOPES_PER_REASON) -> Iterator[str]:
     """Return the number of nodes per execution provider, and the operators that ours rejects, by reason."""
     if (placement := entry.get("placement")) is None:
         return
@@ -102,8 +102,8 @@ def every_site(entry: dict[str, Any]) -> list[str]:
         lines
         + [
             f"  {site['op']:28}{site['scope'] or site['value']}  {name}: {site['reason']}"
-            for name, done in entry["lowered"].items()
-            for site in done["unfused"]
+            for name, outcome in entry["lowered"].items()
+            for site in outcome["unfused"]
         ]
         + list(placed(entry, limit=1 << 30))
     )

@@ -11,10 +11,10 @@ from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.cli.model_options import checkpoint_options
 from sd_ort.core.errors import InputError
 
-WHOLE = ", ".join(name for name in PRESETS if not name.endswith(("-tiny", "-mini")))
+FULL_PRESETS = ", ".join(name for name in PRESETS if not name.endswith(("-tiny", "-mini")))
 PRESET_HELP = (
-    f"Instead of MODEL: a public config. One of {WHOLE}. To try them out: NAME-tiny has narrow layers, and a U-Net's "
-    "NAME-mini single ones at two resolutions, which export in less than a minute."
+    f"Instead of MODEL: a public config. One of {FULL_PRESETS}. To try them out: NAME-tiny has narrow layers, and a "
+    "U-Net's NAME-mini single ones at two resolutions, which export in less than a minute."
 )
 
 

@@ -17,8 +17,8 @@ if sys.platform == "win32":
     def lock(descriptor: int, kind: int) -> None:
         """Lock an open file. Raises BlockingIOError if another process has it and `kind` has NON_BLOCKING."""
         handle = ctypes.c_void_p(msvcrt.get_osfhandle(descriptor))
-        place = (ctypes.c_uint64 * 4)(0, 0, _BYTE, 0)  # OVERLAPPED: two of the system's own, offset, event
-        if not ctypes.windll.kernel32.LockFileEx(handle, kind, 0, 1, 0, ctypes.byref(place)):
+        overlapped = (ctypes.c_uint64 * 4)(0, 0, _BYTE, 0)  # OVERLAPPED: two of the system's own, offset, event
+        if not ctypes.windll.kernel32.LockFileEx(handle, kind, 0, 1, 0, ctypes.byref(overlapped)):
             raise BlockingIOError(f"Another process has locked file {descriptor}.")
 
     def _lock_file(folder: Path) -> Path:

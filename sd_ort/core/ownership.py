@@ -45,11 +45,11 @@ def record_file(path: Path, digest: str | None = None) -> dict[str, Any]:
 def tree_names(folder: Path) -> set[str]:
     """Return the relative paths of all entries below a folder: files, links, and empty folders with a final slash."""
     names = set()
-    for place, folders, files in os.walk(folder):
-        home = Path(place).relative_to(folder)
-        links = [name for name in folders if (Path(place) / name).is_symlink()]
+    for parent, folders, files in os.walk(folder):
+        home = Path(parent).relative_to(folder)
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
         names |= {(home / name).as_posix() for name in (*files, *links)}
-        if not folders and not files and place != str(folder):
+        if not folders and not files and parent != str(folder):
             names.add(f"{home.as_posix()}/")
     return names
 
@@ -120,8 +120,8 @@ class SharedFolder:
 
     def record(self, *names: str) -> None:
         """Record files that other code wrote; missing files are skipped."""
-        written = {name: record_file(self.folder / name) for name in names if (self.folder / name).is_file()}
-        write_json(self.folder / RECORD, {**self._record(), **written})
+        records = {name: record_file(self.folder / name) for name in names if (self.folder / name).is_file()}
+        write_json(self.folder / RECORD, {**self._record(), **records})
 
     def _record(self) -> dict[str, FileRecord]:
         if not os.path.lexists(self.folder / RECORD):

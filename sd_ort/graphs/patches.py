@@ -102,21 +102,21 @@ class _Editor:
         self.anchor: ir.Node | None = None  # before which nodes are inserted; None for the end
         self.inserted: set[ir.Node | None] = set()
         self.names = 0
-        known = ROW_WISE | {*CONVOLUTIONS, *NORMS, *ATTENTIONS}
+        supported = ROW_WISE | {*CONVOLUTIONS, *NORMS, *ATTENTIONS}
         for node in self.nodes:
             if node.outputs[0] not in self.image or node.op_type in ("Shape", "Size"):
                 continue
             smooth = node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") != "nearest"
             images = sum(value in self.image for value in node.inputs)
-            if node.op_type not in known or smooth or (node.op_type == "MatMul" and images > 1):
+            if node.op_type not in supported or smooth or (node.op_type == "MatMul" and images > 1):
                 raise InputError(f"this UNet's {node.op_type} cannot be split into bands of rows: optimize the folder.")
 
     # --- Sites ------------------------------------------------------------------------------------------------------
 
     def convolutions(self) -> Iterator[tuple[str, ir.Node, int, int, int]]:
         """Yield name, node, axis of the height, and rows that are read above and below."""
-        found = (node for node in self.nodes if node.op_type in CONVOLUTIONS and node.inputs[0] in self.image)
-        for number, node in enumerate(found):
+        convolutions = (node for node in self.nodes if node.op_type in CONVOLUTIONS and node.inputs[0] in self.image)
+        for number, node in enumerate(convolutions):
             above, below = (1, 1) if node.op_type == "WinogradConv" else self._pads(node)
             if above or below:
                 yield f"patch.{number}", node, CONVOLUTIONS[node.op_type], above, below
@@ -130,16 +130,16 @@ class _Editor:
 
     def norms(self) -> Iterator[tuple[str, ir.Node, ir.Value]]:
         """Yield name, node and the normalized image."""
-        found = (node for node in self.nodes if node.op_type in NORMS)
-        for number, node in enumerate(found):
+        norms = (node for node in self.nodes if node.op_type in NORMS)
+        for number, node in enumerate(norms):
             image = node.outputs[1] if node.op_type == "SkipGroupNorm" else node.inputs[0]
             assert image is not None
             yield f"patch.norm_{number}", node, image
 
     def attentions(self) -> Iterator[tuple[str, ir.Node]]:
         """Yield name and node of each self-attention."""
-        found = (node for node in self.nodes if node.op_type in ATTENTIONS)
-        for number, node in enumerate(found):
+        attentions = (node for node in self.nodes if node.op_type in ATTENTIONS)
+        for number, node in enumerate(attentions):
             key = node.inputs[1] if len(node.inputs) > 1 else None
             if key is None or key in self.image:
                 if any(value is not None for value in node.inputs[3:]):
@@ -197,7 +197,7 @@ class _Editor:
             self.add("Gather", [self.add("Reshape", [value, flat], name), index], name, axis=0)
             for value in (ratio, shift)
         )
-        weights = [[part for _, node, _ in norms if (part := node.inputs[place]) is not None] for place in (1, 2)]
+        weights = [[part for _, node, _ in norms if (part := node.inputs[index]) is not None] for index in (1, 2)]
         gamma, beta = (
             self.add("Cast", [self.add("Concat", values, name, axis=0)], name, to=ir.DataType.FLOAT)
             for values in weights
@@ -222,14 +222,14 @@ class _Editor:
 
     def moments(self, means: ir.Value, squares: ir.Value, epsilon: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
         """Return mean and deviation by group (1, G), of the band and of the image."""
-        name, found = "patch.norms", []
+        name, results = "patch.norms", []
         for operator, argument in (("Gather", self.band.index), ("ReduceMean", 0)):
             at = self.ints(name, [argument])
             attributes: dict[str, Any] = {"axis": 0} if operator == "Gather" else {"keepdims": 1}
             mean, square = (self.add(operator, [value, at], name, **attributes) for value in (means, squares))
             variance = self.add("Sub", [square, self.add("Mul", [mean, mean], name)], name)
-            found.append((mean, self.add("Sqrt", [self.add("Add", [variance, epsilon], name)], name)))
-        return found
+            results.append((mean, self.add("Sqrt", [self.add("Add", [variance, epsilon], name)], name)))
+        return results
 
     # --- A band -----------------------------------------------------------------------------------------------------
 
@@ -252,12 +252,12 @@ class _Editor:
             self.replace_convolution(name, node, self.add("Concat", parts, name, value, axis=axis), above, below)
         for name, node in list(self.attentions()):
             self.anchor = node
-            query, whole = self.query(name, node), []
+            query, operands = self.query(name, node), []
             for key, value in self.shared_keys(name, node):
                 self.output(value, f"{name}.{key}")
                 others = [self.input(f"{name}.{key}.{other}", value) for other in band.others]
-                whole.append(self.add("Concat", [value, *others], name, value, axis=1))
-            new = ir.node(node.op_type, [query, *whole], domain=node.domain, overload=self.overload(node))
+                operands.append(self.add("Concat", [value, *others], name, value, axis=1))
+            new = ir.node(node.op_type, [query, *operands], domain=node.domain, overload=self.overload(node))
             for attribute in node.attributes.values():
                 new.attributes[attribute.name] = attribute
             self.replace(node, new)
@@ -270,8 +270,8 @@ class _Editor:
         self.anchor = self.graph[0]
         channels = [self.channels(node) for node in nodes]
         sizes = self.ints("patch.norms", channels)
-        for place, name in enumerate(CORRECTIONS, 1):
-            like = nodes[0].inputs[place]
+        for index, name in enumerate(CORRECTIONS, 1):
+            like = nodes[0].inputs[index]
             assert like is not None
             source = self.input(name, like)
             source.shape = ir.Shape([sum(channels)])
@@ -279,7 +279,7 @@ class _Editor:
             self._insert(split)
             for node, part in zip(nodes, split.outputs, strict=True):
                 part.name, part.type = self.unused("patch.norms"), like.type
-                node.replace_input_with(place, part)
+                node.replace_input_with(index, part)
 
     def replace_convolution(self, name: str, node: ir.Node, rows: ir.Value, above: int, below: int) -> None:
         """Let a convolution read `rows`, padded only at the image's own borders."""

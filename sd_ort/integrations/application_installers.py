@@ -9,7 +9,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import format_names
 from sd_ort.integrations.managed_folder import install_folder, uninstall_folder
 
-HERE = Path(__file__).parent
+PACKAGE_FOLDER = Path(__file__).parent
 # Application -> files that identify its folder, its folder of extensions, and the name of sd-ort's extension.
 FOLDERS = {
     "comfyui": (("nodes.py", "comfy", "custom_nodes"), "custom_nodes", "sd_ort_nodes"),
@@ -55,7 +55,7 @@ def _comfyui() -> dict[str, bytes]:
              "from sd_ort.integrations.comfyui import comfy_entrypoint", "",
              '__all__ = ["comfy_entrypoint"]', ""]  # fmt: skip
     files = {"__init__.py": "\n".join(lines).encode()}
-    for workflow in sorted((HERE / "comfyui" / "workflows").glob("*.json")):
+    for workflow in sorted((PACKAGE_FOLDER / "comfyui" / "workflows").glob("*.json")):
         files[f"example_workflows/{workflow.name}"] = workflow.read_bytes()
     return files
 

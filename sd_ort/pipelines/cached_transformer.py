@@ -39,7 +39,7 @@ def check_steps(steps: int) -> None:
 
 
 def open_cut(models: Components, label: str, edit: str) -> OrtModel:
-    """Return the transformer with its graph cut by a function of `graphs.kept_blocks`, opened once.
+    """Return the transformer with its graph cut by a function of `graphs.block_cache_graphs`, opened once.
 
     Raises InputError if its graph cannot be cut.
     """
@@ -47,25 +47,26 @@ def open_cut(models: Components, label: str, edit: str) -> OrtModel:
 
 
 def _cut(folder: Path, edit: str, path: Path) -> bytes:
-    from sd_ort.graphs import kept_blocks
+    from sd_ort.graphs import block_cache_graphs
     from sd_ort.graphs.load import load, serialize_over_data
     from sd_ort.weights.recipes import read_recipes
 
     model: ir.Model = load(path)
-    getattr(kept_blocks, edit)(model, read_recipes(folder).get("transformer", {}))
+    getattr(block_cache_graphs, edit)(model, read_recipes(folder).get("transformer", {}))
     return serialize_over_data(model, path.parent)
 
 
 @dataclass
-class KeptTensors:
-    """Tensors kept for one prompt. given: its inputs, alive as long as this. shared: those of the head, of the rest.
+class PromptCache:
+    """Cached tensors of one prompt.
 
+    prompt_inputs: inputs of the prompt, alive as long as the cache. shared: those of the head, those of the rest.
     number: of the prompt in the call. step: number of steps before. last: what the last full step gives the head, by
     the names of its inputs; None before the first step. runs: both graphs over buffers of a GPU, where the tensors of
     `last` stay.
     """
 
-    given: Mapping[str, np.ndarray]
+    prompt_inputs: Mapping[str, np.ndarray]
     shared: tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
     number: int
     step: int = 0
@@ -80,7 +81,7 @@ class CachedTransformer(ABC):
     they share.
     """
 
-    KEPT: tuple[str, ...]  # inputs of the head, outputs of the rest
+    CACHED: tuple[str, ...]  # inputs of the head, outputs of the rest
 
     def __init__(self, head: OrtModel, rest: OrtModel) -> None:
         self.head, self.rest = head, rest
@@ -88,58 +89,58 @@ class CachedTransformer(ABC):
         both = {**rest.inputs, **head.inputs}
         self.inputs = {name: value for name, value in both.items() if name not in own}
         self.full_steps = 0
-        self._kept: dict[int, KeptTensors] = {}  # by the identity of the inputs that the steps of a prompt share
+        self._prompts: dict[int, PromptCache] = {}  # by the identity of the inputs that the steps of a prompt share
 
     @abstractmethod
-    def step(self, kept: KeptTensors, run_head: Callable[[], Read], run_rest: Callable[[], Read]) -> Read:
+    def step(self, cache: PromptCache, run_head: Callable[[], Read], run_rest: Callable[[], Read]) -> Read:
         """Run a step, and return what reads its outputs. `run_rest` reads outputs of the head if it ran before."""
 
     def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
         """Run a step as `Model.run_with_shared` does."""
         head, rest = self.head, self.rest
-        kept = self._kept.get(id(shared))
-        if kept is None:
+        cache = self._prompts.get(id(shared))
+        if cache is None:
             parts = [{n: a for n, a in shared.items() if n in model.inputs} for model in (head, rest)]
-            kept = self._kept[id(shared)] = KeptTensors(shared, (parts[0], parts[1]), len(self._kept))
+            cache = self._prompts[id(shared)] = PromptCache(shared, (parts[0], parts[1]), len(self._prompts))
         if isinstance(head, GpuGraphModel) and isinstance(rest, GpuGraphModel):
-            output = self._run_captured(head, rest, kept, arrays)
+            output = self._run_captured(head, rest, cache, arrays)
         else:
-            output = self._run(kept, arrays)
-        kept.step += 1
+            output = self._run(cache, arrays)
+        cache.step += 1
         return {OUTPUT: output}
 
-    def _run(self, kept: KeptTensors, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _run(self, cache: PromptCache, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         streams: dict[str, np.ndarray] = {}
 
         def run_head() -> Read:
-            last = kept.last or self._zeros(arrays["hidden_states"])
+            last = cache.last or self._zeros(arrays["hidden_states"])
             own = {name: array for name, array in arrays.items() if name in self.head.inputs}
-            outputs = self.head.run_with_shared(kept.shared[0], **own, **last)
+            outputs = self.head.run_with_shared(cache.shared[0], **own, **last)
             streams.update({n: array for n, array in outputs.items() if n in self.rest.inputs})
             return outputs.__getitem__
 
         def run_rest() -> Read:
             own = {name: array for name, array in arrays.items() if name in self.rest.inputs}
-            outputs = self.rest.run_with_shared(kept.shared[1], **own, **streams)
-            kept.last = {name: outputs[name] for name in self.KEPT}
+            outputs = self.rest.run_with_shared(cache.shared[1], **own, **streams)
+            cache.last = {name: outputs[name] for name in self.CACHED}
             return outputs.__getitem__
 
-        return self.step(kept, run_head, run_rest)(OUTPUT)
+        return self.step(cache, run_head, run_rest)(OUTPUT)
 
     def _run_captured(
-        self, head: GpuGraphModel, rest: GpuGraphModel, kept: KeptTensors, arrays: Mapping[str, np.ndarray]
+        self, head: GpuGraphModel, rest: GpuGraphModel, cache: PromptCache, arrays: Mapping[str, np.ndarray]
     ) -> np.ndarray:
         with head.lock:
             feed: dict[str, np.ndarray] = {
                 name: np.ascontiguousarray(array, DTYPES[self.inputs[name].type])
-                for name, array in {**kept.given, **arrays}.items()
+                for name, array in {**cache.prompt_inputs, **arrays}.items()
                 if name in self.inputs
             }
-            key = kept.number, *((name, array.shape) for name, array in sorted(feed.items()))
-            make = partial(BoundParts, head, rest, {**feed, **self._zeros(arrays["hidden_states"])}, self.KEPT)
+            key = cache.number, *((name, array.shape) for name, array in sorted(feed.items()))
+            make = partial(BoundParts, head, rest, {**feed, **self._zeros(arrays["hidden_states"])}, self.CACHED)
             runs = bound_parts.setdefault(head, ShapeCache()).get_or_make(key, make, BoundParts.release)
-            is_new = runs is not kept.runs  # or made again, without what the last full step left
-            kept.last, kept.runs = None if is_new else kept.last, runs
+            is_new = runs is not cache.runs  # or made again, without what the last full step left
+            cache.last, cache.runs = None if is_new else cache.last, runs
             runs.write(feed if is_new else {name: feed[name] for name in arrays if name in feed})
 
             def run(bound: BoundRun) -> Read:
@@ -147,32 +148,32 @@ class CachedTransformer(ABC):
                 return lambda name: read_value(bound.outputs[name])
 
             def run_rest() -> Read:
-                kept.last = {}  # on the device
+                cache.last = {}  # on the device
                 return run(runs.rest)
 
-            return self.step(kept, partial(run, runs.head), run_rest)(OUTPUT)
+            return self.step(cache, partial(run, runs.head), run_rest)(OUTPUT)
 
     def _zeros(self, hidden_states: np.ndarray) -> dict[str, np.ndarray]:
         """Return residuals before the first step (B, S, width)."""
-        width = int(self.head.inputs[self.KEPT[0]].shape[2])
+        width = int(self.head.inputs[self.CACHED[0]].shape[2])
         shape = (*hidden_states.shape[:2], width)
-        return {name: np.zeros(shape, self.head.dtype(name)) for name in self.KEPT}
+        return {name: np.zeros(shape, self.head.dtype(name)) for name in self.CACHED}
 
 
 class BoundParts:
     """Head and rest of a transformer, captured over buffers that they share: the rest writes the head's next inputs."""
 
     def __init__(
-        self, head: GpuGraphModel, rest: GpuGraphModel, feed: Mapping[str, np.ndarray], kept: tuple[str, ...]
+        self, head: GpuGraphModel, rest: GpuGraphModel, feed: Mapping[str, np.ndarray], cached: tuple[str, ...]
     ) -> None:
         """Bind head and rest to device buffers.
 
-        feed: their inputs, without those that the head computes for the rest. kept: outputs of the rest that are inputs
-        of the head.
+        feed: their inputs, without those that the head computes for the rest. cached: outputs of the rest that are
+        inputs of the head.
         """
         self.head = head.capture({name: feed[name] for name in head.inputs})
         values = {**self.head.inputs, **self.head.outputs}
-        later = {name: self.head.inputs[name] for name in kept}
+        later = {name: self.head.inputs[name] for name in cached}
         self.rest = rest.capture({name: values.get(name, feed.get(name)) for name in rest.inputs}, later)
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import is_finite
-from sd_ort.pipelines.cached_transformer import COMPONENT, CachedTransformer, KeptTensors, Read, check_steps, open_cut
+from sd_ort.pipelines.cached_transformer import COMPONENT, CachedTransformer, PromptCache, Read, check_steps, open_cut
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import OrtModel
 
-# Inputs and outputs of the graphs of `graphs.kept_blocks`, which is imported when a graph is cut.
+# Inputs and outputs of the graphs of `graphs.block_cache_graphs`, which is imported when a graph is cut.
 LAST_RESIDUAL, LATER_RESIDUAL, CHANGE = "last_first_block_residual", "later_residual", "first_block_change"
 
 
@@ -52,18 +52,18 @@ class FirstBlockTransformer(CachedTransformer):
     On a GPU the host reads one number a step, from which it decides.
     """
 
-    KEPT = (LAST_RESIDUAL, LATER_RESIDUAL)
+    CACHED = (LAST_RESIDUAL, LATER_RESIDUAL)
 
     def __init__(self, head: OrtModel, rest: OrtModel, threshold: float) -> None:
         super().__init__(head, rest)
         self.threshold = threshold
 
-    def step(self, kept: KeptTensors, run_head: Callable[[], Read], run_rest: Callable[[], Read]) -> Read:
+    def step(self, cache: PromptCache, run_head: Callable[[], Read], run_rest: Callable[[], Read]) -> Read:
         read = run_head()
-        return run_rest() if self._is_full(kept, read(CHANGE)) else read
+        return run_rest() if self._is_full(cache, read(CHANGE)) else read
 
-    def _is_full(self, kept: KeptTensors, change: np.ndarray) -> bool:
+    def _is_full(self, cache: PromptCache, change: np.ndarray) -> bool:
         """Return whether a step computes all blocks, and count it."""
-        full = kept.last is None or not float(change) <= self.threshold
+        full = cache.last is None or not float(change) <= self.threshold
         self.full_steps += full
         return full

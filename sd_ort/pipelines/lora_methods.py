@@ -114,13 +114,13 @@ class LoraMixin:
         without transformers.
         """
         names = _listed(adapter_names)
-        given = adapter_weights if isinstance(adapter_weights, (list, tuple)) else [adapter_weights] * len(names)
+        weights = adapter_weights if isinstance(adapter_weights, (list, tuple)) else [adapter_weights] * len(names)
         self._check_names(names)
-        if len(given) != len(names):
-            raise InputError(f"{len(given)} strengths for {len(names)} LoRAs: give one each.")
+        if len(weights) != len(names):
+            raise InputError(f"{len(weights)} strengths for {len(names)} LoRAs: give one each.")
         if isinstance(adapter_weights, Mapping) and len(names) > 1:
             raise InputError(f"one dict of scales for {len(names)} LoRAs: give a list with one for each.")
-        scales = {name: self._parse_scale(scale) for name, scale in zip(names, given, strict=True)}
+        scales = {name: self._parse_scale(scale) for name, scale in zip(names, weights, strict=True)}
         state = self.lora_state
         active = dict.fromkeys(COMPONENTS, tuple(names))
         self._set_loras(replace(state, scales={**state.scales, **scales}, active=active))
@@ -208,9 +208,9 @@ class LoraMixin:
         scales = {name: scale for name, scale in state.scales.items() if name not in names}
         active = {}
         for component, used in state.active.items():
-            left = tuple(name for name in used if name not in names)
+            remaining = tuple(name for name in used if name not in names)
             loaded = [name for name in self.get_list_adapters().get(component, ()) if name in scales]
-            active[component] = left or tuple(loaded[:1] if set(used) & set(names) else ())
+            active[component] = remaining or tuple(loaded[:1] if set(used) & set(names) else ())
         fused = {c: {n: s for n, s in used.items() if n not in names} for c, used in state.fused.items()}
         self._set_loras(replace(state, scales=scales, active=active, fused=fused))
         self._drop_adapters(names)
@@ -248,37 +248,37 @@ class LoraMixin:
                 self.loras.adapters.pop(name, None)
 
     def _check_names(self, names: Sequence[str]) -> None:
-        known = self.lora_state.scales
-        if unknown := [name for name in names if name not in known]:
-            raise InputError(f"no LoRA named {unknown[0]!r} is loaded: there are {', '.join(known) or 'none'}.")
+        loaded = self.lora_state.scales
+        if unknown := [name for name in names if name not in loaded]:
+            raise InputError(f"no LoRA named {unknown[0]!r} is loaded: there are {', '.join(loaded) or 'none'}.")
 
-    def _parse_scale(self, given: Any) -> AdapterScale:
+    def _parse_scale(self, scales_by_component: Any) -> AdapterScale:
         """Return diffusers' adapter weight as a scale; None is 1."""
-        if not isinstance(given, Mapping):
-            return _number(given)
-        if unknown := [name for name in given if name not in COMPONENTS]:
+        if not isinstance(scales_by_component, Mapping):
+            return _number(scales_by_component)
+        if unknown := [name for name in scales_by_component if name not in COMPONENTS]:
             log.warning("set_adapters: the pipeline has no LoRA component %s; its scale is ignored.", unknown[0])
         scales: dict[str, ComponentScale] = {}
         for component in COMPONENTS:
-            scale = given.get(component)
+            scale = scales_by_component.get(component)
             if component == "unet" and isinstance(scale, Mapping):
                 scales[component] = self._block_scales(scale)
             else:
                 scales[component] = _number(scale)
         return scales
 
-    def _block_scales(self, given: Mapping[str, Any]) -> dict[str, float]:
+    def _block_scales(self, scales_by_block: Mapping[str, Any]) -> dict[str, float]:
         """Return scales by the start of a module's name, from diffusers' dict of the UNet's blocks."""
         layers = int(self.unet_config.get("layers_per_block", 2))
-        if unknown := [name for name in given if name not in ("down", "mid", "up")]:
+        if unknown := [name for name in scales_by_block if name not in ("down", "mid", "up")]:
             raise InputError(f"the UNet has no blocks {unknown[0]!r} with transformers: give down, mid or up.")
-        middle = given.get("mid")
+        middle = scales_by_block.get("mid")
         middle = middle[0] if isinstance(middle, list) and len(middle) == 1 else middle
         scales = {"mid_block_attentions_0": _number(middle)}
         for way, count in (("down", layers), ("up", layers + 1)):
             types = self.unet_config.get(f"{way}_block_types", ())
             numbers = [number for number, kind in enumerate(types) if "CrossAttn" in kind]
-            blocks = given.get(way)
+            blocks = scales_by_block.get(way)
             if not isinstance(blocks, Mapping):
                 blocks = {f"block_{number}": blocks for number in numbers}
             if unknown := [name for name in blocks if name not in [f"block_{number}" for number in numbers]]:

@@ -9,11 +9,11 @@ import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import is_finite, is_integer
-from sd_ort.pipelines.cached_transformer import COMPONENT, CachedTransformer, KeptTensors, Read, check_steps, open_cut
+from sd_ort.pipelines.cached_transformer import COMPONENT, CachedTransformer, PromptCache, Read, check_steps, open_cut
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import OrtModel
 
-BLOCKS_RESIDUAL = "blocks_residual"  # of the graphs of `graphs.kept_blocks`
+BLOCKS_RESIDUAL = "blocks_residual"  # of the graphs of `graphs.block_cache_graphs`
 RATIO_LIMIT = 10_000  # more than any schedule has
 
 
@@ -96,9 +96,9 @@ class MagCacheConfig:
         Raises InputError if its graph cannot be cut.
         """
         light = open_cut(models, "MagCache's ends", "leave_blocks_out")
-        whole = open_cut(models, "MagCache's blocks", "return_residual")
+        full = open_cut(models, "MagCache's blocks", "return_residual")
         models.opened.pop(COMPONENT, None)
-        return MagCacheTransformer(light, whole, self)
+        return MagCacheTransformer(light, full, self)
 
 
 def nearest(length: int, count: int) -> np.ndarray:
@@ -114,20 +114,20 @@ def nearest(length: int, count: int) -> np.ndarray:
 class MagCacheTransformer(CachedTransformer):
     """Leaves all blocks out in the steps that `MagCacheConfig.full_steps` tells; a GPU reads no number back for it."""
 
-    KEPT = (BLOCKS_RESIDUAL,)
+    CACHED = (BLOCKS_RESIDUAL,)
 
-    def __init__(self, light: OrtModel, whole: OrtModel, config: MagCacheConfig) -> None:
-        super().__init__(light, whole)
+    def __init__(self, light: OrtModel, full: OrtModel, config: MagCacheConfig) -> None:
+        super().__init__(light, full)
         self.config, self.plan = config, config.full_steps()
         self.ratios: list[float] = []  # of the first prompt, with `calibrate`
         self._previous: np.ndarray | None = None
 
-    def step(self, kept: KeptTensors, run_head: Callable[[], Read], run_rest: Callable[[], Read]) -> Read:
-        if not self.plan[kept.step] and kept.last is not None:
+    def step(self, cache: PromptCache, run_head: Callable[[], Read], run_rest: Callable[[], Read]) -> Read:
+        if not self.plan[cache.step] and cache.last is not None:
             return run_head()
         self.full_steps += 1
         read = run_rest()
-        if self.config.calibrate and kept.number == 0:
+        if self.config.calibrate and cache.number == 0:
             self._measure(read(BLOCKS_RESIDUAL))
         return read
 

@@ -56,7 +56,7 @@ class MergedPipeline(StableDiffusionPipeline):
         raise InputError("a merged model learns no words: load them with the folder it was made from.")
 
     def _draw(self, request: Request) -> PipelineOutput:
-        if foreign := sorted(request.given() - SUPPORTED_ARGUMENTS) or (
+        if foreign := sorted(request.non_default_arguments() - SUPPORTED_ARGUMENTS) or (
             ["latent output"] if request.output_type == "latent" else []
         ):
             raise InputError(f"a merged model takes no {', '.join(foreign)}: use the folder it was made from.")

@@ -154,10 +154,10 @@ class Request:
         """Rows that the UNet reads per image: negative, positive and perturbed, as far as there are such."""
         return 1 + (self.guidance is not None) + self.is_perturbed
 
-    def given(self) -> set[str]:
-        """Names of the arguments that differ from their defaults."""
-        there = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init)
-        return {name for name, value, default in there if value is not default and not _same(value, default)}
+    def non_default_arguments(self) -> set[str]:
+        """Return the names of the arguments that differ from their defaults."""
+        arguments = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init)
+        return {name for name, value, default in arguments if value is not default and not _same(value, default)}
 
     @property
     def prompts(self) -> list[str]:
@@ -260,11 +260,11 @@ def _same(value: Any, default: Any) -> bool:
     return isinstance(value, (str, int, float, bool, tuple)) and value == default
 
 
-def check_generators(given: Any, batch: int) -> None:
+def check_generators(generator: Any, batch: int) -> None:
     """Raise InputError for a seed that torch does not take, and for a list of another length."""
-    if isinstance(given, Sequence) and len(given) != batch:
-        raise InputError(f"{len(given)} generators for {batch} images: give one, or one per image.")
-    for each in given if isinstance(given, Sequence) else [given]:
+    if isinstance(generator, Sequence) and len(generator) != batch:
+        raise InputError(f"{len(generator)} generators for {batch} images: give one, or one per image.")
+    for each in generator if isinstance(generator, Sequence) else [generator]:
         if is_integer(each):
             check_seeds(each, 1)
         elif each is not None and not hasattr(each, "get_state"):

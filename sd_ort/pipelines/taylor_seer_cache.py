@@ -87,19 +87,19 @@ class TaylorSeerCacheConfig:
         """
         if self.use_lite_mode:
             return TaylorSeerTransformer(models[COMPONENT], None, self)
-        whole = open_cut(models, "TaylorSeer's attentions", "return_attentions")
-        if isinstance(whole, GpuGraphModel) or whole.device != "cpu":
+        full = open_cut(models, "TaylorSeer's attentions", "return_attentions")
+        if isinstance(full, GpuGraphModel) or full.device != "cpu":
             raise InputError("TaylorSeer keeps attentions on the CPU alone: give use_lite_mode=True on a GPU.")
         light = open_cut(models, "TaylorSeer's rest", "leave_attentions_out")
         models.opened.pop(COMPONENT, None)
-        return TaylorSeerTransformer(whole, light, self)
+        return TaylorSeerTransformer(full, light, self)
 
 
 @dataclass
 class _Series:
     """Taylor series of one prompt: the factors of each tensor by order, the current step and the last full one."""
 
-    given: Mapping[str, np.ndarray]  # inputs of the prompt, alive as long as this
+    prompt_inputs: Mapping[str, np.ndarray]  # inputs of the prompt, alive as long as this
     shared: dict[str, np.ndarray]  # those of the light graph
     factors: dict[str, list[np.ndarray]] = field(default_factory=dict)
     dtypes: dict[str, np.dtype] = field(default_factory=dict)  # of the values
@@ -131,10 +131,10 @@ class TaylorSeerTransformer:
     For the steps of one call. full_steps: number of full runs.
     """
 
-    def __init__(self, whole: OrtModel, light: OrtModel | None, config: TaylorSeerCacheConfig) -> None:
-        self.whole, self.light, self.config = whole, light, config
-        self.inputs = whole.inputs
-        self.kept = [name for name in whole.outputs if (light is None) == (name == OUTPUT)]
+    def __init__(self, full: OrtModel, light: OrtModel | None, config: TaylorSeerCacheConfig) -> None:
+        self.full, self.light, self.config = full, light, config
+        self.inputs = full.inputs
+        self.cached_names = [name for name in full.outputs if (light is None) == (name == OUTPUT)]
         self.full_steps = 0
         self._series: dict[int, _Series] = {}  # by the identity of the inputs that the steps of a prompt share
 
@@ -148,8 +148,8 @@ class TaylorSeerTransformer:
         series.step += 1
         if config.is_full(series.step):
             self.full_steps += 1
-            outputs = self.whole.run_with_shared(shared, **arrays)
-            series.update({n: outputs[n] for n in self.kept}, config.max_order, DTYPES[config.dtype_name])
+            outputs = self.full.run_with_shared(shared, **arrays)
+            series.update({n: outputs[n] for n in self.cached_names}, config.max_order, DTYPES[config.dtype_name])
             return {OUTPUT: outputs[OUTPUT]}
         values = series.predict()
         if light is None:

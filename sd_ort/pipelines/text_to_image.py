@@ -289,11 +289,11 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def _generate(self, call: Mapping[str, Any]) -> Any:
         """Check the arguments of `__call__` by their names, generate, and return what the caller asked for."""
         named = {n: v for n, v in call.items() if n not in ("self", "kwargs") and not isinstance(v, DefaultNumber)}
-        given = named | call.get("kwargs", {})
+        arguments = named | call.get("kwargs", {})
         rejected = (*self.REJECTED_ARGUMENTS, *(() if self.PAG else PAG_ARGUMENTS))
-        asked = request(self._defaults, rejected, given)
-        self._read_images(asked)
-        return self._answer(asked, self._size(asked))
+        checked = request(self._defaults, rejected, arguments)
+        self._read_images(checked)
+        return self._answer(checked, self._size(checked))
 
     def _read_images(self, request: Request) -> None:
         """Check the images of a call. Raises InputError if one is missing or unreadable."""
@@ -356,12 +356,14 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     def _draw_unfinished(self, call: Mapping[str, Any], host: Executor) -> Future[PipelineOutput]:
         """Generate on the device; `host` decodes with `decode_on`, and makes PIL images of pixels."""
-        wanted = call.get("output_type") or "pil"
+        output_type = call.get("output_type") or "pil"
         if "vae_decoder" in self.models.placement.placed:
             latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
-            return host.submit(self._finish, latents, Request(output_type=wanted))
-        made_by_host = wanted == "pil" and call.get("padding_mask_crop") is None  # which lays PIL images over another
-        output = self(**{**call, "output_type": "uint8" if made_by_host else wanted, "return_dict": True})
+            return host.submit(self._finish, latents, Request(output_type=output_type))
+        made_by_host = (
+            output_type == "pil" and call.get("padding_mask_crop") is None
+        )  # which lays PIL images over another
+        output = self(**{**call, "output_type": "uint8" if made_by_host else output_type, "return_dict": True})
         if not made_by_host:
             return host.submit(lambda: output)
         return host.submit(lambda: replace(output, images=pil_images(output.images)))
@@ -450,12 +452,12 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         (height, width), side = request.size, self.vae_scale_factor
         return request.batch, self.vae.latent_channels, height // side, width // side
 
-    def _noise(self, request: Request, given: Any = None) -> np.ndarray:
+    def _noise(self, request: Request, latents: Any = None) -> np.ndarray:
         """Return standard normal noise (B, C, h, w), float32: the request's latents, checked, or diffusers' numbers."""
         shape = self._latent_shape(request)
-        if given is None:
+        if latents is None:
             return draw_noise(shape, request.generator)
-        noise = as_array(given)
+        noise = as_array(latents)
         if noise.shape != shape:
             raise InputError(f"latents of shape {noise.shape} were given where {shape} are needed.")
         return noise

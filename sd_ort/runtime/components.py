@@ -197,10 +197,10 @@ class Components(MutableMapping[str, OrtModel]):
         every = sorted({*names, *self.closed}, key=lambda name: (runs_every_step(name), name))
         memory = nullcontext() if self.provider != "cpu" else retain_heap() if self.closed else return_heap()
         was_kept, self.closed = bool(self.closed), set()
-        beside = [] if self.low_memory else every[:-1]
-        with memory, ThreadPoolExecutor(max(1, len(beside))) as threads:
-            opening = [threads.submit(self.__getitem__, name) for name in beside]
-            for name in every[len(beside) :]:
+        concurrent = [] if self.low_memory else every[:-1]
+        with memory, ThreadPoolExecutor(max(1, len(concurrent))) as threads:
+            opening = [threads.submit(self.__getitem__, name) for name in concurrent]
+            for name in every[len(concurrent) :]:
                 self[name]
             for opened in opening:
                 opened.result()

@@ -346,12 +346,12 @@ def _diffusers_name(name: str, layers: int) -> str:
         way, number, inner, rest = match["way"], int(match["number"] or 0), int(match["inner"]), match["rest"]
         block, layer = divmod(number - (way == "input"), layers + 1)
         if way == "middle":
-            place = f"mid_block_{('resnets_0', 'attentions_0', 'resnets_1')[inner]}"
+            parent = f"mid_block_{('resnets_0', 'attentions_0', 'resnets_1')[inner]}"
         elif rest == "op":
-            place = f"down_blocks_{block}_downsamplers_0"
+            parent = f"down_blocks_{block}_downsamplers_0"
         elif rest == "conv":
-            place = f"up_blocks_{block}_upsamplers_0"
+            parent = f"up_blocks_{block}_upsamplers_0"
         else:
-            place = f"{'down' if way == 'input' else 'up'}_blocks_{block}_{('resnets', 'attentions')[inner]}_{layer}"
-        module = f"{place}_{LDM_MODULES.get(rest, rest)}"
+            parent = f"{'down' if way == 'input' else 'up'}_blocks_{block}_{('resnets', 'attentions')[inner]}_{layer}"
+        module = f"{parent}_{LDM_MODULES.get(rest, rest)}"
     return f"lora_unet_{LDM_MODULES.get(module, module)}{dot}{end}"

@@ -16,7 +16,7 @@ import torch
 
 from sd_ort.checkpoints.transformer_layouts import Part
 from sd_ort.core.errors import InputError
-from sd_ort.integrations.application_installers import HERE
+from sd_ort.integrations.application_installers import PACKAGE_FOLDER
 from sd_ort.integrations.comfyui import comfy_entrypoint
 from sd_ort.integrations.models import TorchComponentSessions
 
@@ -100,7 +100,7 @@ def test_nodes_and_workflows(comfy: Path) -> None:
     assert schemas["SdOrtLoadModel"].inputs[0].options == ["tiny", "a.safetensors"]
     assert [output.kind for output in schemas["SdOrtLoadModel"].outputs] == ["Model", "Clip", "Vae"]
     seen = set()
-    for path in (HERE / "comfyui" / "workflows").glob("*.json"):
+    for path in (PACKAGE_FOLDER / "comfyui" / "workflows").glob("*.json"):
         for node in json.loads(path.read_text())["nodes"]:
             if schema := schemas.get(node["type"]):
                 seen.add(node["type"])

@@ -9,7 +9,7 @@ import pytest
 from cli_type import Cli
 
 from sd_ort.core.errors import InputError
-from sd_ort.integrations.application_installers import HERE, install
+from sd_ort.integrations.application_installers import PACKAGE_FOLDER, install
 from sd_ort.integrations.managed_folder import MARKER, uninstall_folder
 
 
@@ -74,12 +74,14 @@ def test_marker_with_a_path_outside_of_the_folder(place: tuple[str, Path, Path])
     assert (root / "nodes.py").exists()
 
 
-@pytest.mark.parametrize("path", sorted((HERE / "comfyui" / "workflows").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE_FOLDER / "comfyui" / "workflows").glob("*.json")), ids=lambda path: path.stem
+)
 def test_workflows_are_valid(path: Path) -> None:
     """Every link connects an output and an input of its type; every sd-ort node exists."""
     workflow = json.loads(path.read_text())
     nodes = {node["id"]: node for node in workflow["nodes"]}
-    node_source = (HERE / "comfyui" / "nodes.py").read_text()
+    node_source = (PACKAGE_FOLDER / "comfyui" / "nodes.py").read_text()
     for link_id, source, output_index, target, input_index, link_type in workflow["links"]:
         output, socket = nodes[source]["outputs"][output_index], nodes[target]["inputs"][input_index]
         assert (output["type"], socket["type"], socket["link"]) == (link_type, link_type, link_id)

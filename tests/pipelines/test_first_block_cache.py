@@ -18,7 +18,7 @@ from sd_ort import FluxPipeline, demo
 from sd_ort.checkpoints.checkpoint import build_model, class_name
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
-from sd_ort.graphs.kept_blocks import keep_head
+from sd_ort.graphs.block_cache_graphs import keep_head
 from sd_ort.graphs.load import load
 from sd_ort.pipelines import cached_transformer
 from sd_ort.pipelines.cached_transformer import COMPONENT
@@ -141,7 +141,7 @@ def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatc
 
 @pytest.mark.parametrize("family", ["sd3", "klein", "z_image", "krea2"])
 def test_the_hook_of_diffusers_does_not_work(family: str) -> None:
-    """If this fails, diffusers has a working hook for another family: add it to `graphs/kept_blocks.py`."""
+    """If this fails, diffusers has a working hook for another family: add it to `graphs/block_cache_graphs.py`."""
     config = parity_models.preset(family).models["transformer"]
     model = build_model(class_name(config), config)
     if family != "klein":

@@ -108,14 +108,14 @@ def test_rotary_tables_are_prepared_once_a_forward(
     family: str, kinds: int, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers read the same angles; Z-Image has tables of the prompt, of the image, and of both."""
-    pipe, prepare = models.theirs(family, PIPELINES[family][0]), joint_attention.copied_angles
+    pipe, prepare = models.theirs(family, PIPELINES[family][0]), joint_attention.copy_like
     prepared, forwards = list[Any](), list[int]()
 
     def count(*arguments: Any) -> Any:
         prepared.append(arguments)
         return prepare(*arguments)
 
-    monkeypatch.setattr(joint_attention, "copied_angles", count)
+    monkeypatch.setattr(joint_attention, "copy_like", count)
     hook = pipe.transformer.register_forward_hook(lambda *_: forwards.append(1))
     try:
         image(optimize(pipe.transformer) and pipe, family)

@@ -117,13 +117,13 @@ class BandUnet:
             run.run(wait)
 
     def copies_to(self, other: BandUnet) -> list[tuple[Span, Span]]:
-        """Return the memory that another band reads after this step, here and there."""
+        """Return the memory that another band reads after this step: spans of this device and of the other's."""
         names, read = self.offered.values, other.received[self.parity]
         source = self.offered.span(outputs_for(names, self.band, other.band.index))
         target = read.span(inputs_from(read.values, other.band, self.band.index))
         rows = (each.bands[self.band.index].data_ptr() for each in (self, other))
-        here, there = (Span(address, self.rows_size) for address in rows)
-        return [(source, target), (here, there)]
+        local, remote = (Span(address, self.rows_size) for address in rows)
+        return [(source, target), (local, remote)]
 
     def release(self) -> None:
         """Free the GPU graphs."""

@@ -31,7 +31,7 @@ from sd_ort.torch.operators import attention, rotary_embedding
 Tensor = torch.Tensor
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value, each (B, S, heads, head size)
 Angles = tuple[Tensor, Tensor]  # cosines and sines, each (S, head size / 2)
-_KEPT = "_sd_ort_angles"  # attribute of a rotary table
+_ANGLES_ATTRIBUTE = "_sd_ort_angles"  # attribute of a rotary table
 
 
 class FastProcessor:
@@ -257,19 +257,19 @@ def _once(tables: tuple[Tensor, ...], x: Tensor, compute: Callable[[], Angles]) 
     The first table keeps it: all layers of a forward have the same tables, which diffusers makes in each forward.
     """
     if torch.compiler.is_compiling() or any(table.requires_grad for table in tables):
-        return copied_angles(compute(), x)
+        return copy_like(compute(), x)
     versions = [0 if table.is_inference() else table._version for table in tables]
-    kept = getattr(tables[0], _KEPT, None)
-    if kept is not None:
-        others, *key, angles = kept
+    cached = getattr(tables[0], _ANGLES_ATTRIBUTE, None)
+    if cached is not None:
+        others, *key, angles = cached
         if key == [versions, x.device, x.dtype] and all(map(operator.is_, others, tables[1:])):
             return angles
-    angles = copied_angles(compute(), x)
-    setattr(tables[0], _KEPT, (tables[1:], versions, x.device, x.dtype, angles))
+    angles = copy_like(compute(), x)
+    setattr(tables[0], _ANGLES_ATTRIBUTE, (tables[1:], versions, x.device, x.dtype, angles))
     return angles
 
 
-def copied_angles(angles: Angles, x: Tensor) -> Angles:
+def copy_like(angles: Angles, x: Tensor) -> Angles:
     """Return contiguous copies: a view would keep the table alive that keeps it."""
     cos, sin = (a.to(x.device, x.dtype, copy=True, memory_format=torch.contiguous_format) for a in angles)
     return cos, sin

@@ -1,15 +1,15 @@
-"""The graphs of a transformer whose blocks are kept for several steps, as by the caches of diffusers.
+"""Graphs of a transformer whose block outputs are reused in later steps, as by the caches of diffusers.
 
 FirstBlockCache:
 
-    head   computes the first block, and the output from it and the kept residual of the later blocks; returns how much
-           the residual of the first block changed since the last full step, and the streams after it
+    head   computes the first block, and the output from it and the cached residual of the later blocks; returns the
+           change of the first block's residual since the last full step, and the streams after it
     rest   computes the later blocks from these streams, and their residual; copies the first block's residual: its
            outputs are inputs of the head in later steps
 
     residual = h1 - h0, change = mean |residual - last residual| / mean |last residual|
     full     output(hN), later residual = hN - h1
-    kept     output(h1 + later residual)
+    reused   output(h1 + later residual)
 
 MagCache:
 
