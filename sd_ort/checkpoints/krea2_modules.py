@@ -2,7 +2,8 @@
 
 diffusers' own forward of the transformer is called, without a mask: the pipeline drops the tokens that a mask leaves
 out. What is replaced exports, but not to graphs that take weights by their names or that fusions know; each class says
-why. `tests/export/test_krea2.py` compares both modules with diffusers 0.42.1 and transformers 5.
+why. `tests/export/test_krea2.py` compares both modules with diffusers 0.42.1 and transformers 5, and fails once norms,
+time embedding or positions need no replacement.
 """
 
 from __future__ import annotations

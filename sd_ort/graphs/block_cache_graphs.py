@@ -161,9 +161,8 @@ class _Ends:
         return [stream]
 
     def _normalized(self, tensor: str) -> ir.Node:
-        x = self._consumer(tensor, 1).inputs[0]
-        norm = None if x is None else x.producer()
-        if norm is None or norm.op_type not in NORMS:
+        norm = _norm(self._consumer(tensor, 1).inputs[0])
+        if norm is None:
             raise InputError(f"enable_cache: the norm before {tensor} is not found in the transformer's graph.")
         return norm
 
@@ -180,6 +179,16 @@ class _Cut(_Ends):
         image, text = (self._stream(f"{SECOND_BLOCK}.{name}.weight") for name in ("to_q", "add_q_proj"))
         self.after_first = image[-1]
         self.streams = [*image, *text]
+
+
+def _norm(value: ir.Value | None, modulations: int = 2) -> ir.Node | None:
+    """Return the norm that a value is the result of, also with a scale and a shift of each token; None for others."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type in NORMS:
+        return node
+    if node.op_type not in ("Add", "Mul") or not modulations:
+        return None
+    return next((norm for each in node.inputs if (norm := _norm(each, modulations - 1))), None)
 
 
 def _node(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
+from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
 from safetensors.torch import save_file
 from transformer_families import (
     built,
@@ -82,6 +85,48 @@ def test_the_text_encoder_equals_transformers() -> None:
         moved[1, :7] = ids[1][mask[1] == 1]
         actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(moved, kept.long())
     assert nmse(actual[kept], states[mask == 1]) <= 1e-12
+
+
+class TimeInFloat32(torch.nn.Module):
+    """A time embedding without dtype among its inputs, which exporters take no values of."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, timestep: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.embedding(timestep, torch.float32)
+        return embedded
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own exporter
+def test_diffusers_still_needs_the_modules() -> None:
+    """If a line fails, exporters write that class as it is needed: remove what replaces it from krea2_modules.py."""
+    model, encoder = built(FAMILY, "transformer"), built(FAMILY, "text_encoder")
+    norm = next(module for module in model.modules() if isinstance(module, Krea2RMSNorm))
+    weight = norm.weight.detach()
+    assert not has_initializer(exported(norm, torch.randn(2, 3, norm.dim)), weight), "1 + weight is a constant"
+    embedding, half = model.time_embed, model.time_embed.embed_dim // 2
+    frequencies = torch.exp(-math.log(1e4) * torch.arange(half, dtype=torch.float32) / half)
+    graph = exported(TimeInFloat32(embedding), torch.rand(2))
+    assert has_initializer(graph, embedding.linear_1.bias.detach())
+    assert not has_initializer(graph, frequencies), "they have other last bits"
+    positions = torch.arange(5)[None, None].expand(3, 2, 5)
+    graph = exported(encoder.language_model.rotary_emb, torch.randn(2, 5, 8), positions)
+    assert "ScatterND" in {node.op_type for node in graph}, "axes are interleaved by assignment"
+
+
+def exported(module: torch.nn.Module, *arguments: torch.Tensor) -> ir.Graph:
+    with torch.no_grad():
+        program = torch.onnx.export(module, arguments, dynamo=True, opset_version=23, verbose=False)
+    assert program is not None
+    return program.model.graph
+
+
+def has_initializer(graph: ir.Graph, expected: torch.Tensor) -> bool:
+    """Return whether a graph has a constant of these values, of any shape."""
+    arrays = [value.const_value.numpy() for value in graph.initializers.values() if value.const_value is not None]
+    return any(array.size == expected.numel() and (array.ravel() == expected.numpy().ravel()).all() for array in arrays)
 
 
 # --- Graphs ---------------------------------------------------------------------------------------------------------

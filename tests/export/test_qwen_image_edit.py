@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.hooks import FirstBlockCacheConfig
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from image_metrics import psnr
 from PIL import Image
-from transformer_families import built, nmse
+from transformer_families import built, check_cache, nmse
 
 from scripts.fixtures import parity_pairs
 from scripts.fixtures.parity_models import Models, qwen_processor
@@ -53,6 +54,16 @@ def processor(models: Models) -> VisionProcessor:
 
 
 # --- The modules that are exported, and their inputs ----------------------------------------------------------------
+
+
+def test_transformers_still_needs_the_vision_module() -> None:
+    """If this fails, transformers' vision tower exports as it is: remove qwen_vision_modules.py."""
+    visual = built(FAMILY, "text_encoder").model.visual
+    config = visual.config
+    pixels = torch.randn(96, config.in_channels * config.temporal_patch_size * config.patch_size**2)
+    shapes = ({0: torch.export.Dim("patches", min=16, max=4096)}, {})
+    with pytest.raises(Exception, match=r"data-dependent|specialized|Constraints violated|Could not"):
+        torch.export.export(visual, (pixels, torch.tensor([[1, 8, 12]])), dynamic_shapes=shapes, strict=False)
 
 
 @pytest.mark.parametrize("size", [(112, 224), (140, 308), (56, 84)], ids=["whole windows", "cut windows", "one window"])
@@ -175,6 +186,14 @@ def test_image_and_positions_count(models: Models, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(transformer_qwen_edit, "encode_chats", as_text)
     assert psnr(pipeline(image, "a red circle", **CALL).images, first) < LEAST_PSNR - 5
+
+
+def test_first_block_cache(models: Models, hoisted: QwenImageEditPipeline) -> None:
+    """The steps and the image of diffusers' hook, of which the first step alone is full: little changes later."""
+    call = CALL | {"image": picture(90, 150), "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
+    del call["generator"]
+    config = FirstBlockCacheConfig(threshold=0.3)
+    check_cache(models.theirs(FAMILY, KIND), hoisted, config, "transformer_blocks.1.img_mod", call, fewest=2)
 
 
 def test_several_prompts(models: Models) -> None:
