@@ -50,8 +50,8 @@ __global__ __launch_bounds__(256) void quantized_linear_kernel(const uint8_t* x,
                                                                const float* scale, const T* bias, const T* skip,
                                                                QuantizedOutput<T> y, QuantizedLinearShape shape,
                                                                uint32_t column_tiles) {
-  using namespace quantized_linear;
   wait_for_predecessor();
+  using namespace quantized_linear;
   alignas(16) __shared__ Sum x_tile[kDepth][kStride];
   alignas(16) __shared__ Sum weight_tiles[2][kDepth][kStride];
   const int64_t first_row = static_cast<int64_t>(blockIdx.x / column_tiles) * kSide;
