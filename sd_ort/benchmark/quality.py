@@ -57,9 +57,10 @@ class AccuracyWeights:
             raise InputError(f"{self.inception} is missing: give torch-fidelity's Inception weights (.pth).")
         if self.fid_stats is not None:
             read_statistics(self.fid_stats)
-        for package in ("torchmetrics", "torch_fidelity"):
+        # torch-fidelity is not of the extra: it brings torchvision, whose newest wheel fits one build of torch alone.
+        for package, install in (("torchmetrics", "'sd-ort[mlperf]'"), ("torch_fidelity", "torch-fidelity")):
             if self.inception and importlib.util.find_spec(package) is None:
-                raise InputError(f"{package} is not installed: pip install 'sd-ort[mlperf]'.")
+                raise InputError(f"{package} is not installed: pip install {install}.")
 
 
 def scores(

@@ -237,7 +237,7 @@ def test_scores_that_cannot_be_had_say_why(tmp_path: Path, monkeypatch: pytest.M
             weights.check()
     inception.touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch_fidelity" else name)
-    with pytest.raises(InputError, match=r"torch_fidelity is not installed: pip install 'sd-ort\[mlperf\]'"):
+    with pytest.raises(InputError, match=r"torch_fidelity is not installed: pip install torch-fidelity"):
         AccuracyWeights(inception=inception, fid_stats=tmp_path / "stats.npz").check()
 
 

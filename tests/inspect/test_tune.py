@@ -38,7 +38,7 @@ class FakeOps:
     def results(self) -> tuning.Operators:
         return self.measured
 
-    def take(self, operator: str, signature: str, candidate: str) -> bool:
+    def apply_result(self, operator: str, signature: str, candidate: str) -> bool:
         known = operator == "GroupNorm" and candidate in ("default", "wide")
         if known:
             self.taken[operator, signature] = candidate
@@ -213,9 +213,9 @@ def test_a_session_with_tuning_on_measures(monkeypatch: pytest.MonkeyPatch, tmp_
     later: list[tuple[Any, ...]] = []
     monkeypatch.setattr(tuning, "Finalize", lambda owner, function, arguments, exitpriority: later.append(arguments))
     session = FakeSession()
-    tuning.attach(session, "CUDAExecutionProvider", tmp_path / "ops.so", False, VERSION)
+    tuning.setup_tuning(session, "CUDAExecutionProvider", tmp_path / "ops.so", False, VERSION)
     assert not ops.enabled
-    tuning.attach(session, "CUDAExecutionProvider", tmp_path / "ops.so", True, VERSION)
+    tuning.setup_tuning(session, "CUDAExecutionProvider", tmp_path / "ops.so", True, VERSION)
     assert ops.enabled
     ops.measured = found("a")
     tuning.save_at_exit(*later[0])
@@ -248,7 +248,7 @@ def test_tuned_sizes_are_no_error(small_export: Path, monkeypatch: pytest.Monkey
     """A folder whose sizes are in a file has nothing left to measure; one that was never tuned has nothing at all."""
     monkeypatch.setattr(tuning, "gpu_ops", lambda provider, library: FakeOps())
     monkeypatch.setattr(tune, "create_session", lambda *_: FakeSession())
-    monkeypatch.setattr(tune, "Model", lambda session: session)
+    monkeypatch.setattr(tune, "OrtModel", lambda session: session)
     monkeypatch.setattr(tune, "run_shapes", lambda *_: None)
     lines: list[str] = []
 

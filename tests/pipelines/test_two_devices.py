@@ -228,22 +228,22 @@ class Queue:
         self.marked: dict[int, int] = {}  # event -> how often it was recorded, on the host
         self.past: dict[int, int] = {}  # and on the device
 
-    def use(self) -> None:
+    def set_device(self) -> None:
         pass
 
     def event(self) -> tuple[Queue, int]:
         self.marked[number := len(self.marked)] = self.past[len(self.past)] = 0
         return self, number
 
-    def mark(self, event: tuple[Queue, int]) -> None:
+    def record_event(self, event: tuple[Queue, int]) -> None:
         self.marked[event[1]] += 1
         self.queued.append(("mark", event[1]))
 
-    def follow(self, event: tuple[Queue, int]) -> None:
+    def wait_event(self, event: tuple[Queue, int]) -> None:
         other, number = event
         self.queued.append(("wait", (other, number, other.marked[number])))
 
-    def send(self, source: list[int], other: Queue, target: list[int], size: int) -> None:
+    def copy_to_peer(self, source: list[int], other: Queue, target: list[int], size: int) -> None:
         self.queued.append(("run", lambda: target.__setitem__(0, source[0])))
 
     def advance(self) -> bool:
