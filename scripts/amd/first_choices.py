@@ -98,13 +98,16 @@ class Convolution:
         return max(1, workspace // (4 * self.elements)) if candidate == "split_tiles" else 1
 
 
-def convolutions(asked: Mapping[str, Any], card: Card) -> dict[str, dict[str, Any]]:
-    """Return by call: blocks, splits of the first choice, and least us of it, of the best splits and without any."""
+def convolutions(answer: Mapping[str, Any], card: Card) -> dict[str, dict[str, Any]]:
+    """Return for each convolution its blocks, the splits that the library takes, and the roofline's microseconds.
+
+    These are for the splits that it takes, for the fastest number of splits, and for one.
+    """
     found = {}
     for case in cases("nhwc_conv"):
         call = Convolution(case)
-        splits = call.splits(*asked["choices"][f"nhwc_conv {case.name}"])
-        times = {n: call.microseconds(n, card, asked["multiprocessors"]) for n in range(1, call.most_splits + 1)}
+        splits = call.splits(*answer["choices"][f"nhwc_conv {case.name}"])
+        times = {n: call.microseconds(n, card, answer["multiprocessors"]) for n in range(1, call.most_splits + 1)}
         found[case.name] = {
             "blocks": call.blocks,
             "splits": splits,
@@ -115,22 +118,22 @@ def convolutions(asked: Mapping[str, Any], card: Card) -> dict[str, dict[str, An
     return found
 
 
-def attentions(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return by call of large or small tiles: which, their blocks, and the share of the time they fill the card."""
+def attentions(answer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return for each attention its kernel, its blocks, and the share of the time in which they fill the card."""
     found = {}
     for case in cases("multi_head_attention"):
-        choice, _ = asked["choices"][f"multi_head_attention {case.name}"]
+        choice, _ = answer["choices"][f"multi_head_attention {case.name}"]
         batch, sequence, *sizes = case.inputs["query"]
         heads = int(case.attributes["num_heads"])
         head = sizes[-1] if len(sizes) > 1 else sizes[0] // heads
         if choice not in QUERIES or head > LARGEST_HEAD:
             continue
         blocks = batch * heads * ceil(sequence / QUERIES[choice])
-        rounds = ceil(blocks / asked["multiprocessors"])
+        rounds = ceil(blocks / answer["multiprocessors"])
         found[case.name] = {
             "choice": choice,
             "blocks": blocks,
-            "busy": round(blocks / (rounds * asked["multiprocessors"]), 3),
+            "busy": round(blocks / (rounds * answer["multiprocessors"]), 3),
         }
     return found
 
@@ -150,14 +153,14 @@ def resident_blocks(kernel: str, threads: int, target: str) -> int:
     return min(waves * simds // (threads // (32 if is_rdna else 64)), memory // lds)
 
 
-def of_card(card: Card, asked: Mapping[str, Any]) -> dict[str, Any]:
+def of_card(card: Card, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return what results/amd/first_choices.json has of a card."""
     return {
         "target": card.target,
-        "multiprocessors": asked["multiprocessors"],
+        "multiprocessors": answer["multiprocessors"],
         "resident_blocks": {title: resident_blocks(*kernel, card.target) for title, kernel in KERNELS.items()},
-        "convolutions": convolutions(asked, card),
-        "attentions": attentions(asked),
+        "convolutions": convolutions(answer, card),
+        "attentions": attentions(answer),
     }
 
 
@@ -210,13 +213,14 @@ def main() -> None:
     found: dict[str, Any] = {"commit": machine.commit(), "cards": {}}
     for title, card in CARDS.items():
         if card.target != "gfx908":  # which is not simulated
-            found["cards"][title] = of_card(card, asked(options.library, card.target, ROOT / "out/first_choices"))
+            answer = ask_on_simulated_card(options.library, card.target, ROOT / "out/first_choices")
+            found["cards"][title] = of_card(card, answer)
     write_json(OUT, found)
     write_text(OUT.with_suffix(".md"), page(found))
 
 
-def asked(library: Path, target: str, folder: Path) -> dict[str, Any]:
-    """Return the answers of a library on a simulated card. Raises SystemExit with the output of one that fails."""
+def ask_on_simulated_card(library: Path, target: str, folder: Path) -> dict[str, Any]:
+    """Return what `ask` returns on a simulated card. Raises SystemExit with the faults of a run that fails."""
     simulation = Simulation(target, folder, ("--kernels", "skip"), {"SD_ORT_TUNING": str(folder / "tuning")})
     run = simulation.run(target, [sys.executable, Path(__file__), library.absolute(), "--ask"])
     if run.faults:

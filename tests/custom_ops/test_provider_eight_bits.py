@@ -188,7 +188,7 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: p
     updatable, table, session = models.overrides.updatable["unet"], manager.recipes["unet"], models["unet"]
 
     def share_of_differences(deltas: Deltas) -> float:
-        """Return the share of float8 elements on the device that differ from those that the host computes."""
+        """Return the share of elements of float8 weights that the device and the host quantize differently."""
         host = manager.updated_weights("unet", "unet", deltas)
         names = [name for name, array in host.items() if array.dtype == ml_dtypes.float8_e4m3fn]
         assert len(names) == len([name for name in host if update_graph.float8_scale(table[name])]) > 0
