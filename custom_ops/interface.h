@@ -61,7 +61,7 @@ SD_ORT_API void sd_ort_enable_tuning(int enable);
 /* Tunes one call. */
 SD_ORT_API const char* sd_ort_tune(int op, const void* params, void* stream);
 /* Returns a line per result, separated by tabs: operator, signature, candidate, microseconds, microseconds of the
- * default. */
+ * default, faster candidates that were rejected and why ("NAME: REASON; ..."). */
 SD_ORT_API const char* sd_ort_tuning_results(void);
 /* Sets a stored result. Returns 0 if the library has no such operator or candidate. */
 SD_ORT_API int sd_ort_set_tuning_result(const char* op, const char* signature, const char* candidate);

@@ -128,5 +128,5 @@ class GpuLibrary:
             raise RuntimeError(error.decode())
 
     def tuning_results(self) -> list[list[str]]:
-        """Return operator, signature, candidate, microseconds and microseconds of the default per measured call."""
+        """Return a list for each measured call: see `sd_ort_tuning_results` in interface.h."""
         return [line.split("\t") for line in self.c.sd_ort_tuning_results().decode().splitlines()]

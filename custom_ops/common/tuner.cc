@@ -385,11 +385,13 @@ std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, const
   }
   Result best;
   best.microseconds = INFINITY;
+  std::map<int, std::pair<double, const char*>> rejected;  // candidate -> its microseconds and why it is not chosen
   for (int i : order) {
     if (!op.is_supported(i, params)) continue;
     double microseconds = 0;
     error = try_candidate(op, i, params, outputs, expected, stream, best.microseconds, microseconds);
     if (i == fallback) best.default_microseconds = microseconds;
+    if (error != nullptr) rejected[i] = {microseconds, error};
     if (error != nullptr || microseconds >= best.microseconds) continue;
     best.candidate = i;
     best.microseconds = microseconds;
@@ -398,7 +400,14 @@ std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, const
   const std::string signature = op.signature(params);
   char times[64];
   std::snprintf(times, sizeof(times), "%.2f\t%.2f", best.microseconds, best.default_microseconds);
-  best.line = std::string(op.name()) + "\t" + signature + "\t" + op.candidate_name(best.candidate) + "\t" + times;
+  best.line =
+      std::string(op.name()) + "\t" + signature + "\t" + op.candidate_name(best.candidate) + "\t" + times + "\t";
+  const char* separator = "";
+  for (const auto& [candidate, time_and_reason] : rejected) {
+    if (time_and_reason.first >= best.microseconds) continue;
+    best.line += separator + std::string(op.candidate_name(candidate)) + ": " + time_and_reason.second;
+    separator = "; ";
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   results_[{op.name(), signature}] = best;
   return "";

@@ -47,7 +47,8 @@ class Tuner {
   // capture works. Returns an error message if candidate 0 fails.
   std::string tune(const GpuOp& op, const void* params, void* stream, const void* x = nullptr);
 
-  // Returns a line per result: operator, signature, candidate, microseconds, microseconds of the default.
+  // Returns a line per result: operator, signature, candidate, microseconds, microseconds of the default, and the
+  // faster candidates that failed or gave wrong results.
   std::string results() const;
 
  private:

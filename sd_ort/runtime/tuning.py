@@ -1,11 +1,12 @@
 """Tuning results in JSON files: which candidate of each GPU operator is fastest, as measured on this kind of machine.
 
 A file holds `format`, `validators` (GPU architecture, driver and runtime versions, hash of the op library, version of
-ONNX Runtime), `operators` (operator -> signature of the call -> candidate, microseconds, default_microseconds) and
-`onnxruntime` (what its own tunable operators found, as `InferenceSession.get_tuning_results` gives it). A file whose
-validators differ from this machine's is refused, with the reason. There is one file for each set of validators, in
-$SD_ORT_TUNING, or else in results/tuning and the cache folder; sessions load the one that fits, from there or from
-`tuning` in the folder of their model, without being asked to.
+ONNX Runtime), `operators` (operator -> signature of the call -> candidate, microseconds, default_microseconds, and
+`rejected`: faster candidates that failed or gave wrong results) and `onnxruntime` (what its own tunable operators
+found, as `InferenceSession.get_tuning_results` gives it). A file whose validators differ from this machine's is
+refused, with the reason. There is one file for each set of validators, in $SD_ORT_TUNING, or else in results/tuning and
+the cache folder; sessions load the one that fits, from there or from `tuning` in the folder of their model, without
+being asked to.
 
 Only the file logic and the op library's C functions are here; `sd_ort.inspect.tune` meets every shape of a model.
 """
@@ -86,8 +87,10 @@ class GpuOps:
 
     def results(self) -> Operators:
         operators: Operators = {}
-        for operator, signature, candidate, own, default in self.library.tuning_results():
+        for operator, signature, candidate, own, default, rejected in self.library.tuning_results():
             result = {"candidate": candidate, "microseconds": float(own), "default_microseconds": float(default)}
+            if rejected:
+                result["rejected"] = rejected
             operators.setdefault(operator, {})[signature] = result
         return operators
 
@@ -157,7 +160,7 @@ def read(path: Path) -> Record:
 
 
 _TIMES = ("microseconds", "default_microseconds")  # of a candidate and of the default, where they were measured
-_RESULT = record_type("Result", dict.fromkeys(_TIMES, float), {"candidate": str})
+_RESULT = record_type("Result", {**dict.fromkeys(_TIMES, float), "rejected": str}, {"candidate": str})
 _OF_ONNXRUNTIME = record_type("ProviderResults", {}, {"ep": str, "validators": dict, "results": dict[str, dict]})
 _RECORD = record_type(
     "TuningFile",
@@ -239,6 +242,8 @@ def table(record: Record) -> list[str]:
                 faster = result["default_microseconds"] / result["microseconds"]
                 gain = f"  {result['microseconds']:9.2f} us  {faster:5.2f}x of the default"
             lines.append(f"{operator:24} {signature:40} {result['candidate']:28}{gain}")
+            if rejected := result.get("rejected"):
+                lines.append(f"{'':24} faster, but rejected: {rejected}")
     for entry in record.get("onnxruntime", []):
         count = sum(len(results) for results in entry["results"].values())
         lines.append(f"ONNX Runtime, {entry['ep']}: {count} results of {len(entry['results'])} operators")
@@ -326,6 +331,14 @@ def apply(session: Any, source: TunableLibrary | None, record: Record) -> None:
         session.set_tuning_results(record["onnxruntime"], error_on_invalid=False)
 
 
+def _rejected(operators: Operators) -> Iterator[tuple[str, str, str]]:
+    """Yield operator, signature and rejected candidates of the calls that have some."""
+    for operator, results in operators.items():
+        for signature, result in results.items():
+            if "rejected" in result:
+                yield operator, signature, result["rejected"]
+
+
 def save(sessions: Iterable[Any], source: TunableLibrary | None, onnxruntime_version: str) -> Path | None:
     """Write the results of this process and its sessions to their file and return its path; None without results."""
     ort_results: list[Record] = []
@@ -336,6 +349,8 @@ def save(sessions: Iterable[Any], source: TunableLibrary | None, onnxruntime_ver
     operators = source.results() if source is not None else {}
     if not operators and not ort_results:
         return None
+    for operator, signature, rejected in _rejected(operators):
+        log.warning("%s %s: faster candidates were rejected: %s. Please report it.", operator, signature, rejected)
     validators = validators_of(source, onnxruntime_version)
     path = path_for(validators)
     record = {"format": FORMAT, "validators": validators, "operators": operators, "onnxruntime": ort_results}

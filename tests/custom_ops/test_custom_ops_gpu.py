@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
-from emulation import compile_object, gpu_sources, link, load_blas_lt
+from emulation import ROOT, compile_object, gpu_sources, link, load_blas_lt
 
 from custom_ops import GPU_OPERATORS
 from custom_ops.check.candidates import check_case
@@ -125,6 +126,55 @@ def test_attention_of_wide_heads_by_products(device: str, dtype: str, emulations
     assert taken == 10
 
 
+COPY = """
+#include "common/tuner.h"
+using namespace sd_ort;
+
+struct CopyParams {
+  const float* x;
+  float* y;
+  std::string signature() const { return "1024"; }
+  std::vector<Output> outputs() const { return {{y, 1024, DType::kFloat32}}; }
+};
+
+Candidate<CopyParams> copy(const char* name, int times, float scale, const char* error) {
+  const auto run = [=](const CopyParams& p, void*, void*) {
+    for (int i = 0; i < 1024 * times; ++i) const_cast<volatile float&>(p.y[i % 1024]) = p.x[i % 1024] * scale;
+    return error;
+  };
+  return {name, [](const CopyParams&) { return true; }, run};
+}
+
+extern "C" const char* tune(const float* x, float* y) {
+  static const TunableOp<CopyParams> op(
+      "Copy",
+      {copy("generic", 1000, 1, nullptr), copy("right", 100, 1, nullptr), copy("wrong", 1, 2, nullptr),
+       copy("slow_and_wrong", 1000, 2, nullptr), copy("failing", 1, 1, "no memory")},
+      [](const CopyParams&) { return "wrong"; });
+  static std::string line;
+  const CopyParams params{x, y};
+  line = Tuner::instance().tune(op, &params, nullptr);
+  if (line.empty()) line = Tuner::instance().results();
+  return line.c_str();
+}
+"""
+
+
+def test_tuner_names_faster_candidates_that_it_rejects(run_folder: Path, tmp_path: Path) -> None:
+    """Also the default; one that is wrong and slower than the choice would not be missed."""
+    source = tmp_path / "copy.cc"
+    source.write_text(COPY)
+    tuner = compile_object(ROOT / "custom_ops/common/tuner.cc", "nvidia", run_folder)
+    library = ctypes.CDLL(str(link([compile_object(source, "nvidia", tmp_path), tuner], tmp_path / "copy.so")))
+    library.tune.restype = ctypes.c_char_p
+    x, y = np.arange(1, 1025, dtype=np.float32), np.zeros(1024, np.float32)
+    line = library.tune(*(array.ctypes.data_as(ctypes.c_void_p) for array in (x, y))).decode().rstrip("\n")
+    operator, signature, candidate, own, default, rejected = line.split("\t")
+    assert (operator, signature, candidate) == ("Copy", "1024", "right")
+    assert float(default) < float(own)
+    assert rejected == "wrong: wrong results; failing: no memory"
+
+
 def test_tuner_keeps_a_candidate_that_agrees(emulations: dict[str, GpuLibrary]) -> None:
     """Measures a call, then chooses what it measured; set_tuning_result takes known names only."""
     library = emulations["cdna"]
@@ -139,6 +189,7 @@ def test_tuner_keeps_a_candidate_that_agrees(emulations: dict[str, GpuLibrary]) 
     (result,) = library.tuning_results()
     assert result[:2] == ["GroupNorm", "float16_1x77x24_g8"]
     assert result[2] in library.candidates(number)
+    assert result[5] == ""
     chosen = library.choose(number, params)
     assert library.candidates(number)[chosen] == result[2]
     assert library.c.sd_ort_set_tuning_result(b"GroupNorm", result[1].encode(), b"two_pass") == 1

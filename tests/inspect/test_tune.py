@@ -222,6 +222,18 @@ def test_a_session_with_tuning_on_measures(monkeypatch: pytest.MonkeyPatch, tmp_
     assert tuning.load(session, FakeOps(), VERSION) is not None
 
 
+def test_rejected_candidates_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """With its time it would have been chosen: nobody else would learn of it."""
+    results = found("a")
+    results["GroupNorm"]["a"]["rejected"] = "default: wrong results"
+    path = save(FakeOps(results=results))
+    assert "GroupNorm a: faster candidates were rejected: default: wrong results." in caplog.text
+    assert "faster, but rejected: default: wrong results" in "\n".join(tuning.table(tuning.read(path)))
+    caplog.clear()
+    save(FakeOps(results=found("b")))
+    assert caplog.text == ""
+
+
 def test_show(sd_ort: Cli) -> None:
     path = save(FakeOps(results=found("float16_2x64x64_g32")), FakeSession([ROCM]))
     for arguments in (["tune", "--show"], ["tune", "--show", str(path)]):
