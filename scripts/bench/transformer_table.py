@@ -64,8 +64,8 @@ grow from step to step, most in 28 steps of FLUX.1. In float32 tiny models agree
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
-In bfloat16 Qwen-Image's step meets its goal, the other steps miss theirs. With linears in float8 Qwen-Image and Z-Image
-meet theirs.
+In bfloat16 Qwen-Image's step meets its goal, the other steps miss theirs. With linears in float8 Qwen-Image, Z-Image
+and Krea 2 meet theirs.
 
 Made by `scripts/bench/transformer_table.py` from `{folder}/`, one file per run of
 `scripts/bench/bench_transformer_step.py` (commands below). Random weights, full width and depth, bfloat16. `queued`: ms
@@ -100,6 +100,7 @@ TAIL = """
     python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
     python scripts/bench/bench_transformer_step.py qwen-image --float8 --peers compile
     python scripts/bench/bench_transformer_step.py z-image-turbo --float8 --peers compile
+    python scripts/bench/bench_transformer_step.py krea2 --float8 --peers compile
     python scripts/bench/transformer_weights.py
     python scripts/bench/fusion_transformers.py
     python scripts/bench/transformer_floor.py flux-dev flux2-klein-4b sd35-medium:2 qwen-image krea2 z-image-turbo
