@@ -326,9 +326,8 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
     for name, (cls, more) in tasks.items():
         if (ours / "vae_encoder").is_dir():
             other = cls.from_pretrained(ours, options.provider)
-            draw = lambda other=other, more=more: other(  # noqa: E731
-                PROMPT, picture, strength=1.0, num_inference_steps=options.steps, generator=0, progress=False, **more
-            )
+            settings = {"strength": 1.0, "num_inference_steps": options.steps, "generator": 0, "progress": False}
+            draw = lambda other=other, more=more: other(PROMPT, image=picture, **settings, **more)  # noqa: E731
             draw()
             found.setdefault("image_of_task_ms", {})[name] = 1e3 * timed(draw)
             found["step_ms"][name] = 1e3 * other.loop.step_seconds
