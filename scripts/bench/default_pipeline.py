@@ -323,10 +323,10 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
         "image to image": (StableDiffusionImg2ImgPipeline, {}),
         "inpainting": (StableDiffusionInpaintPipeline, {"mask_image": mask}),
     }
+    settings = {"strength": 1.0, "num_inference_steps": options.steps, "generator": 0, "progress": False}
     for name, (cls, more) in tasks.items():
         if (ours / "vae_encoder").is_dir():
             other = cls.from_pretrained(ours, options.provider)
-            settings = {"strength": 1.0, "num_inference_steps": options.steps, "generator": 0, "progress": False}
             draw = lambda other=other, more=more: other(PROMPT, image=picture, **settings, **more)  # noqa: E731
             draw()
             found.setdefault("image_of_task_ms", {})[name] = 1e3 * timed(draw)
