@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Caches between the steps of a FLUX transformer of full size with random weights: images as called, beside diffusers.
+"""Caches between the steps of a transformer of full width with random weights: images as called, beside diffusers.
 
     python scripts/bench/first_block_cache.py flux-dev --out results/transformer_caches_h200.json
     python scripts/bench/first_block_cache.py flux-dev --blocks 4 8 --no-peer    # fewer blocks: a quick look
+    python scripts/bench/first_block_cache.py qwen-image --blocks 8 --out results/qwen_image_caches_h200.json
     python scripts/bench/first_block_cache.py flux-dev --thresholds 0.1 --skips 1 3 --lite 2 5    # and other caches
 
 Our provider in bfloat16 from a prompt to a PIL image, for each threshold the full steps and the seconds; diffusers runs
@@ -39,10 +40,13 @@ from sd_ort.stages import optimize
 PRESET = "first-block-cache"  # the preset with fewer blocks
 
 
-def with_blocks(preset: str, double: int, single: int) -> str:
-    """Return the name of a preset with fewer blocks, which is added to the presets."""
+def with_blocks(preset: str, counts: list[int]) -> str:
+    """Return the name of a preset with fewer blocks of each kind, which is added to the presets."""
     models = dict(presets.PRESETS[preset].models)
-    models["transformer"] = {**models["transformer"], "num_layers": double, "num_single_layers": single}
+    kinds = [kind for kind in ("num_layers", "num_single_layers") if kind in models["transformer"]]
+    if len(counts) != len(kinds):
+        raise SystemExit(f"Give {preset} --blocks with {len(kinds)} numbers: {', '.join(kinds)}.")
+    models["transformer"] = models["transformer"] | dict(zip(kinds, counts, strict=True))
     presets.PRESETS[PRESET] = dataclasses.replace(presets.PRESETS[preset], models=models)
     return PRESET
 
@@ -95,8 +99,11 @@ def theirs(pipeline: Any, config: Any, rounds: int, **arguments: Any) -> dict[st
 
     runs: list[int] = []
     transformer = pipeline.transformer
-    # the last block's MLP: TaylorSeer replaces the block's forward, FirstBlockCache and MagCache call no module in it
-    last = transformer.single_transformer_blocks[-1].proj_mlp.register_forward_hook(lambda *_: runs.append(1))
+    blocks = getattr(transformer, "single_transformer_blocks", transformer.transformer_blocks)
+    # The last block's first linear: TaylorSeer replaces the block's forward, FirstBlockCache and MagCache call no
+    # module in it.
+    first = next(module for module in blocks[-1].modules() if isinstance(module, torch.nn.Linear))
+    last = first.register_forward_hook(lambda *_: runs.append(1))
     if config is not None:
         settings = vars(config) | ({"taylor_factors_dtype": torch.bfloat16} if hasattr(config, "use_lite_mode") else {})
         transformer.enable_cache(getattr(hooks, type(config).__name__)(**settings))
@@ -125,8 +132,10 @@ def fit(rows: list[dict[str, Any]], steps: int) -> dict[str, float]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", choices=[name for name in presets.PRESETS if name.startswith("flux-")])
-    parser.add_argument("--blocks", type=int, nargs=2, metavar=("DOUBLE", "SINGLE"), help="fewer blocks than its own")
+    parser.add_argument(
+        "preset", choices=[name for name in presets.PRESETS if name.startswith(("flux-", "qwen-image"))]
+    )
+    parser.add_argument("--blocks", type=int, nargs="+", metavar="N", help="fewer blocks, a number for each kind")
     parser.add_argument("--thresholds", type=float, nargs="*", default=[1e-9, 0.05, 0.1, 0.2, 0.4, 0.999])
     parser.add_argument("--skips", type=int, nargs="*", default=[], help="MagCache's max_skip_steps")
     parser.add_argument("--lite", type=int, nargs="*", default=[], help="cache_interval of TaylorSeer's lite mode")
@@ -147,7 +156,7 @@ def main() -> None:
     library = library_path(PROVIDER_LIBRARIES[VENDOR])
     if library is None and options.provider is None:
         raise SystemExit("Build our provider first: sd-ort build-ops --cuda sm_90.")
-    preset = with_blocks(options.preset, *options.blocks) if options.blocks else options.preset
+    preset = with_blocks(options.preset, options.blocks) if options.blocks else options.preset
     pipeline_class = getattr(sd_ort, presets.PRESETS[preset].pipeline)
     settings = {"preset": options.preset, "blocks": options.blocks, "pixels": options.pixels, "steps": options.steps}
     result: dict[str, Any] = head("scripts/bench/first_block_cache.py") | settings

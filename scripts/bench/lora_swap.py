@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """LoRAs on a loaded pipeline: how long a change takes, and what a step takes with one and without.
 
-    python scripts/bench/lora_swap.py [--preset sd15] [--provider cpu] [--work FOLDER] [--out results/lora.json]
+    python scripts/bench/lora_swap.py [--preset sd15] [--provider cpu] [--float8] [--work FOLDER]
 
 A checkpoint with random weights and two LoRAs of random numbers (rank 8, all linear layers of attention blocks and
 text encoders and all 3 x 3 convolutions of residual blocks, in Kohya's names) are made below --work, where they are
@@ -31,6 +31,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from scripts.bench.gpu_step_eight_bits import calibration_run
 from scripts.checks.soak_gpu import usage
 from scripts.report import decibels, save
 from scripts.report import table as markdown
@@ -247,28 +248,42 @@ def table(result: dict[str, Any]) -> str:
 @click.command()
 @click.option("--preset", default="sd15", show_default=True)
 @click.option("--provider", default="cpu", show_default=True)
+@click.option("--float8", is_flag=True, help="Linears of the U-Net in float8, calibrated on random inputs.")
 @click.option("--steps", default=None, type=int, help="Of a picture; 20 on a GPU and 1 on a CPU when not given.")
 @click.option("--side", type=int, help="Pixels of a picture; the model's own when not given.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--work", type=click.Path(path_type=Path), default=Path("out/lora_swap"), show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/lora.json"), show_default=True)
-def main(preset: str, provider: str, steps: int | None, side: int | None, rounds: int, work: Path, out: Path) -> None:
+def main(
+    preset: str,
+    provider: str,
+    float8: bool,
+    steps: int | None,
+    side: int | None,
+    rounds: int,
+    work: Path,
+    out: Path,
+) -> None:
     target = "cpu" if provider == "cpu" else target_of(provider)
-    model, folder = work / preset, work / f"{preset}-{target}"
+    model, folder = work / preset, work / f"{preset}-{target}{'-float8' if float8 else ''}"
     if not model.is_dir():
         checkpoint(preset, 1, model)
     loras = [work / f"{preset}-{seed}.safetensors" for seed in (1, 2)]
     modules = [make_lora(model, path, seed) for seed, path in enumerate(loras)]
     if not folder.is_dir():
         dtype = "float32" if provider == "cpu" else "float16"
-        optimize(str(model), folder, target=target, dtype=dtype, calibrate=False, on_progress=click.echo)
+        inputs = calibration_run(preset, work / f"{preset}-runs.npz") if float8 else None
+        optimize(
+            str(model), folder, target=target, dtype=dtype, calibrate=False, on_progress=click.echo,
+            eight_bits="float8" if float8 else None, inputs=inputs,
+        )  # fmt: skip
     steps = steps or (1 if provider == "cpu" else 20)
     row = measure(folder, loras, provider, side or SIDES.get(preset, 512), steps, rounds)
     row |= {"modules": modules[0], "steps": steps, "load average": round(os.getloadavg()[0], 1)}
     row |= {"machine": machine(), "versions": versions(), "commit": commit()}
     result = read_json(out) if out.is_file() else {"rows": {}}
     result["rows"] = {name: each for name, each in result["rows"].items() if "load" in each}  # of this script's format
-    result["rows"][f"{preset}, {provider}"] = row
+    result["rows"][f"{preset}{' in float8' if float8 else ''}, {provider}"] = row
     save(out, result, table(result))
     click.echo(json.dumps({key: value for key, value in row.items() if key not in ("machine", "versions")}, indent=1))
 

@@ -134,10 +134,10 @@ class _Ends:
         self.by_source = initializers_by_source(graph, recipes)
         embedded = self._consumer(next((name for name in EMBEDDERS if name in self.by_source), EMBEDDERS[0]))
         self.before_first = embedded.outputs[0]
-        last = self._stream("proj_out.weight")
-        if len(last) != 1:
-            raise InputError("enable_cache: the last norm of the transformer's graph also adds its last block.")
-        (self.after_last,) = last
+        norm = self._normalized("proj_out.weight")
+        if _adds_stream(norm):
+            _add_before(graph, norm)
+        self.after_last = _first_input(norm)
 
     def _consumer(self, tensor: str, index: int | None = None) -> ir.Node:
         node = only_consumer(self.by_source.get(tensor, ()), (), index)
@@ -154,11 +154,9 @@ class _Ends:
         The norm reads the stream, or computes it as its second output, beside the normalized values.
         """
         norm = self._normalized(tensor)
-        if len(norm.inputs) > 3:  # with a gate and the stream before it
+        if _adds_stream(norm):
             return [norm.outputs[0], norm.outputs[1]]
-        stream = norm.inputs[0]
-        assert stream is not None
-        return [stream]
+        return [_first_input(norm)]
 
     def _normalized(self, tensor: str) -> ir.Node:
         norm = _norm(self._consumer(tensor, 1).inputs[0])
@@ -189,6 +187,35 @@ def _norm(value: ir.Value | None, modulations: int = 2) -> ir.Node | None:
     if node.op_type not in ("Add", "Mul") or not modulations:
         return None
     return next((norm for each in node.inputs if (norm := _norm(each, modulations - 1))), None)
+
+
+def _first_input(norm: ir.Node) -> ir.Value:
+    stream = norm.inputs[0]
+    assert stream is not None
+    return stream
+
+
+def _adds_stream(norm: ir.Node) -> bool:
+    """Return whether a norm is an AdaptiveNorm that adds a gated value and the stream before it normalizes."""
+    return len(norm.inputs) > 3 and norm.inputs[4] is not None
+
+
+def _add_before(graph: ir.Graph, norm: ir.Node) -> None:
+    """Move the sum of an AdaptiveNorm to nodes before it, so that the norm reads the stream."""
+    total = _first_input(norm)
+    for op_type, operand in (("Mul", norm.inputs[3]), ("Add", norm.inputs[4])):  # gate, skip
+        if operand is None:
+            continue
+        node = ir.node(op_type, [total, operand])
+        value = node.outputs[0]
+        value.name, value.shape, value.type = f"{total.name}.{op_type}", total.shape, total.type
+        graph.insert_before(norm, node)
+        total = value
+    if len(norm.outputs) > 1:
+        ir.convenience.replace_all_uses_with(norm.outputs[1], total)
+    norm.replace_input_with(0, total)
+    for index in (3, 4):
+        norm.replace_input_with(index, None)
 
 
 def _node(
