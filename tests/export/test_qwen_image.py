@@ -41,6 +41,7 @@ from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.transformer_qwen_image import Embeddings
+from sd_ort.stages import optimize
 
 CLASS, KIND, FAMILY = "QwenImageTransformer2DModel", "QwenImagePipeline", "qwen_image"
 SIZES = (
@@ -254,6 +255,20 @@ def test_caches(models: Models, hoisted: QwenImagePipeline, config: Any, module:
     """As many full steps as diffusers' hook, of the prompt and of the negative prompt, and the same image."""
     call = {**CALL, "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
     check_cache(models.theirs(FAMILY, KIND), hoisted, config, module, call)
+
+
+def test_caches_of_gpu_graphs(models: Models, tmp_path: Path) -> None:
+    """The last norm of a graph for GPUs adds the last block too: equal images without skipped blocks, others with."""
+    optimize(models.export(FAMILY), tmp_path / "out", target="gpu", dtype="float16", hoist=True)
+    pipeline: QwenImagePipeline = getattr(sd_ort, KIND).from_pretrained(tmp_path / "out", "cpu")
+    call = {**CALL, "prompt": "a", "num_inference_steps": 12, "generator": 1}
+    first = pipeline(**call).images[0]
+    never, always = FirstBlockCacheConfig(threshold=1e-9), FirstBlockCacheConfig(threshold=0.999)
+    for config, alike in ((never, True), (always, False), (MagCacheConfig(**MAG), False)):
+        pipeline.enable_cache(config)
+        assert (psnr(pipeline(**call).images[0], first) > 60) == alike, config
+        assert (pipeline._cached.full_steps == 12) == alike, config
+        pipeline.disable_cache()
 
 
 @pytest.mark.parametrize("task", ["Img2Img", "Inpaint"])
