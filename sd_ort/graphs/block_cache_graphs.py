@@ -197,7 +197,7 @@ def _first_input(norm: ir.Node) -> ir.Value:
 
 def _adds_stream(norm: ir.Node) -> bool:
     """Return whether a norm is an AdaptiveNorm that adds a gated value and the stream before it normalizes."""
-    return len(norm.inputs) > 3 and norm.inputs[4] is not None
+    return len(norm.inputs) > 4 and norm.inputs[4] is not None
 
 
 def _add_before(graph: ir.Graph, norm: ir.Node) -> None:
