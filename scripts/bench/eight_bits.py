@@ -96,6 +96,7 @@ KINDS: dict[str, tuple[str, bool | None, bool | None]] = {
     "the text's keys and values": (r".*attn2\.to_[kv]", True, True),
     "other transformers' layers": (r".+", True, True),
 }
+DYNAMIC = "ours with `--dynamic-scales`"
 NO_SHAPES = "its channels"  # rejections by the shape alone are no choice
 
 
@@ -272,7 +273,9 @@ def recipe_table(work: Path, runs: Path, format_: str, found: AllLayers, count: 
 
 def whole_table(work: Path, runs: Path, format_: str, found: AllLayers, count: int) -> list[str]:
     """Return the table of the U-Net with our layers in 8 bits, with those of each recipe, and with each difference."""
-    chosen = {"**ours**": found.ours} | {recipe: found.of_recipe(i) for i, recipe in enumerate(RECIPES)}
+    chosen = {"**ours**": found.ours, DYNAMIC: found.ours} | {
+        recipe: found.of_recipe(i) for i, recipe in enumerate(RECIPES)
+    }
     chosen["all layers"] = list(found.layers)
     for kind in found.differences():
         names, label = found.kinds[kind], kind.replace("LAST", found.last)
@@ -298,7 +301,8 @@ def whole_table(work: Path, runs: Path, format_: str, found: AllLayers, count: i
     expected, reference = run(found.model)
     rows = []
     for label, names in chosen.items():
-        copy, _ = quantized_copy(found.model, [found.layers[name] for name in names], format_, ranges)
+        scales = None if label == DYNAMIC else ranges
+        copy, _ = quantized_copy(found.model, [found.layers[name] for name in names], format_, scales)
         got, made = run(copy)
         values = [metrics.psnr(mine, theirs) for mine, theirs in zip(made, reference, strict=True)]
         rows.append(
@@ -360,9 +364,9 @@ def layer_folder(work: Path, format_: str) -> Path:
 
 
 def quantized_copy(
-    model: ir.Model, layers: Sequence[Layer], format_: str, ranges: dict[str, float]
+    model: ir.Model, layers: Sequence[Layer], format_: str, ranges: dict[str, float] | None
 ) -> tuple[ir.Model, list[Layer]]:
-    """Return a copy of the graph with `layers` in 8 bits, and these layers of the copy."""
+    """Return a copy of the graph with `layers` in 8 bits, and these layers of the copy. Scales are dynamic for None."""
     copy = model.clone()
     nodes = {node.outputs[0].name: node for node in copy.graph}
     copies = [Layer(nodes[layer.node.outputs[0].name], layer.axis) for layer in layers]

@@ -257,8 +257,8 @@ def page(tables: Sequence[str]) -> str:
         "`optimize --float8|--int8 --vae-decoder`, of target portable unless named: weights a scale an output channel, "
         f"activations a scale a tensor, calibrated on {CALIBRATION_PROMPTS} prompts. PSNR beside the decoder in "
         f"float32, over images of unseen prompts: {counts}; that of 2048² is one of 1024² and its mirror images. "
-        "QuantizeLinear and DequantizeLinear compute in float32 on a CPU, so their time is not that of 8-bit kernels; target cpu has such "
-        "kernels for int8. Times are of one thread of a shared machine.", "",
+        "QuantizeLinear and DequantizeLinear compute in float32 on a CPU, so their time is not that of 8-bit kernels; "
+        "target cpu has such kernels for int8. Times are of one thread of a shared machine.", "",
         *tables, "", *roofline(), "",
         f"`{run['command']}` at {run['commit']}, {run['machine']['cpu']}", "",
     ]  # fmt: skip
