@@ -125,8 +125,8 @@ class OptimizeOptions:
         if self.dynamic_scales:
             if target not in QDQ_TARGETS:
                 raise InputError(
-                    f"target {target} has only constant scales, since the operator before a layer writes the 8 bits: "
-                    f"leave out --dynamic-scales, or use a target of {', '.join(sorted(QDQ_TARGETS))}."
+                    f"target {target} has only constant scales, which its operators for 8 bits multiply with the "
+                    f"weights': leave out --dynamic-scales, or use a target of {', '.join(sorted(QDQ_TARGETS))}."
                 )
             if self.inputs is not None and self.dtype != "float16":
                 raise InputError("--dynamic-scales needs no recorded runs in float32: leave out --inputs.")
