@@ -1,6 +1,7 @@
 """The demo's VAE decoder in 8 bits: images, and each layer's error. Writes results/vae_eight_bits.md.
 
     python scripts/bench/vae_eight_bits.py                 # float8 and int8; about 30 minutes on one thread
+    python scripts/bench/vae_eight_bits.py --images-only --out results/vae_eight_bits_sizes.md
 
 Decodes the same latents of unseen prompts with the decoder in float32 and in 8 bits (`optimize --vae-decoder`), at the
 demo's size and up to 2048x2048, after a calibration on 64 prompts of the training's combinations. `portable` folders
@@ -97,25 +98,24 @@ def as_bytes(images: np.ndarray) -> np.ndarray:
     return np.round(255 * np.clip(images / 2 + 0.5, 0, 1)).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
-def image_rows(work: Path, latents: Mapping[int, np.ndarray], engines: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return a row for each size and engine."""
-    prompts = unseen_prompts(SIZES[demo.WIDTH], 0)
+def image_rows(work: Path, edge: int, latents: np.ndarray, engines: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return a row for each engine at the size `edge`."""
+    prompts = unseen_prompts(len(latents), 0)
     rows = []
-    for edge, inputs in latents.items():
-        expected: np.ndarray | None = None
-        for name in engines:
-            folder = work / name.replace(", target ", "-")
-            output, seconds = run_decoder(folder, inputs)
-            images = as_bytes(output)
-            expected = images if expected is None else expected
-            right = f"{score(prompts, images).correct} of {len(prompts)}" if edge == demo.WIDTH else ""
-            values = [metrics.psnr(ours, theirs) for ours, theirs in zip(images, expected, strict=True)]
-            quality = ["", ""]
-            if name != "float32":
-                quality = [f"{min(value, 99.9):.1f}" for value in (median(values), min(values))]
-            size = (folder / VAE_DECODER / pipeline_folder.DATA).stat().st_size / 1e6
-            rows.append((f"{edge}²", name, right, *quality, f"{seconds:.3g}", f"{size:.2f} MB"))
-            print(rows[-1], flush=True)
+    expected: np.ndarray | None = None
+    for name in engines:
+        folder = work / name.replace(", target ", "-")
+        output, seconds = run_decoder(folder, latents)
+        images = as_bytes(output)
+        expected = images if expected is None else expected
+        right = f"{score(prompts, images).correct} of {len(prompts)}" if edge == demo.WIDTH else ""
+        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(images, expected, strict=True)]
+        quality = ["", ""]
+        if name != "float32":
+            quality = [f"{min(value, 99.9):.1f}" for value in (median(values), min(values))]
+        size = (folder / VAE_DECODER / pipeline_folder.DATA).stat().st_size / 1e6
+        rows.append((f"{edge}²", name, right, *quality, f"{seconds:.3g}", f"{size:.2f} MB"))
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -183,6 +183,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["int8", "float8"], help="formats (both)")
+    parser.add_argument("--edges", nargs="*", type=int, choices=SIZES, default=list(SIZES), help="sizes (all)")
+    parser.add_argument("--images-only", action="store_true", help="no tables of layers, and no roofline")
     parser.add_argument("--work", type=Path, default=Path("out/vae_eight_bits"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/vae_eight_bits.md"), help="the result")
     options = parser.parse_args()
@@ -198,20 +200,25 @@ def main() -> None:
         if not folder.is_dir():
             ranges = {"eight_bits": eight_bits, "vae_decoder": True, "inputs": runs} if eight_bits else {}
             optimize("demo", folder, target=target, components=[VAE_DECODER], on_progress=print, **ranges)
-    latents = {
-        edge: decoder_inputs(work / "float32", unseen_prompts(count, 0), edge, work / f"latents-{edge}.npy")
-        for edge, count in SIZES.items()
-    }
     columns = "image", "decoder", "right", "median PSNR, dB", "worst", "processor s an image", "weights on disk"
-    lines = table(columns, image_rows(work, latents, engines))
-    files.write_text(options.out, page(lines))
+    latents: dict[int, np.ndarray] = {}
+    image_lines: list[tuple[str, ...]] = []
+    lines: list[str] = []
+    for edge in options.edges:
+        prompts = unseen_prompts(SIZES[edge], 0)
+        latents[edge] = decoder_inputs(work / "float32", prompts, edge, work / f"latents-{edge}.npy")
+        image_lines += image_rows(work, edge, latents[edge], engines)
+        lines = table(columns, image_lines)
+        files.write_text(options.out, page(lines, latents, options.images_only))
     order: list[str] = []
-    for format_ in options.formats:
+    for format_ in [] if options.images_only else options.formats:
         lines += ["", f"## {format_}: what a layer alone does to an image of {LAYER_EDGE}²", ""]
-        rows, order = layer_rows(work, latents[LAYER_EDGE], format_, order)
+        prompts = unseen_prompts(SIZES[LAYER_EDGE], 0)
+        inputs = decoder_inputs(work / "float32", prompts, LAYER_EDGE, work / f"latents-{LAYER_EDGE}.npy")
+        rows, order = layer_rows(work, inputs, format_, order)
         names = "layer", "weight", "stays in 16 bits, since", "its relative error", "PSNR, dB"
         lines += table(names, rows)
-        files.write_text(options.out, page(lines))
+        files.write_text(options.out, page(lines, latents))
 
 
 def roofline() -> list[str]:
@@ -248,18 +255,18 @@ def roofline() -> list[str]:
     ]  # fmt: skip
 
 
-def page(tables: Sequence[str]) -> str:
-    """Return the Markdown page."""
+def page(tables: Sequence[str], latents: Mapping[int, np.ndarray], images_only: bool = False) -> str:
+    """Return the Markdown page. latents: of the measured images by size."""
     run = head("scripts/bench/vae_eight_bits.py")
-    counts = " and ".join(f"{count} of {edge}²" for edge, count in SIZES.items())
+    counts = ", ".join(f"{len(each)} of {edge}²" for edge, each in latents.items())
     lines = [
         "# The demo's VAE decoder in 8 bits", "",
         "`optimize --float8|--int8 --vae-decoder`, of target portable unless named: weights a scale an output channel, "
         f"activations a scale a tensor, calibrated on {CALIBRATION_PROMPTS} prompts. PSNR beside the decoder in "
-        f"float32, over images of unseen prompts: {counts}; that of 2048² is one of 1024² and its mirror images. "
+        f"float32, over images of unseen prompts: {counts}; an image of 2048² is one of 1024² and its mirror images. "
         "QuantizeLinear and DequantizeLinear compute in float32 on a CPU, so their time is not that of 8-bit kernels; "
         "target cpu has such kernels for int8. Times are of one thread of a shared machine.", "",
-        *tables, "", *roofline(), "",
+        *tables, "", *([] if images_only else [*roofline(), ""]),
         f"`{run['command']}` at {run['commit']}, {run['machine']['cpu']}", "",
     ]  # fmt: skip
     return "\n".join(lines)

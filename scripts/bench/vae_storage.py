@@ -29,6 +29,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=40, help="unseen prompts (40)")
+    parser.add_argument("--edges", nargs="*", type=int, choices=SIZES, default=list(SIZES), help="sizes (all)")
     parser.add_argument("--work", type=Path, default=Path("out/vae_storage"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/vae_storage.md"), help="the result")
     options = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> None:
         if not (options.work / label).is_dir():
             optimize("demo", options.work / label, target="cpu", weights=storage)
     rows: list[tuple[str, ...]] = []
-    for edge in SIZES:
+    for edge in options.edges:
         prompts = unseen_prompts(options.prompts if edge == demo.WIDTH else SIZES[edge], 0)
         latents = decoder_inputs(options.work / "float32", prompts, edge, options.work / f"latents-{edge}.npy")
         expected: np.ndarray | None = None
