@@ -4,6 +4,7 @@
     python scripts/bench/eight_bits.py --prompts 20 --layers 0
     python scripts/bench/eight_bits.py --worst 118 171 164 23 0 1 2 3 --out results/eight_bits_worst.md
     python scripts/bench/eight_bits.py --engines "int8 operators" --formats --out results/eight_bits_cpu.md
+    python scripts/bench/eight_bits.py --recipes --prompts 8 --formats float8 --out results/eight_bits_layers.md
     python scripts/bench/eight_bits.py --roofline --out results/eight_bits_roofline.md
 
 Generates the same unseen prompts from the same seeds with the fused float32 pipeline and with the U-Net in 8 bits,
@@ -20,6 +21,9 @@ With --worst, the numbers of unseen prompts whose int8 images are far from float
 layers do it: images of the first of them with a group of layers left in float32, and of all with clipped ranges, with
 the ranges that `optimize` takes, and with layers in float32.
 
+With --recipes, it measures every layer alone, those that stay in 16 bits too, and the U-Net with the layers that the
+published recipes for SDXL quantize.
+
 With --roofline, it compares SDXL's 3x3 convolutions as measured in results/gpu_step_eight_bits with the least time of a
 direct convolution in float8.
 """
@@ -32,6 +36,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,6 +77,26 @@ COUNTS = Path("results/gpu_step/sdxl_unet_b2_128.json")  # its floating point op
 BLOCK, KIND, ANY = map(
     re.compile, (r"(down|up)_blocks\.\d|mid_block", r"attn\d|ff\.net\.\d|proj|conv\d|samplers", ".+")
 )
+# Kinds of layers, of which the first that matches a module's name counts, and whether the published recipes for SDXL
+# compute them in 8 bits: MLPerf 5.1's by NVIDIA, and TheStage's. None: the description does not say. LAST is the last
+# block up, up_blocks.2 in SDXL.
+RECIPES = ("MLPerf's", "TheStage's")
+KINDS: dict[str, tuple[str, bool | None, bool | None]] = {
+    "conv_in": (r"conv_in", False, False),
+    "conv_out": (r"conv_out", False, False),
+    "time_embedding.linear_1": (r"time_embedding\.linear_1", False, False),
+    "time_embedding.linear_2": (r"time_embedding\.linear_2", False, True),
+    "time_emb_proj": (r".*time_emb_proj", False, True),
+    "conv_shortcut": (r".*conv_shortcut", False, False),
+    "down_blocks.0.downsamplers": (r"down_blocks\.0\.downsamplers.*", None, False),
+    "other samplers": (r".*samplers.*", None, True),
+    "LAST.resnets.2.conv1": (r"LAST\.resnets\.2\.conv1", False, True),
+    "LAST.resnets.2.conv2": (r"LAST\.resnets\.2\.conv2", False, False),
+    "other resnets' convolutions": (r".*resnets.*", True, True),
+    "the text's keys and values": (r".*attn2\.to_[kv]", True, True),
+    "other transformers' layers": (r".+", True, True),
+}
+DYNAMIC = "ours with `--dynamic-scales`"
 NO_SHAPES = "its channels"  # rejections by the shape alone are no choice
 
 
@@ -106,8 +131,14 @@ def layer_table(work: Path, runs: Path, format_: str, limit: int | None, prompt:
     """Return a row for each layer and group: name, op, error, unet_error, psnr_db of the image of `prompt`."""
     model = layer_graph(work / "float32" / "unet" / pipeline_folder.MODEL)
     groups, singles = layer_groups(model)
+    return measured_alone(work, runs, format_, model, groups | dict(list(singles.items())[:limit]), prompt)
+
+
+def measured_alone(
+    work: Path, runs: Path, format_: str, model: ir.Model, groups: dict[str, list[Layer]], prompt: str
+) -> list[dict[str, Any]]:
+    """Return a row for each group, which is quantized alone, see `layer_table`; those of earlier runs from `work`."""
     names = list(dict.fromkeys(str(layer.x.name) for layers in groups.values() for layer in layers))
-    groups |= dict(list(singles.items())[:limit])
     feeds = load_recorded_inputs(runs, "unet", list(model.graph.inputs), required=True)
     ranges = cached_ranges(work / f"ranges-{format_}.json", model, names, feeds, format_)
     feeds = feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
@@ -135,7 +166,151 @@ def layer_table(work: Path, runs: Path, format_: str, limit: int | None, prompt:
         )
         rows_file.write_text(json.dumps(rows))
         print(rows[-1], flush=True)
-    return rows
+    return [row for row in rows if row["name"] in groups]
+
+
+def kind_of(module: str, last: str) -> str:
+    """Return the kind, of KINDS, of a module. last: name of the last block up."""
+    name = module.replace(f"{last}.", "LAST.")
+    return next(kind for kind, (pattern, *_) in KINDS.items() if re.fullmatch(pattern, name))
+
+
+@dataclass(frozen=True)
+class AllLayers:
+    """Each layer of a graph by its module's name, why some stay in 16 bits, and the names by kind."""
+
+    model: ir.Model
+    layers: dict[str, Layer]
+    reasons: dict[str, str]
+    kinds: dict[str, list[str]]
+    last: str
+
+    @property
+    def ours(self) -> list[str]:
+        """Names of the layers that `optimize` quantizes."""
+        return [name for name in self.layers if name not in self.reasons]
+
+    def of_recipe(self, index: int) -> list[str]:
+        """Return the names of the layers that a recipe quantizes, and ours if it does not say."""
+        says = {name: KINDS[kind][1 + index] for kind, names in self.kinds.items() for name in names}
+        return [name for name in self.layers if (name not in self.reasons if says[name] is None else says[name])]
+
+    def differences(self) -> list[str]:
+        """Return the kinds of which a recipe says something else than ours does."""
+        return [
+            kind
+            for kind, names in self.kinds.items()
+            for ours in [{name not in self.reasons for name in names}]
+            if any(bits is not None and {bits} != ours for bits in KINDS[kind][1:])
+        ]
+
+
+def all_unet_layers(work: Path) -> AllLayers:
+    """Return all layers of the U-Net in float32."""
+    model = layer_graph(work / "float32" / "unet" / pipeline_folder.MODEL)
+    groups, singles = layer_groups(model)
+    layers, reasons = {name: each[0] for name, each in singles.items()}, dict[str, str]()
+    for group, each in list(groups.items())[1:]:
+        for layer in each:
+            name = module_name(layer.node)
+            layers[name], reasons[name] = layer, group.removeprefix("not quantized: ")
+    last = max(re.findall(r"up_blocks\.\d", " ".join(layers)))
+    kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for name in layers:
+        kinds[kind_of(name, last)].append(name)
+    return AllLayers(model, layers, reasons, kinds, last)
+
+
+def recipes_head(found: AllLayers, count: int) -> list[str]:
+    """Return the first lines of the page of `recipe_table`."""
+    differences = found.differences()
+    return [
+        "# The demo's U-Net in 8 bits: each layer, beside the published recipes for SDXL", "",
+        f"Ours differs from a published recipe in {len(differences)} kinds of layers: {', '.join(differences)}. "
+        "`ours`: the rules of fusion_passes/eight_bits/layers.py. MLPerf's (5.1, by NVIDIA) and TheStage's: what "
+        "their descriptions say, with the last block up for SDXL's `up_blocks.2`. MLPerf's also computes the products "
+        "of attention in float8, which ours does not. All use the same scales here: weights a scale an output "
+        f"channel, activations a scale a tensor, calibrated on {CALIBRATION_PROMPTS} prompts.", "",
+        "Errors are relative (L2), beside float32. A layer's error is that of its output, the U-Net's that of the "
+        f"noise prediction, over {LAYER_RUNS} recorded runs. PSNR by recipe is of {count} unseen prompts with "
+        f"{demo.STEPS} steps, and of layers that of one image of {LAYER_STEPS} steps.",
+    ]  # fmt: skip
+
+
+def recipe_table(work: Path, runs: Path, format_: str, found: AllLayers, count: int) -> list[str]:
+    """Return the lines of a format: the U-Net by recipe, images of `count` prompts; kinds of layers; single layers."""
+    groups = {f"kind: {kind}": [found.layers[name] for name in names] for kind, names in found.kinds.items()}
+    groups |= {name: [layer] for name, layer in found.layers.items()}
+    by_name = {row["name"]: row for row in measured_alone(work, runs, format_, found.model, groups, LAYER_PROMPT)}
+    kind_rows = []
+    for kind, names in found.kinds.items():
+        own, alone = by_name[f"kind: {kind}"], [by_name[name] for name in names]
+        errors = [row["error"] for row in alone]
+        kept = sum(name in found.reasons for name in names)
+        kind_rows.append(
+            (kind.replace("LAST", found.last), str(len(names)), {0: "8", len(names): "16"}.get(kept, f"16: {kept}"),
+             *("not said" if bits is None else "8" if bits else "16" for bits in KINDS[kind][1:]),
+             f"{median(errors):.2e}", f"{max(errors):.2e}", f"{own['unet_error']:.2e}",
+             f"{min(own['psnr_db'], 99.9):.1f}", f"{min(*(row['psnr_db'] for row in alone), 99.9):.1f}")
+        )  # fmt: skip
+    columns = (
+        "layers", "number", "bits: ours", *RECIPES, "a layer's error, median", "largest", "U-Net's error, all of them",
+        "PSNR, dB, all of them", "PSNR, dB, the worst alone",
+    )  # fmt: skip
+    layer_cells = (
+        (name, row["op"], "16" if name in found.reasons else "8", f"{row['error']:.2e}", f"{row['unet_error']:.2e}",
+         f"{min(row['psnr_db'], 99.9):.1f}")
+        for row in sorted(by_name.values(), key=lambda row: -row["unet_error"])
+        if (name := row["name"]) in found.layers
+    )  # fmt: skip
+    return [
+        "", f"## {format_}: the U-Net by recipe", "", *whole_table(work, runs, format_, found, count),
+        "", f"## {format_}: kinds of layers alone", "", *table(columns, kind_rows),
+        "", f"## {format_}: single layers", "",
+        *table(("layer", "operator", "bits: ours", "error", "U-Net's error", "PSNR, dB"), layer_cells),
+    ]  # fmt: skip
+
+
+def whole_table(work: Path, runs: Path, format_: str, found: AllLayers, count: int) -> list[str]:
+    """Return the table of the U-Net with our layers in 8 bits, with those of each recipe, and with each difference."""
+    chosen = {"**ours**": found.ours, DYNAMIC: found.ours} | {
+        recipe: found.of_recipe(i) for i, recipe in enumerate(RECIPES)
+    }
+    chosen["all layers"] = list(found.layers)
+    for kind in found.differences():
+        names, label = found.kinds[kind], kind.replace("LAST", found.last)
+        if found.reasons.keys().isdisjoint(names):
+            chosen[f"ours without {label}"] = [name for name in found.ours if name not in names]
+        else:
+            chosen[f"ours and {label}"] = list(dict.fromkeys([*found.ours, *names]))
+    feeds = load_recorded_inputs(runs, "unet", list(found.model.graph.inputs), required=True)
+    feeds = feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
+    ranges = json.loads((work / f"ranges-{format_}.json").read_text())
+    folder = layer_folder(work, format_)
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")
+
+    def run(graph: ir.Model) -> tuple[np.ndarray, list[np.ndarray]]:
+        unet, outputs = run_graph(folder / "unet" / pipeline_folder.MODEL, graph, [], feeds)
+        pipeline.models["unet"] = unet
+        made = pipeline(
+            unseen_prompts(count, 0), height=demo.HEIGHT, width=demo.WIDTH, num_inference_steps=demo.STEPS,
+            guidance_scale=demo.GUIDANCE, generator=list(range(count)), progress=False,
+        )  # fmt: skip
+        return outputs["out_sample"], [np.asarray(image) for image in made.images]
+
+    expected, reference = run(found.model)
+    rows = []
+    for label, names in chosen.items():
+        scales = None if label == DYNAMIC else ranges
+        copy, _ = quantized_copy(found.model, [found.layers[name] for name in names], format_, scales)
+        got, made = run(copy)
+        values = [metrics.psnr(mine, theirs) for mine, theirs in zip(made, reference, strict=True)]
+        rows.append(
+            (label, f"{len(names)} of {len(found.layers)}", f"{metrics.relative_l2_error(got, expected):.2e}",
+             f"{median(values):.1f}", f"{min(values):.1f}")
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    return table(("layers in 8 bits", "number", "U-Net's error", "median PSNR, dB", "worst"), rows)
 
 
 def layer_graph(path: Path) -> ir.Model:
@@ -189,9 +364,9 @@ def layer_folder(work: Path, format_: str) -> Path:
 
 
 def quantized_copy(
-    model: ir.Model, layers: Sequence[Layer], format_: str, ranges: dict[str, float]
+    model: ir.Model, layers: Sequence[Layer], format_: str, ranges: dict[str, float] | None
 ) -> tuple[ir.Model, list[Layer]]:
-    """Return a copy of the graph with `layers` in 8 bits, and these layers of the copy."""
+    """Return a copy of the graph with `layers` in 8 bits, and these layers of the copy. Scales are dynamic for None."""
     copy = model.clone()
     nodes = {node.outputs[0].name: node for node in copy.graph}
     copies = [Layer(nodes[layer.node.outputs[0].name], layer.axis) for layer in layers]
@@ -386,6 +561,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="formats of the layers")
     parser.add_argument("--layers", type=int, help="number of single layers (all); 0: groups alone")
     parser.add_argument("--worst", type=int, nargs="+", metavar="N", help="numbers of unseen prompts, the worst first")
+    parser.add_argument("--recipes", action="store_true", help="each layer alone, beside the published recipes")
     parser.add_argument("--work", type=Path, default=Path("out/eight_bits"), help="folder of the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/eight_bits.md"), help="the result")
     parser.add_argument("--roofline", action="store_true", help="only SDXL's convolutions on a GPU, from results/")
@@ -402,6 +578,14 @@ def main() -> None:
         record_runs(reference, training_prompts(CALIBRATION_PROMPTS), runs)
     if options.worst:
         lines = worst_table(options.work, runs, options.worst)
+        lines += ["", f"`{about['command']}` at {about['commit']}, {about['machine']['cpu']}", ""]
+        files.write_text(options.out, "\n".join(lines))
+        return
+    if options.recipes:
+        found = all_unet_layers(options.work)
+        lines = recipes_head(found, options.prompts)
+        for format_ in options.formats:
+            lines += recipe_table(options.work, runs, format_, found, options.prompts)
         lines += ["", f"`{about['command']}` at {about['commit']}, {about['machine']['cpu']}", ""]
         files.write_text(options.out, "\n".join(lines))
         return

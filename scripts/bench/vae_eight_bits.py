@@ -1,11 +1,13 @@
 """The demo's VAE decoder in 8 bits: images, and each layer's error. Writes results/vae_eight_bits.md.
 
-    python scripts/bench/vae_eight_bits.py                 # float8 and int8; about 10 minutes on one thread
+    python scripts/bench/vae_eight_bits.py                 # float8 and int8; about 30 minutes on one thread
+    python scripts/bench/vae_eight_bits.py --images-only --out results/vae_eight_bits_sizes.md
 
 Decodes the same latents of unseen prompts with the decoder in float32 and in 8 bits (`optimize --vae-decoder`), at the
-demo's size and at 512x512, after a calibration on 64 prompts of the training's combinations. `portable` folders run
-QuantizeLinear and DequantizeLinear around layers that compute in float32, so the images are those of 8-bit kernels up
-to the rounding of sums, and the time is not theirs.
+demo's size and up to 2048x2048, after a calibration on 64 prompts of the training's combinations. `portable` folders
+run QuantizeLinear and DequantizeLinear around layers that compute in float32, so the images are those of 8-bit kernels
+up to the rounding of sums, and the time is not theirs. `cpu` folders run the CPU's kernels, which for int8 compute in
+8 bits.
 
 The table of layers quantizes one layer, or all but the layers with the largest effect. Its errors are relative (L2).
 """
@@ -46,11 +48,19 @@ from sd_ort.runtime.session import SessionOptions
 from sd_ort.runtime.session import load as open_component
 from sd_ort.stages import optimize
 
-SIZES = {demo.WIDTH: 40, 512: 1}  # edges of images, and how many
-STEPS = {demo.WIDTH: demo.STEPS, 512: 8}  # denoising steps
+SIZES = {demo.WIDTH: 40, 512: 1, 1024: 1, 2048: 1}  # edges of images, and how many
+STEPS = {demo.WIDTH: demo.STEPS, 512: 8, 1024: 4}  # denoising steps
+MIRRORED = {2048: 1024}  # edges of images whose latents are those of a smaller one and its mirror images
 FIRST = 8  # layers of int8 with the largest effect, which are measured in float8 as well
 KEPT = (1, 2, 4, 8)  # layers with the largest effect that stay in 16 bits
-LARGEST = max(SIZES)
+LAYER_EDGE = 512  # of the image for a layer
+ENGINES = {
+    "float32": ("portable", None),
+    "int8": ("portable", "int8"),
+    "float8": ("portable", "float8"),
+    "float32, target cpu": ("cpu", None),
+    "int8, target cpu": ("cpu", "int8"),
+}
 # Dense peaks of the data sheets in 16 bits, of which 8 bits have twice, FLOP/s, and bytes/s.
 DEVICES = {"H200": (989e12, 4.8e12), "MI300X": (1307e12, 5.3e12)}
 DECODER_CONVOLUTIONS = ((128, 512), (256, 512), (512, 256), (1024, 128))  # edge of the image, channels
@@ -60,6 +70,9 @@ def decoder_inputs(folder: Path, prompts: Sequence[str], edge: int, cache: Path)
     """Return the decoder's inputs (N, 4, h, w) for prompts, image i from seed i; those of earlier runs from `cache`."""
     if cache.is_file():
         return np.load(cache)[: len(prompts)]
+    if edge in MIRRORED:
+        smaller = decoder_inputs(folder, prompts, MIRRORED[edge], cache.with_name(f"latents-{MIRRORED[edge]}.npy"))
+        return np.pad(smaller, ((0, 0), (0, 0), (0, smaller.shape[2]), (0, smaller.shape[3])), mode="symmetric")
     pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu", threads=1)
     latents = [
         np.asarray(pipeline(prompt, generator=seed, num_inference_steps=STEPS[edge], guidance_scale=demo.GUIDANCE,
@@ -71,13 +84,13 @@ def decoder_inputs(folder: Path, prompts: Sequence[str], edge: int, cache: Path)
     return np.load(cache)
 
 
-def decode(folder: Path, latents: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the images (N, H, W, 3) of latents, 0 to 255, and the processor's seconds an image."""
+def run_decoder(folder: Path, latents: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the decoder's output (N, 3, H, W) for latents, and the processor's seconds an image."""
     decoder = open_component(folder, VAE_DECODER, options=SessionOptions(threads=1))
-    decoder(latent_sample=latents[:1])
+    decoder(latent_sample=latents[:1, :, :16, :16])
     started = time.process_time()
     images = np.concatenate([next(iter(decoder(latent_sample=each[None]).values())) for each in latents])
-    return as_bytes(images), (time.process_time() - started) / len(latents)
+    return images, (time.process_time() - started) / len(latents)
 
 
 def as_bytes(images: np.ndarray) -> np.ndarray:
@@ -85,22 +98,23 @@ def as_bytes(images: np.ndarray) -> np.ndarray:
     return np.round(255 * np.clip(images / 2 + 0.5, 0, 1)).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
-def image_rows(work: Path, latents: Mapping[int, np.ndarray], formats: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return a row for the decoder in float32 and in each of `formats`."""
-    prompts = unseen_prompts(SIZES[demo.WIDTH], 0)
-    expected = {edge: decode(work / "float32", each) for edge, each in latents.items()}
+def image_rows(work: Path, edge: int, latents: np.ndarray, engines: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return a row for each engine at the size `edge`."""
+    prompts = unseen_prompts(len(latents), 0)
     rows = []
-    for name in ("float32", *formats):
-        cells: list[str] = [name]
-        for edge, each in latents.items():
-            images, seconds = expected[edge] if name == "float32" else decode(work / name, each)
-            pairs = zip(images, expected[edge][0], strict=True)
-            values = [metrics.psnr(ours, theirs) for ours, theirs in pairs] if name != "float32" else []
-            if edge == demo.WIDTH:
-                cells.append(f"{score(prompts, images).correct} of {len(prompts)}")
-            cells += [f"{median(values):.1f}", f"{min(values):.1f}"] if values else ["", ""]
-        size = (work / name / VAE_DECODER / pipeline_folder.DATA).stat().st_size / 1e6
-        rows.append((*cells, f"{size:.2f} MB", f"{1e3 * seconds:.0f}"))
+    expected: np.ndarray | None = None
+    for name in engines:
+        folder = work / name.replace(", target ", "-")
+        output, seconds = run_decoder(folder, latents)
+        images = as_bytes(output)
+        expected = images if expected is None else expected
+        right = f"{score(prompts, images).correct} of {len(prompts)}" if edge == demo.WIDTH else ""
+        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(images, expected, strict=True)]
+        quality = ["", ""]
+        if name != "float32":
+            quality = [f"{min(value, 99.9):.1f}" for value in (median(values), min(values))]
+        size = (folder / VAE_DECODER / pipeline_folder.DATA).stat().st_size / 1e6
+        rows.append((f"{edge}²", name, right, *quality, f"{seconds:.3g}", f"{size:.2f} MB"))
         print(rows[-1], flush=True)
     return rows
 
@@ -169,6 +183,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["int8", "float8"], help="formats (both)")
+    parser.add_argument("--edges", nargs="*", type=int, choices=SIZES, default=list(SIZES), help="sizes (all)")
+    parser.add_argument("--images-only", action="store_true", help="no tables of layers, and no roofline")
     parser.add_argument("--work", type=Path, default=Path("out/vae_eight_bits"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/vae_eight_bits.md"), help="the result")
     options = parser.parse_args()
@@ -177,26 +193,32 @@ def main() -> None:
     if not runs.is_file():
         optimize("demo", work / "float32", target="portable", on_progress=print)
         record_runs(work / "float32", training_prompts(CALIBRATION_PROMPTS), runs, vae_decoder=True)
-    for format_ in (each for each in options.formats if not (work / each).is_dir()):
-        optimize("demo", work / format_, target="portable", components=[VAE_DECODER], eight_bits=format_,
-                 vae_decoder=True, inputs=runs, on_progress=print)  # fmt: skip
-    latents = {
-        edge: decoder_inputs(work / "float32", unseen_prompts(count, 0), edge, work / f"latents-{edge}.npy")
-        for edge, count in SIZES.items()
-    }
-    lines = table(
-        ("decoder", f"right at {demo.WIDTH}²",
-         *(f"{what}, {edge}²" for edge in SIZES for what in ("median PSNR, dB", "worst")), "weights on disk",
-         f"processor ms an image of {LARGEST}²"),
-        image_rows(work, latents, options.formats),
-    )  # fmt: skip
+    engines = [name for name, (_, format_) in ENGINES.items() if format_ in (None, *options.formats)]
+    for name in engines:
+        target, eight_bits = ENGINES[name]
+        folder = work / name.replace(", target ", "-")
+        if not folder.is_dir():
+            ranges = {"eight_bits": eight_bits, "vae_decoder": True, "inputs": runs} if eight_bits else {}
+            optimize("demo", folder, target=target, components=[VAE_DECODER], on_progress=print, **ranges)
+    columns = "image", "decoder", "right", "median PSNR, dB", "worst", "processor s an image", "weights on disk"
+    latents: dict[int, np.ndarray] = {}
+    image_lines: list[tuple[str, ...]] = []
+    lines: list[str] = []
+    for edge in options.edges:
+        prompts = unseen_prompts(SIZES[edge], 0)
+        latents[edge] = decoder_inputs(work / "float32", prompts, edge, work / f"latents-{edge}.npy")
+        image_lines += image_rows(work, edge, latents[edge], engines)
+        lines = table(columns, image_lines)
+        files.write_text(options.out, page(lines, latents, options.images_only))
     order: list[str] = []
-    for format_ in options.formats:
-        lines += ["", f"## {format_}: what a layer alone does to an image of {LARGEST}²", ""]
-        rows, order = layer_rows(work, latents[LARGEST], format_, order)
+    for format_ in [] if options.images_only else options.formats:
+        lines += ["", f"## {format_}: what a layer alone does to an image of {LAYER_EDGE}²", ""]
+        prompts = unseen_prompts(SIZES[LAYER_EDGE], 0)
+        inputs = decoder_inputs(work / "float32", prompts, LAYER_EDGE, work / f"latents-{LAYER_EDGE}.npy")
+        rows, order = layer_rows(work, inputs, format_, order)
         names = "layer", "weight", "stays in 16 bits, since", "its relative error", "PSNR, dB"
         lines += table(names, rows)
-        files.write_text(options.out, page(lines))
+        files.write_text(options.out, page(lines, latents))
 
 
 def roofline() -> list[str]:
@@ -233,17 +255,18 @@ def roofline() -> list[str]:
     ]  # fmt: skip
 
 
-def page(tables: Sequence[str]) -> str:
-    """Return the Markdown page."""
+def page(tables: Sequence[str], latents: Mapping[int, np.ndarray], images_only: bool = False) -> str:
+    """Return the Markdown page. latents: of the measured images by size."""
     run = head("scripts/bench/vae_eight_bits.py")
-    counts = " and ".join(f"{count} of {edge}²" for edge, count in SIZES.items())
+    counts = ", ".join(f"{len(each)} of {edge}²" for edge, each in latents.items())
     lines = [
         "# The demo's VAE decoder in 8 bits", "",
-        "`optimize --float8|--int8 --vae-decoder` of target portable: weights a scale an output channel, activations "
-        f"a scale a tensor, calibrated on {CALIBRATION_PROMPTS} prompts. PSNR beside the decoder in float32, over "
-        f"images of unseen prompts: {counts}. QuantizeLinear and DequantizeLinear compute in float32 on a CPU, so its "
-        "time is not that of 8-bit kernels.", "",
-        *tables, "", *roofline(), "",
+        "`optimize --float8|--int8 --vae-decoder`, of target portable unless named: weights a scale an output channel, "
+        f"activations a scale a tensor, calibrated on {CALIBRATION_PROMPTS} prompts. PSNR beside the decoder in "
+        f"float32, over images of unseen prompts: {counts}; an image of 2048² is one of 1024² and its mirror images. "
+        "QuantizeLinear and DequantizeLinear compute in float32 on a CPU, so their time is not that of 8-bit kernels; "
+        "target cpu has such kernels for int8. Times are of one thread of a shared machine.", "",
+        *tables, "", *([] if images_only else [*roofline(), ""]),
         f"`{run['command']}` at {run['commit']}, {run['machine']['cpu']}", "",
     ]  # fmt: skip
     return "\n".join(lines)

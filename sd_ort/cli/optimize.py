@@ -63,6 +63,12 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 )
 @click.option("--int8", "eight_bits", flag_value="int8", help="The same in int8, for portable, migraphx and cpu.")
 @click.option(
+    "--dynamic-scales",
+    is_flag=True,
+    help="With --float8 or --int8, for portable and migraphx: compute the scales of activations in the graph, without "
+    "prompts.",
+)
+@click.option(
     "--vae-decoder",
     is_flag=True,
     help="With --float8 or --int8, for portable and migraphx, and int8 for cpu: the VAE decoder's layers too.",
@@ -120,10 +126,11 @@ def command(
 
     names = [field.name for field in fields(CheckpointOptions) if field.name in options]
     checkpoint = CheckpointOptions(**{name: options.pop(name) for name in names})
-    eight_bits = {name: options[name] for name in ("eight_bits", "vae_decoder")}
+    eight_bits = {name: options[name] for name in ("eight_bits", "dynamic_scales", "vae_decoder")}
     if options["eight_bits"]:
         # Refused before the calibration takes its time. It writes the inputs, so that any path stands for them.
-        OptimizeOptions(options["target"], dtype or "float32", inputs=inputs or output, **eight_bits).with_target()
+        runs = inputs if options["dynamic_scales"] else inputs or output
+        OptimizeOptions(options["target"], dtype or "float32", inputs=runs, **eight_bits).with_target()
     with _recorded_inputs(source, output, checkpoint, **eight_bits, prompts=prompts, inputs=inputs) as recorded:
         manifest = optimize(
             source,
@@ -162,21 +169,23 @@ def _recorded_inputs(
     output: Path,
     checkpoint: CheckpointOptions,
     eight_bits: str | None,
+    dynamic_scales: bool,
     vae_decoder: bool,
     prompts: Path | None,
     inputs: Path | None,
 ) -> Iterator[Path | None]:
     """Yield the .npz of recorded runs: `inputs`, or for 8 bits one recorded on `prompts`, removed at the end.
 
-    The pipeline that is run is `source`, optimized for the CPU in float32 next to `output`.
+    The pipeline that is run is `source`, optimized for the CPU in float32 next to `output`. Dynamic scales take no run.
 
-    Raises InputError for prompts without 8 bits, or beside `inputs`.
+    Raises InputError for prompts without 8 bits, with dynamic scales, or beside `inputs`.
     """
     from sd_ort.core.errors import InputError
 
-    if prompts is not None and (eight_bits is None or inputs is not None):
-        raise InputError("--prompts goes with --float8 or --int8, and without --inputs.")
-    if prompts is None and not (eight_bits and inputs is None and str(source) == "demo"):
+    if prompts is not None and (eight_bits is None or inputs is not None or dynamic_scales):
+        raise InputError("--prompts goes with --float8 or --int8, and without --inputs or --dynamic-scales.")
+    is_calibrated = eight_bits is not None and inputs is None and not dynamic_scales
+    if prompts is None and not (is_calibrated and str(source) == "demo"):
         yield inputs
         return
     from sd_ort.core.staging import scratch_folder
@@ -226,6 +235,7 @@ def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:
 def show_eight_bits(name: str, entry: dict[str, Any]) -> None:
     """Print the layers of a component in 8 bits, and why others are not."""
     layers = ", ".join(f"{count} {op}" for op, count in entry["layers"].items())
-    click.echo(f"{name}: {entry['format']}: {layers}; others:")
+    scales = ", dynamic scales" if entry.get("dynamic_scales") else ""
+    click.echo(f"{name}: {entry['format']}{scales}: {layers}; others:")
     for reason, count in entry["not_quantized"].items():
         click.echo(f"    {count:>12}  {reason}")

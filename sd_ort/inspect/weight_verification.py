@@ -28,7 +28,7 @@ from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import fix_names
 from sd_ort.optimize.calibration import recorded_calibration
-from sd_ort.optimize.eight_bits import recorded_ranges
+from sd_ort.optimize.eight_bits import recorded_eight_bits
 from sd_ort.optimize.optimizer import OPTIONS_KEY, rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent, file_component
@@ -123,7 +123,7 @@ def rebuild(source: UnoptimizedComponent, graphs: Mapping[str, ir.Model]) -> dic
         target, dtype, sites = TARGETS[options["target"]], options["dtype"], options["float32_sites"]
         float32_io = bool(options["float32_io"])
         weights = WeightStorage(**options["weights"]) if "weights" in options else None
-        quantization = recorded_ranges(options["eight_bits"]) if "eight_bits" in options else None
+        quantization = recorded_eight_bits(options["eight_bits"]) if "eight_bits" in options else None
         if dtype not in target.dtypes:
             return {}
         if weights is not None:

@@ -54,35 +54,41 @@ FindRanges = Callable[[ir.Model, Sequence[str]], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class EightBits:
-    """Quantization of a component to 8 bits: the name of the format, and a function that returns activation ranges."""
+    """Quantization of a component to 8 bits: the name of the format, and a function that returns activation ranges.
+
+    Without a function the graph computes the scales of its activations in each run: dynamic scales.
+    """
 
     format: str
-    find_ranges: FindRanges
+    find_ranges: FindRanges | None
 
 
 @dataclass
 class Quantization:
     """Result of `quantize`.
 
-    ranges: largest magnitude of each activation that was quantized. layers: number of quantized layers by operator.
-    not_quantized: number of other linears and convolutions by reason. written_by_producers: number of activations that
-    the operator before writes in 8 bits, of those in `ranges`.
+    ranges: largest magnitude of each activation that was quantized; empty with dynamic scales. layers: number of
+    quantized layers by operator. not_quantized: number of other linears and convolutions by reason.
+    written_by_producers: number of activations that the operator before writes in 8 bits, of those in `ranges`.
     """
 
     format: str
+    dynamic_scales: bool = False
     ranges: dict[str, float] = field(default_factory=dict)
     layers: Counter[str] = field(default_factory=Counter)
     not_quantized: Counter[str] = field(default_factory=Counter)
     written_by_producers: int = 0
 
     def options(self) -> dict[str, Any]:
-        """Return what the metadata of the graph records, from which `recorded_ranges` finds the ranges again."""
-        return {"format": self.format, "ranges": self.ranges}
+        """Return what the metadata of the graph records, from which `recorded_eight_bits` finds the ranges again."""
+        scales: dict[str, Any] = {"dynamic_scales": True} if self.dynamic_scales else {"ranges": self.ranges}
+        return {"format": self.format, **scales}
 
     def manifest_entry(self) -> dict[str, Any]:
         """Return the entry of the component in the manifest."""
         return {
             "format": self.format,
+            **({"dynamic_scales": True} if self.dynamic_scales else {}),
             "layers": dict(self.layers),
             "not_quantized": dict(self.not_quantized.most_common()),
             "written_by_producers": self.written_by_producers,
@@ -123,18 +129,21 @@ def quantize(
     kernel_reject_reason = quantized_conv.kernel_reject_reason if int8_tiles else None
     # A CPU that computes the text's keys and values in every step takes 4 % of it for them in float32.
     found = find_layers(model.graph, operators, float32_nodes, kernel_reject_reason, text_layers=int8_tiles)
-    result = Quantization(eight_bits.format)
+    assert eight_bits.find_ranges is not None or target in QDQ_TARGETS
+    result = Quantization(eight_bits.format, dynamic_scales=eight_bits.find_ranges is None)
     result.layers.update(layer.node.op_type for layer in found.accepted)
     result.not_quantized.update(rejection.reason for rejection in found.rejections)
     if not found.accepted:
         reasons = "; ".join(f"{count} times {reason}" for reason, count in result.not_quantized.most_common(3))
         raise InputError(f"no layer of this graph can be computed in 8 bits ({reasons or 'it has none'}).")
-    names = list(dict.fromkeys(str(layer.x.name) for layer in found.accepted))
-    result.ranges = {name: float(value) for name, value in eight_bits.find_ranges(model, names).items()}
+    if eight_bits.find_ranges is not None:
+        names = list(dict.fromkeys(str(layer.x.name) for layer in found.accepted))
+        result.ranges = {name: float(value) for name, value in eight_bits.find_ranges(model, names).items()}
+    ranges = None if result.dynamic_scales else result.ranges
     # BLAS libraries take one scale of a float8 matrix; its exponents hold small channels beside large ones.
     per_channel = target in QDQ_TARGETS or eight_bits.format == "int8"
     try:
-        insert_qdq(model.graph, found.accepted, FORMATS[eight_bits.format], result.ranges, per_channel)
+        insert_qdq(model.graph, found.accepted, FORMATS[eight_bits.format], ranges, per_channel)
     except ValueError as error:
         raise InputError(
             f"{error}: leave out the calibration prompt that gives it, or --{eight_bits.format}."
@@ -166,10 +175,12 @@ def calibrated_ranges(component: str, format_: str, recorded: Path, scratch: Pat
     return find
 
 
-def recorded_ranges(options: Mapping[str, Any]) -> EightBits:
+def recorded_eight_bits(options: Mapping[str, Any]) -> EightBits:
     """Return the quantization that the metadata of a graph records (`Quantization.options`).
 
     Its function raises KeyError for a value that was not quantized then.
     """
+    if options.get("dynamic_scales"):
+        return EightBits(options["format"], None)
     ranges = options["ranges"]
     return EightBits(options["format"], lambda model, names: {name: ranges[name] for name in names})

@@ -84,6 +84,7 @@ def optimize_components(
                 hoisted=bool(options.hoist) and name in pipeline_folder.HOISTED,
                 weights=options.weights.of_component(name) if options.weights else None,
                 eight_bits_format=options.eight_bits if name in options.eight_bit_components else None,
+                dynamic_scales=options.dynamic_scales,
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,
             )
@@ -114,6 +115,7 @@ def optimize_component(
     data_hashes: dict[str, str] | None = None,
     weights: weight_storage.WeightStorage | None = None,
     eight_bits_format: str | None = None,
+    dynamic_scales: bool = False,
 ) -> dict[str, Any]:
     """Optimize one ONNX model into the file `output`; return its manifest entry.
 
@@ -125,7 +127,8 @@ def optimize_component(
         float32_io: Keep the graph's inputs and outputs in float32 with dtype float16.
         weights: Storage of weights in fewer bits.
         data_hashes: Receives the SHA-256 of each external data file that is written, by component name.
-        eight_bits_format: A name of `fusion_passes.quantized_weights` for the layers; `inputs` then has recorded runs.
+        eight_bits_format: A name of `fusion_passes.quantized_weights` for the layers.
+        dynamic_scales: Compute the scales of activations in 8 bits in the graph, else from recorded runs in `inputs`.
 
     Raises:
         CancelledError: Soon after `cancel_event` is set.
@@ -138,9 +141,11 @@ def optimize_component(
 
     quantization = None
     if eight_bits_format is not None:
-        if inputs is None:
-            raise InputError(f"{source.name} in 8 bits needs recorded runs of it: give --inputs.")
-        ranges = eight_bits.calibrated_ranges(source.name, eight_bits_format, inputs, output.parent)
+        ranges = None
+        if not dynamic_scales:
+            if inputs is None:
+                raise InputError(f"{source.name} in 8 bits needs recorded runs of it: give --inputs.")
+            ranges = eight_bits.calibrated_ranges(source.name, eight_bits_format, inputs, output.parent)
         quantization = eight_bits.EightBits(eight_bits_format, ranges)
     output.parent.mkdir(parents=True, exist_ok=True)
     parts, entry = rewrite(

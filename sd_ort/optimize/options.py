@@ -38,6 +38,8 @@ class OptimizeOptions:
         weights: Storage of weights in fewer bits; None stores these in `dtype`.
         eight_bits: "float8" or "int8" for the linears and convolutions of the UNet or transformer (see
             `optimize.eight_bits`), calibrated on its recorded runs in `inputs`; None keeps them in `dtype`.
+        dynamic_scales: Whether the graph computes the scales of activations in `eight_bits` in each run, without
+            recorded runs, for targets whose graphs keep QuantizeLinear.
         vae_decoder: Whether the layers of the VAE decoder are computed in `eight_bits` too, for targets that have
             convolutions in 8 bits.
     """
@@ -51,6 +53,7 @@ class OptimizeOptions:
     float16_io: bool = False
     weights: WeightStorage | None = None
     eight_bits: str | None = None
+    dynamic_scales: bool = False
     vae_decoder: bool = False
 
     @property
@@ -84,8 +87,9 @@ class OptimizeOptions:
             if self.eight_bits is not None:
                 raise InputError(f"--weights and --{self.eight_bits} exclude each other: leave one out.")
             self.weights.check(target, self.dtype)
-        if self.vae_decoder and self.eight_bits is None:
-            raise InputError("--vae-decoder goes with --float8 or --int8: leave it out.")
+        if self.eight_bits is None and (self.vae_decoder or self.dynamic_scales):
+            option = "--vae-decoder" if self.vae_decoder else "--dynamic-scales"
+            raise InputError(f"{option} goes with --float8 or --int8: leave it out.")
         if self.eight_bits is not None:
             self._check_eight_bits(target)
         elif self.calibrate or self.inputs:
@@ -100,11 +104,14 @@ class OptimizeOptions:
         return replace(self, target=target), note
 
     def _check_eight_bits(self, target: str) -> None:
-        """Raise InputError for a target or dtype that 8 bits do not go with, and without recorded runs."""
+        """Raise InputError for a target or dtype that 8 bits do not go with, and for scales without their runs."""
         option = f"--{self.eight_bits}"
         if self.eight_bits not in TARGET_FORMATS.get(target, ()):
             others = ", ".join(name for name, formats in TARGET_FORMATS.items() if self.eight_bits in formats)
-            raise InputError(f"target {target} has no kernels for {option}: use a target of {others}.")
+            stored = ""
+            if self.eight_bits == "int8" and target in ("hip", "gpu"):
+                stored = " --weights int8 saves the memory (docs/howto/measure.md, Int8 on GPUs)."
+            raise InputError(f"target {target} has no kernels for {option}: use a target of {others}.{stored}")
         if self.vae_decoder and target not in QDQ_TARGETS and not uses_int8_tiles(target, self.eight_bits):
             raise InputError(
                 f"target {target} has no convolutions for {option}, of which a VAE decoder is made: leave out "
@@ -115,8 +122,19 @@ class OptimizeOptions:
                 f"{option} goes with float32 or --float16, whose numbers its scales are; --int8 with --bfloat16 for "
                 f"target cpu, not {target}."
             )
-        if self.inputs is None:
-            raise InputError(f"{option} needs the ranges of activations: give --prompts, or --inputs of recorded runs.")
+        if self.dynamic_scales:
+            if target not in QDQ_TARGETS:
+                raise InputError(
+                    f"target {target} has only constant scales, which its operators for 8 bits multiply with the "
+                    f"weights': leave out --dynamic-scales, or use a target of {', '.join(sorted(QDQ_TARGETS))}."
+                )
+            if self.inputs is not None and self.dtype != "float16":
+                raise InputError("--dynamic-scales needs no recorded runs in float32: leave out --inputs.")
+        elif self.inputs is None:
+            dynamic = ", or --dynamic-scales" if target in QDQ_TARGETS else ""
+            raise InputError(
+                f"{option} needs the ranges of activations: give --prompts, or --inputs of recorded runs{dynamic}."
+            )
 
     def with_components(self, names: Sequence[str]) -> OptimizeOptions:
         """Return options that have a target with these components and `hoist` as a bool.
@@ -148,6 +166,7 @@ class OptimizeOptions:
             options["weights"] = self.weights.entry() if self.weights else None
         if self.eight_bits is None:
             del options["eight_bits"]
-        if not self.vae_decoder:
-            del options["vae_decoder"]
+        for name in ("dynamic_scales", "vae_decoder"):
+            if not options[name]:
+                del options[name]
         return options

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 from fusion_passes import DOMAIN, weight_recipes
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, Layer, find_layers
@@ -173,6 +174,92 @@ def test_a_graph_with_qdq_is_near_its_source(name: str, limit: float) -> None:
     (got,) = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feed)
     error = relative_l2_error(got, expected)
     assert 1e-4 < error < limit
+
+
+def qdq_beside_numpy(format_: str, sample: np.ndarray, largest: float | None) -> tuple[ir.Model, np.ndarray]:
+    """Return a graph of a convolution and a linear layer with QDQ, and its result as NumPy computes it.
+
+    largest: of the magnitudes of the activations of both; None gives each its own, by a dynamic scale.
+    """
+    model = model_of(
+        f"a = Conv {SAME} (sample, k, b)  t = Transpose <perm = [0, 2, 3, 1]> (a)  m = MatMul (t, w)  y = Add (m, c)",
+        "float[48,64,3,3] k, float[48] b, float[48,32] w, float[32] c",
+    )
+    weight_recipes.init_recipes(model)
+    k, b, w, c = (model.graph.initializers[name].const_value.numpy() for name in "kbwc")  # type: ignore[union-attr]
+    assert len({*b.tolist(), *c.tolist(), 0.0}) == 48 + 32 + 1
+    format8 = FORMATS[format_]
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        if largest is None:
+            scale = np.maximum(np.abs(x).max() / np.float32(format8.limit), np.float32(2**-24))
+        else:
+            scale = format8.scale(largest, round_up=True)
+        if format_ == "int8":  # QuantizeLinear saturates at -128, weights at -127
+            return np.rint(x / scale).clip(-128, 127).astype(np.float32) * scale
+        return format8.quantize(x, scale).astype(np.float32) * scale
+
+    def rounded_weight(weight: np.ndarray, axis: int) -> np.ndarray:
+        scale = OPERATIONS["channel_scale"]([format_, axis, 1.0], weight)
+        scale = scale.reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
+        return OPERATIONS["quantize"]([format_, axis], weight).astype(np.float32) * scale
+
+    padded = np.pad(rounded(sample), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (2, 3))
+    a = np.einsum("nchwij,ocij->nhwo", windows, rounded_weight(k, 0)) + b
+    expected = rounded(a) @ rounded_weight(w, 1) + c
+    layers = [
+        Layer(node, axis) for node in model.graph for op, axis in (("Conv", 0), ("MatMul", 1)) if node.op_type == op
+    ]
+    insert_qdq(model.graph, layers, format8, None if largest is None else {"sample": largest, "t": largest})
+    return model, expected
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 300.0, 0.0])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_qdq_in_two_evaluators_beside_numpy(name: str, dynamic: bool, magnitude: float) -> None:
+    """ONNX's reference evaluator and ONNX Runtime compute what NumPy does.
+
+    Constant scales saturate what is larger than the range; dynamic ones follow the activations, and zeros stay zeros.
+    """
+    sample = magnitude * np.random.default_rng(1).standard_normal((2, 64, 6, 5)).astype(np.float32)
+    model, expected = qdq_beside_numpy(name, sample, None if dynamic else 3.0)
+    assert model.graph.opset_imports[""] >= 19
+    counts = [node.op_type for node in model.graph]
+    assert (counts.count("QuantizeLinear"), counts.count("ReduceMax")) == (2, 2 * dynamic)
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    feed = {"sample": sample, "text": np.zeros((2, 3, 64), np.float32)}
+    options = ort.SessionOptions()
+    if name == "float8":
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    (runtime,) = session.run(None, feed)
+    (reference,) = ReferenceEvaluator(proto).run(None, feed)
+    # an activation beside a boundary of two elements may fall on the other side
+    limit = 2e-3 if magnitude else 1e-6
+    assert relative_l2_error(reference, expected) < limit
+    assert relative_l2_error(runtime, expected) < limit
+    assert relative_l2_error(runtime, reference) < limit
+
+
+def test_dynamic_scales_are_no_constants_of_operators() -> None:
+    """The layers that are not taken get no scale, and lowerings, whose scales are constants, leave the graph alone."""
+    model = model_of(
+        "c = MatMul (text, w)  d = MatMul (c, v)  y = MatMul (d, w)",
+        "float[64,64] w, float[64,64] v",
+        "float[N,S,64] text",
+    )
+    weight_recipes.init_recipes(model)
+    nodes = list(model.graph)
+    insert_qdq(model.graph, [Layer(nodes[1], 1)], FORMATS["float8"], None)
+    before = [node.op_type for node in model.graph]
+    assert [before.count(op) for op in ("MatMul", "ReduceMax", "QuantizeLinear", "DequantizeLinear")] == [3, 1, 1, 2]
+    outcomes = quantized_linear.quantized_linear(model), float8_output.float8_outputs(model)
+    assert "a scale is not constant" in {rejection.reason for rejection in outcomes[0].rejections}
+    assert not any(outcome.counts for outcome in outcomes)
+    assert [node.op_type for node in model.graph] == before
 
 
 def test_recipes_of_8_bits_have_no_delta() -> None:

@@ -152,6 +152,38 @@ def test_verify_quantizes_again(float8: Path) -> None:
     assert result["passed"]
 
 
+@pytest.mark.parametrize(
+    ("target", "format_", "options"),
+    [("portable", "float8", ()), ("migraphx", "int8", ("--float16", "--no-calibrate"))],
+)
+def test_dynamic_scales(
+    sd_ort: Cli, recorded: Path, reference: Path, tmp_path: Path, target: str, format_: str, options: tuple[str, ...]
+) -> None:
+    """Nothing is calibrated; each quantization has a scale that the graph computes; weights are the checkpoint's; the
+    noise prediction is near that of float32."""
+    out = tmp_path / "out"
+    options = ("--target", target, f"--{format_}", "--dynamic-scales", "--component", "unet", *options)
+    code, output, err = sd_ort("optimize", "demo", out, *options)
+    assert code == 0, err
+    assert "calibration: " not in output
+    assert f"unet: {format_}, dynamic scales: " in output
+    manifest = pipeline_folder.read_manifest(out)
+    entry = manifest["components"]["unet"]["eight_bits"]
+    assert (manifest["options"]["dynamic_scales"], entry["dynamic_scales"], entry["ranges"]) == (True, True, {})
+    assert sum(entry["layers"].values()) == 81 + 128
+    graph = load(out / "unet" / pipeline_folder.MODEL).graph
+    quantizations = [node for node in graph if node.op_type == "QuantizeLinear"]
+    counts = Counter(node.op_type for node in graph)
+    assert {node.inputs[1].producer().op_type for node in quantizations} == {"Max"}  # type: ignore[union-attr]
+    assert len(quantizations) == counts["ReduceMax"] > 100
+    assert verify_weights("demo", out, components=["unet"])["passed"]
+    if target == "portable":
+        inputs = list(load(reference / "unet" / pipeline_folder.MODEL).graph.inputs)
+        feed = load_recorded_inputs(recorded, "unet", inputs, required=True)[0]
+        result, expected = (open_component(folder, "unet")(**feed)["out_sample"] for folder in (out, reference))
+        assert 1e-4 < relative_l2_error(result, expected) < 0.1
+
+
 def test_int8_beside_float16(recorded: Path, tmp_path: Path) -> None:
     """Scales are float16 numbers, so the float16 graph has those of float32."""
     optimize(
@@ -400,9 +432,28 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
             {"target": "portable", "eight_bits": "int8", "vae_decoder": True, "components": ["unet"], **runs},
             "--vae-decoder is for vae_decoder: take it into --component",
         ),
-        ({"target": "gpu", "eight_bits": "int8", **runs}, "target gpu has no kernels for --int8"),
+        *(
+            (
+                {"target": target, "eight_bits": "int8", **runs},
+                rf"target {target} has no kernels .*--weights int8 saves",
+            )
+            for target in ("hip", "gpu")
+        ),
         ({"target": "portable", "eight_bits": "int8"}, "give --prompts, or --inputs"),
         ({"target": "portable", "eight_bits": "int8", "dtype": "bfloat16", **runs}, "not portable"),
+        *(
+            ({"target": target, "eight_bits": "float8", "dynamic_scales": True}, f"target {target} has only constant")
+            for target in ("cpu", "cuda", "hip", "gpu")
+        ),
+        ({"target": "portable", "dynamic_scales": True}, "--dynamic-scales goes with --float8 or --int8"),
+        (
+            {"target": "portable", "eight_bits": "int8", "dynamic_scales": True, **runs},
+            "needs no recorded runs in float32: leave out --inputs",
+        ),
+        (
+            {"target": "portable", "eight_bits": "int8", "dynamic_scales": True, "components": ["text_encoder"]},
+            "--int8 is for the UNet or transformer",
+        ),
         (
             {"target": "portable", "eight_bits": "int8", "components": ["text_encoder"], **runs},
             "has no runs of text_enc",
@@ -420,6 +471,8 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
         (["--vae-decoder"], "--vae-decoder goes with --float8 or --int8"),
         (["--float8", "--vae-decoder", "--target", "gpu"], "target gpu has no convolutions for --float8"),
         (["--float8", "--prompts", str(empty), "--inputs", str(recorded)], "without --inputs"),
+        (["--float8", "--prompts", str(empty), "--dynamic-scales"], "without --inputs or --dynamic-scales"),
+        (["--float8", "--dynamic-scales", "--target", "gpu"], "target gpu has only constant scales"),
     ):
         result = CliRunner().invoke(command, [*base, *arguments])
         assert isinstance(result.exception, InputError)
