@@ -117,7 +117,7 @@ def loaded_runtime() -> str | None:
     if sys.platform == "win32":
         find = ctypes.windll.kernel32.GetModuleHandleW
         find.restype = ctypes.c_void_p
-        module = next((found for name in _RUNTIMES if (found := find(name))), None)
+        module = next((handle for name in _RUNTIMES if (handle := find(name))), None)
         return module and _path_of_module(ctypes.c_void_p(module))
     try:
         maps = Path("/proc/self/maps").read_text()

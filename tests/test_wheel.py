@@ -28,15 +28,15 @@ def programs(folder: Path, *names: str) -> str:
     """A PATH of nothing but these programs."""
     folder.mkdir()
     for name in names:
-        if found := shutil.which(name):
-            (folder / name).symlink_to(found)
+        if path := shutil.which(name):
+            (folder / name).symlink_to(path)
     return str(folder)
 
 
 def run(*command: object, **environment: str) -> str:
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CXX", "CC")}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CXX", "CC")}
     result = subprocess.run(
-        [*map(str, command)], env=kept | environment, cwd=environment["TMPDIR"], capture_output=True, text=True
+        [*map(str, command)], env=inherited | environment, cwd=environment["TMPDIR"], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout + result.stderr
@@ -94,9 +94,9 @@ def test_the_wheel_generates_with_its_own_library(installed: Path, small_export:
 def test_a_machine_without_a_compiler_gets_a_wheel_and_one_line(tmp_path: Path) -> None:
     tools = programs(tmp_path / "bin", "cmake", "ninja", "make")
     said = run(sys.executable, *PIP_WHEEL, "--wheel-dir", tmp_path / "made", ROOT, PATH=tools, TMPDIR=str(tmp_path))
-    (made,) = (tmp_path / "made").iterdir()
-    assert made.name.endswith("-py3-none-any.whl")
-    assert not [name for name in zipfile.ZipFile(made).namelist() if name.endswith(".so")]
+    (wheel,) = (tmp_path / "made").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert "without its operator library" in said
     assert "run `sd-ort build-ops`" in said
 

@@ -104,8 +104,8 @@ def _operators(target: str) -> str:
         path, prefix = ROOT / "results/amd/dot_products.txt", "products, as gfx1100: "
     if not path.is_file():
         return "never"
-    found = re.findall(r"(\d+) runs, +\d+ candidates, (\d+) faults", path.read_text())
-    runs, faults = (sum(int(match[index]) for match in found) for index in (0, 1))
+    counts = re.findall(r"(\d+) runs, +\d+ candidates, (\d+) faults", path.read_text())
+    runs, faults = (sum(int(match[index]) for match in counts) for index in (0, 1))
     return f"{prefix}[{runs:,} runs, {faults} faults]({path.name})"
 
 
@@ -123,9 +123,9 @@ def _commands(target: str) -> str:
 
 def _expected() -> dict[str, str]:
     """Return the expected milliseconds of a target's card, from results/amd/expected.json."""
-    found = json.loads((ROOT / "results/amd/expected.json").read_text())
-    times = found["calls"][CALL]["expected_ms"]
-    return {card["target"]: f"{times[title]} ({title.split(' (')[0]})" for title, card in found["cards"].items()}
+    report = json.loads((ROOT / "results/amd/expected.json").read_text())
+    times = report["calls"][CALL]["expected_ms"]
+    return {card["target"]: f"{times[title]} ({title.split(' (')[0]})" for title, card in report["cards"].items()}
 
 
 if __name__ == "__main__":

@@ -159,8 +159,8 @@ class Whole:
         """`sd-ort tune` of the U-Net."""
         command = ["sd-ort", "tune", self.model, "--provider", "hip", "--height", 64, "--width", 64]
         run = self.run("tune", [*command, "--component", "unet"])
-        found = re.findall(r"\d+ (?:results|calls|shapes)[^\n]*", run.output)
-        return self.add("tune", run, note=found[-1:])
+        summary = re.findall(r"\d+ (?:results|calls|shapes)[^\n]*", run.output)
+        return self.add("tune", run, note=summary[-1:])
 
     def tuned(self) -> bool:
         """`sd-ort generate` with the results of `tune`."""

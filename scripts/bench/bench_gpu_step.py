@@ -276,12 +276,12 @@ def provider_engine(
 
 
 def our_engines(
-    wanted: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
+    numbers: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
 ) -> list[ComparedEngine]:
-    """Open the VARIANTS with the numbers `wanted`; one that fails is reported and left out."""
+    """Open the VARIANTS with these comma-separated numbers, or all; one that fails is reported and left out."""
     engines = []
     for number, (label, variant) in enumerate(VARIANTS.items(), 1):
-        if wanted != "all" and str(number) not in wanted.split(","):
+        if numbers != "all" and str(number) not in numbers.split(","):
             continue
         try:
             engines.append(ort_engine(label, number, variant, raw, inputs, shape))

@@ -174,7 +174,7 @@ def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor
     positions = POSITIONS[config["_class_name"]](edge, text) if "img_ids" in axes else {}
     if edge * edge % TOKEN_MULTIPLE and config["_class_name"] == "ZImageTransformer2DModel":
         raise SystemExit(f"{pixels} pixels are padded, which this benchmark does not do: take a multiple of 128.")
-    known = {
+    arrays = {
         "timestep": np.array([500.0 if config["_class_name"].startswith("SD3") else 0.5]),
         "guidance": np.full(rows, 4.0),  # 4000 is a bfloat16, 3500 is not
         "encoder_hidden_states_mask": np.ones((rows, text)),
@@ -182,8 +182,8 @@ def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor
     }
     inputs = {}
     for name, shape in axes.items():
-        if name in known:
-            inputs[name] = torch.from_numpy(known[name]).to(DEVICE, torch.float32)
+        if name in arrays:
+            inputs[name] = torch.from_numpy(arrays[name]).to(DEVICE, torch.float32)
         else:
             size = [sizes[axis] if isinstance(axis, str) else axis for axis in shape]
             inputs[name] = torch.randn(size, generator=generator, device=DEVICE)
@@ -192,9 +192,11 @@ def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor
 
 def text_positions(tokens: int, axis: int | None, axes: int = 3, first: int = 0) -> np.ndarray:
     """Positions of text (tokens, axes): first, first + 1, .. on one axis, on all of them without `axis`."""
-    made = np.zeros((tokens, axes))
-    made[:, slice(None) if axis is None else axis] = np.arange(first, first + tokens).reshape(-1, *[1] * (axis is None))
-    return made
+    positions = np.zeros((tokens, axes))
+    positions[:, slice(None) if axis is None else axis] = np.arange(first, first + tokens).reshape(
+        -1, *[1] * (axis is None)
+    )
+    return positions
 
 
 def flux_positions(edge: int, text: int) -> dict[str, np.ndarray]:

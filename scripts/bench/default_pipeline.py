@@ -300,21 +300,21 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
 
     whole = timed(lambda: pipeline(PROMPT, **arguments, generator=0, progress=False))
     buffers = next(reversed(pipeline.loop.buffer_cache.values())) if pipeline.loop.buffer_cache else None
-    found: dict[str, Any] = {"image_ms": 1e3 * whole}
+    times: dict[str, Any] = {"image_ms": 1e3 * whole}
     if buffers is None:
-        return found
-    found["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
-    found["held_MB"], found["kept"] = pipeline.loop.buffer_bytes / 1e6, pipeline.loop.MAX_CACHED
+        return times
+    times["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
+    times["held_MB"], times["kept"] = pipeline.loop.buffer_bytes / 1e6, pipeline.loop.MAX_CACHED
 
-    found["unet_calls"] = len(buffers.schedule.arrays["timesteps"]) - 1  # PNDM makes 51 of 50 steps
+    times["unet_calls"] = len(buffers.schedule.arrays["timesteps"]) - 1  # PNDM makes 51 of 50 steps
 
     def unets() -> None:
-        for _ in range(found["unet_calls"] - 1):
+        for _ in range(times["unet_calls"] - 1):
             buffers.unet.run(False)
         buffers.unet.run()
 
-    found["unet_calls_alone_ms"] = 1e3 * timed(unets)
-    found["not_in_unet_ms"] = found["image_ms"] - found["unet_calls_alone_ms"]
+    times["unet_calls_alone_ms"] = 1e3 * timed(unets)
+    times["not_in_unet_ms"] = times["image_ms"] - times["unet_calls_alone_ms"]
     y, x = np.mgrid[: arguments["height"], : arguments["width"]]
     picture = Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
     mask = Image.fromarray(np.where((x > 64) & (y > 64), 255, 0).astype(np.uint8))
@@ -330,10 +330,10 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
                 PROMPT, picture, strength=1.0, num_inference_steps=options.steps, generator=0, progress=False, **more
             )
             draw()
-            found.setdefault("image_of_task_ms", {})[name] = 1e3 * timed(draw)
-            found["step_ms"][name] = 1e3 * other.loop.step_seconds
+            times.setdefault("image_of_task_ms", {})[name] = 1e3 * timed(draw)
+            times["step_ms"][name] = 1e3 * other.loop.step_seconds
             del other
-    return found
+    return times
 
 
 # --- fidelity -------------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
     ]
     decibels = [metrics.psnr(a, b) for a, b in zip(pictures, expected, strict=True)]
     right = {"torch fp32": score(prompts, expected).correct, "ours": score(prompts, pictures).correct}
-    found = {
+    values = {
         "prompts": len(prompts),
         "right": right,
         "psnr_db": {"median": median(decibels), "min": min(decibels)},
@@ -373,8 +373,8 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         "hoisted": "unet_prompt" in ours.models,
         "queued": bool(ours.loop.buffer_cache) and not ours.loop.wait,
     }
-    say(json.dumps(found))
-    return found
+    say(json.dumps(values))
+    return values
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def refer(value: ir.Value, weights: Mapping[bytes, str]) -> None:
     assert tensor is not None
     array = tensor.numpy()
     name = weights.get(beginning(array))
-    if name is None and array.ndim == 2 and (found := weights.get(beginning(array.T))):
-        name = f"{found}.T"
+    if name is None and array.ndim == 2 and (weight := weights.get(beginning(array.T))):
+        name = f"{weight}.T"
     if name is not None:
         value.const_value = ir.ExternalTensor(
             name, 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=str(value.name), base_dir=""

@@ -164,7 +164,7 @@ def row(name: str) -> list[str]:
     attention = after["MultiHeadAttention"] + after["ScaledDotProductAttention"] + after["Attention"]
     norms = after["GroupNorm"] + after["SkipGroupNorm"]
     nodes = f"{before.total()} / {before['Transpose']}"
-    counts = [f"{found} of {there}" if there else "" for found, there in zip((attention, norms), sites, strict=True)]
+    counts = [f"{count} of {there}" if there else "" for count, there in zip((attention, norms), sites, strict=True)]
     cells += [total(attempt(session_nodes, start)), attempt(error, source, start)]
     return [name, nodes, *counts, *cells, *map(total, others)]
 

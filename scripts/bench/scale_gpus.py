@@ -221,8 +221,8 @@ async def dispatch_seconds(settings: BatchSettings, replicas: int, batch: int, i
 
 def say_model(report: Mapping[str, Any]) -> None:
     """Print the check, and the model of more GPUs; `report`: ours, or results/two_gpus.json."""
-    for name, found in report.get("presets", {}).items():
-        for what, (measured_s, model_s) in scaling.compare_split(found, report["settings"]["steps"]).items():
+    for name, preset in report.get("presets", {}).items():
+        for what, (measured_s, model_s) in scaling.compare_split(preset, report["settings"]["steps"]).items():
             print(
                 f"{name}, guidance split, {what}: measured {1e3 * measured_s:.2f} ms, the model says "
                 f"{1e3 * model_s:.2f} ({100 * (model_s / measured_s - 1):+.1f} %)"
@@ -379,13 +379,13 @@ def with_loadgen(
         if scenario == "SingleStream":
             of_all = loadgen.LoadGenSettings(scenario, len(prompts), 1, max(8, queries // 4))
         with tempfile.TemporaryDirectory() as logs:
-            found = loadgen.run(backend, of_all, Path(logs))
-        row = {"replicas": count, "scenario": scenario, **found}
+            result = loadgen.run(backend, of_all, Path(logs))
+        row = {"replicas": count, "scenario": scenario, **result}
         if scenario == "Server":
-            row |= {"rate_per_s": rate, "load": load, "p99_times_call": found["latency_s"]["p99"] / service}
+            row |= {"rate_per_s": rate, "load": load, "p99_times_call": result["latency_s"]["p99"] / service}
         rows.append(row)
         print(json.dumps(row), flush=True)
-        return found
+        return result
 
     for count in (1, len(loaded)):
         cluster = contextlib.nullcontext(SimpleNamespace(replicas=loaded[:count]))
@@ -515,21 +515,21 @@ def measure_presets(options: argparse.Namespace) -> int:
 
 def failures(values: Mapping[str, Any], gpus: int | None) -> list[str]:
     """Return what of a report misses a goal or went wrong; speeds count only with a GPU for each replica."""
-    found = [f"{stage}: {reason}" for stage, reason in values["failures"].items()]
+    lines = [f"{stage}: {reason}" for stage, reason in values["failures"].items()]
     if kill := values.get("kill"):
-        found += [f"kill: {len(kill['lost'])} lost"] if kill["lost"] else []
-        found += [f"kill: {kill['differing']} differ"] if kill["differing"] else []
-        found += [] if kill["restarts"] else ["kill: no restart"]
+        lines += [f"kill: {len(kill['lost'])} lost"] if kill["lost"] else []
+        lines += [f"kill: {kill['differing']} differ"] if kill["differing"] else []
+        lines += [] if kill["restarts"] else ["kill: no restart"]
     for row in values.get("loadgen", []) if gpus else []:
         if row.get("load", SERVER_LOAD) != SERVER_LOAD and row["p99_times_call"] > LATENCY_GOAL:
-            found.append(f"Server at {row['load']:.0%}: p99 {row['p99_times_call']:.2f} times a call")
+            lines.append(f"Server at {row['load']:.0%}: p99 {row['p99_times_call']:.2f} times a call")
     for row in values.get("rows", []) if gpus else []:
         goal = GOALS.get(row["replicas"])
         if goal and row["speedup"]["median"] < goal:
-            found.append(f"{row['replicas']} replicas: {row['speedup']['median']:.3f} times one, goal {goal}")
+            lines.append(f"{row['replicas']} replicas: {row['speedup']['median']:.3f} times one, goal {goal}")
         if row["latency_p99_times_call"] > LATENCY_GOAL:
-            found.append(f"{row['replicas']} replicas: p99 {row['latency_p99_times_call']:.2f} times a call")
-    return found
+            lines.append(f"{row['replicas']} replicas: p99 {row['latency_p99_times_call']:.2f} times a call")
+    return lines
 
 
 def page(paths: Sequence[Path]) -> str:
@@ -659,9 +659,9 @@ def main() -> int:
     report = Report(options, len(openings))
     run_stages(options, report, openings)
     say_model(report.values)
-    found = failures(report.values, options.gpus)
-    print("\n".join(found) or "all goals reached")
-    return 1 if found else 0
+    lines = failures(report.values, options.gpus)
+    print("\n".join(lines) or "all goals reached")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

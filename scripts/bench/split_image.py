@@ -77,18 +77,18 @@ def measure(
 def parts(loop: Any) -> dict[str, float]:
     """Return milliseconds of a step of all rows and of a band on the first device, and the number of bytes sent."""
     unet = newest(loop).band_unet
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     with loop.models.lock:
         for name, runs in {
             "whole_ms": unet.whole[:1],
             "band_ms": (unet.cut, unet.rows),
             "extrapolate_ms": unet.extrapolate[:1],
         }.items():
-            found[name] = 1e3 * device_seconds(loop, partial(run_all, runs), 20)
+            times[name] = 1e3 * device_seconds(loop, partial(run_all, runs), 20)
     others = [other.buffer_cache for other in loop.loops[1 : unet.band.count]]
     peers = [next(reversed(cache.values())).band_unet for cache in others]
-    found["sent_MB"] = sum(span.size for peer in peers for span, _ in unet.copies_to(peer)) / 1e6
-    return found
+    times["sent_MB"] = sum(span.size for peer in peers for span, _ in unet.copies_to(peer)) / 1e6
+    return times
 
 
 def run_all(runs: Sequence[Any]) -> None:
@@ -115,8 +115,8 @@ def quality(work: Path, prompts: int) -> list[dict[str, Any]]:
     make, rows = pipeline.loop._for_band, []
     for whole_steps, interval in VARIANTS:
 
-        def variant(*given: Any, first: int = whole_steps, every: int = interval) -> Any:
-            job = make(*given)
+        def variant(*arguments: Any, first: int = whole_steps, every: int = interval) -> Any:
+            job = make(*arguments)
             return replace(job, band=replace(job.band, whole_steps=first, interval=every))
 
         pipeline.loop._for_band = variant

@@ -155,8 +155,8 @@ def layer_rows(
 
 def all_layers(model: ir.Model) -> tuple[dict[str, Layer], dict[str, str]]:
     """Return all layers with constant weights by module, and why some of them stay in 16 bits."""
-    found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
-    reasons = {rejection.node: rejection.reason for rejection in found.rejections}
+    quantizable = find_layers(model.graph, CONVOLUTIONS | LINEARS)
+    reasons = {rejection.node: rejection.reason for rejection in quantizable.rejections}
     layers = {
         module_name(node): Layer(node, channel_axis(node))
         for node in model.graph

@@ -141,14 +141,14 @@ def main(comfyui: Path, out: Path | None, work: Path | None) -> None:
         prompts["checkpoint"] = with_model(prompts["text_to_image"], model="checkpoint.safetensors", provider="cpu")
         prompts["tiled"] = in_tiles(prompts["text_to_image"])
         pictures = {name: run(execution, prompt, base / "output") for name, prompt in prompts.items()}
-        found = {name: round(psnr(pictures[name], make()), 1) for name, make in expected.items()}
+        psnrs = {name: round(psnr(pictures[name], make()), 1) for name, make in expected.items()}
         differs = {
             name: round(psnr(pictures[name], pictures["text_to_image"]), 1)
             for name in ("two_loras", "controlnet", "inpainting")
         }
         findings = {
             "ComfyUI": importlib.import_module("comfyui_version").__version__,
-            "PSNR to our own pipelines, dB": found,
+            "PSNR to our own pipelines, dB": psnrs,
             "PSNR to text to image without them, dB": differs,
             "PSNR of tiles to the whole, dB": round(psnr(pictures["tiled"], pictures["text_to_image"]), 1),
             "latent upscale": list(pictures["latent_upscale"].shape),
@@ -161,7 +161,7 @@ def main(comfyui: Path, out: Path | None, work: Path | None) -> None:
     save_findings(
         "Our nodes in ComfyUI, headless on a CPU", "scripts/checks/comfyui.py --comfyui CHECKOUT", findings, out
     )
-    assert all(value >= MIN_PSNR for value in found.values()), f"below {MIN_PSNR} dB"
+    assert all(value >= MIN_PSNR for value in psnrs.values()), f"below {MIN_PSNR} dB"
     assert all(value < MIN_PSNR for value in differs.values()), (
         "a LoRA, ControlNet or mask that changes nothing proves nothing"
     )

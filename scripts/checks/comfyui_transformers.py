@@ -87,9 +87,9 @@ def own_net(host: Any, ours: Any, weights: Mapping[str, torch.Tensor]) -> Any:
     description.sampling_settings = ours.model.model_config.sampling_settings
     description.unet_config.pop("disable_unet_model_creation")
     model = host.__mro__[2](description, model_type=ours.model.model_type)
-    found = model.load_state_dict(theirs, strict=False)
-    missing = [name for name in found.missing_keys if not name.startswith("model_sampling.")]
-    assert (missing, found.unexpected_keys) == ([], [])
+    keys = model.load_state_dict(theirs, strict=False)
+    missing = [name for name in keys.missing_keys if not name.startswith("model_sampling.")]
+    assert (missing, keys.unexpected_keys) == ([], [])
     return model
 
 

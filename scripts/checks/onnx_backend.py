@@ -183,7 +183,7 @@ def faults(counts: Counter[tuple[str, str, str]]) -> int:
     return sum(count for (_, verdict, _), count in counts.items() if verdict in (WRONG, CRASH))
 
 
-def report(counts: Counter[tuple[str, str, str]], seconds: float, found: list[str]) -> str:
+def report(counts: Counter[tuple[str, str, str]], seconds: float, messages: list[str]) -> str:
     """Return Markdown: verdicts by target, and reasons of refusals."""
     targets = list(dict.fromkeys(target for target, _, _ in counts))
     totals = Counter((target, verdict) for (target, verdict, _), count in counts.items() for _ in range(count))
@@ -207,7 +207,7 @@ def report(counts: Counter[tuple[str, str, str]], seconds: float, found: list[st
                 reasons[reason] += count
         lines += ["", f"{verdict}{' (all targets)' if verdict == REFUSED else ''}:", ""]
         lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
-    return "\n".join([*lines, *(["", "Faults:", "", *(f"- {line}" for line in found)] if found else [])]) + "\n"
+    return "\n".join([*lines, *(["", "Faults:", "", *(f"- {line}" for line in messages)] if messages else [])]) + "\n"
 
 
 def main() -> None:
@@ -218,15 +218,15 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{machine()}\n{versions()}, commit {commit()}")
     os.environ.update(UNRELEASED)
-    found: list[str] = []
+    messages: list[str] = []
 
     def say(line: str) -> None:
-        found.append(line)
+        messages.append(line)
         print(line, flush=True)
 
     started = time.process_time()
     counts = run(options.quarter, options.target, say)
-    text = report(counts, time.process_time() - started, found)
+    text = report(counts, time.process_time() - started, messages)
     print(text)
     if options.out:
         options.out.write_text(text)

@@ -161,14 +161,14 @@ def differing(folder: Path, answers: list[tuple[int, bytes, float]], options: ar
     """Places of those answers, of one in `options.compared`, that are not the image drawn alone."""
     alone = PipelineReplica(ReplicaConfig(folder, {"provider": "cpu"}))
     prompts = unseen_prompts(len(answers), 0)
-    found = []
+    indices = []
     for place in range(0, len(answers), options.compared):
         fields = fields_of(place, prompts[place], options)
         side = int(fields["size"].split("x")[0])
         job = ImageJob(prompts[place], "", place, BatchSettings(side, side, fields["steps"], fields["guidance"]))
         if alone.generate([job]) != [answers[place][1]]:
-            found.append(place)
-    return found
+            indices.append(place)
+    return indices
 
 
 def main() -> int:
@@ -199,7 +199,7 @@ def main() -> int:
         server.send_signal(signal.SIGTERM)
         server.wait()
         ended = time.perf_counter() - start
-        left = psutil.wait_procs(processes, timeout=60)[1]
+        alive = psutil.wait_procs(processes, timeout=60)[1]
     answers, seconds = loaded.answers, loaded.seconds
     statuses = Counter(status for status, _, _ in answers)
     wrong = differing(options.work / "fused", answers, options)
@@ -223,7 +223,7 @@ def main() -> int:
         "metrics": shown,
         "seconds_to_end": ended,
         "exit_code": server.returncode,
-        "processes_left": len(left),
+        "processes_left": len(alive),
     }  # fmt: skip
     files.write_json(options.out, report)
     lost = options.requests - statuses[200]
@@ -231,8 +231,8 @@ def main() -> int:
     print(f"{statuses[200]} of {options.requests} answered in {seconds:.0f} s, {batch:.1f} images a batch, "
           f"{shown['sd_ort_replica_restarts_total']:.0f} restart, {len(wrong)} differ, "
           f"{sum(loaded.refused)} of {len(loaded.refused)} hostile ones refused, memory {loaded.memory[0]:.0f} to "
-          f"{loaded.memory[-1]:.0f} MB, {len(left)} processes left after {ended:.1f} s: {options.out}")  # fmt: skip
-    return 1 if lost or wrong or left or not all(loaded.refused) or not loaded.is_flat else 0
+          f"{loaded.memory[-1]:.0f} MB, {len(alive)} processes left after {ended:.1f} s: {options.out}")  # fmt: skip
+    return 1 if lost or wrong or alive or not all(loaded.refused) or not loaded.is_flat else 0
 
 
 if __name__ == "__main__":

@@ -163,8 +163,8 @@ def pinned(python: Path) -> dict[str, str]:
     """Versions in the WebUI's Python."""
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {PINNED!r}}}))"
     answered = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(answered.stdout)
-    return found
+    report: dict[str, str] = json.loads(answered.stdout)
+    return report
 
 
 @click.command()
@@ -190,7 +190,7 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
             lines = [line for line in log.read_text().splitlines() if line.startswith("sd-ort:")]
             if page:
                 photographed(address, page, is_forge(checkout))
-    found = {
+    findings = {
         "checkout": checkout.name,
         "versions of the host": pinned(python),
         "PSNR of our UNet's picture to the host's, dB": round(psnr(ours, theirs), 1),
@@ -199,7 +199,7 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
         "a broken folder's picture to the host's": round(psnr(refused, theirs), 1),
         "said then": [line.replace(str(data), "DATA") for line in lines[:1]],
     }
-    save_findings("Our UNet in a WebUI, whole, on a CPU", "scripts/checks/webui_page.py", found, out)
+    save_findings("Our UNet in a WebUI, whole, on a CPU", "scripts/checks/webui_page.py", findings, out)
     assert not warned, "our UNet did not draw"
     assert len(lines) == 1, "a folder that cannot be used must be said, once"
     good = psnr(ours, theirs), psnr(ours_lora, theirs_lora), psnr(refused, theirs)

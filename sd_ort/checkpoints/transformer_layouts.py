@@ -250,7 +250,7 @@ def original_prefix(names: Iterator[str] | Mapping[str, Any]) -> str | None:
     for name in names:
         # The last ones are Z-Image's, Qwen-Image's and Krea 2's.
         for first in ("double_blocks.0.", "joint_blocks.0.", "cap_pad_token", "txt_norm.", "txtfusion."):
-            head, found, _ = name.partition(first)
-            if found and head in ("", "model.diffusion_model.", "diffusion_model."):
+            head, separator, _ = name.partition(first)
+            if separator and head in ("", "model.diffusion_model.", "diffusion_model."):
                 return head
     return None

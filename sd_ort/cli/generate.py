@@ -327,8 +327,8 @@ def output_paths(out: Path, prompt: str, seeds: range, overwrite: bool) -> list[
     else:
         paths = [out / f"{slugify(prompt)}-{seed}.png" for seed in seeds]
     check_writable(paths[0])
-    if not overwrite and (taken := next((path for path in paths if path.exists()), None)):
-        raise OutputError(f"{taken} exists: choose another --out or pass --overwrite.")
+    if not overwrite and (existing := next((path for path in paths if path.exists()), None)):
+        raise OutputError(f"{existing} exists: choose another --out or pass --overwrite.")
     return paths
 
 

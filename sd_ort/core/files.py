@@ -63,13 +63,13 @@ def _json_text(value: Any, room: int, indent: str) -> str:
         return text
     lines: list[str] = []
     can_append = False
-    left = JSON_COLUMNS - len(indent) - 2
+    width = JSON_COLUMNS - len(indent) - 2
     items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
     for name, item in items:
         key = json.dumps({name: 0})[1:-2] if isinstance(value, dict) else ""
-        text = key + _json_text(item, left - len(key), indent + " ")
+        text = key + _json_text(item, width - len(key), indent + " ")
         is_scalar = not isinstance(item, (dict, list, tuple))
-        if can_append and is_scalar and len(lines[-1]) + len(text) + 2 <= left:
+        if can_append and is_scalar and len(lines[-1]) + len(text) + 2 <= width:
             lines[-1] += f", {text}"
         else:
             lines.append(text)

@@ -24,14 +24,14 @@ def inside(path: Path, root: Path) -> Path:
     a root in a snapshot may read those blobs too. Raises InputError for a path that leads anywhere else.
     """
     try:
-        found, home = real(path), real(root)
+        target, home = real(path), real(root)
     except ValueError as error:  # a zero byte in a name that a file gave
         raise InputError(f"{root} names a file that cannot exist: do not trust it.") from error
     snapshots = (parent for parent in (home, *home.parents) if parent.parent.name == "snapshots")
     blobs = [snapshot.parent.parent / "blobs" for snapshot in snapshots]
-    if not any(allowed in found.parents for allowed in (home, *blobs)):
-        raise InputError(f"{path} leads outside its folder to {found}: do not trust it, or put the file itself there.")
-    return found
+    if not any(allowed in target.parents for allowed in (home, *blobs)):
+        raise InputError(f"{path} leads outside its folder to {target}: do not trust it, or put the file itself there.")
+    return target
 
 
 def output_path(output: Path, *sources: Path) -> Path:

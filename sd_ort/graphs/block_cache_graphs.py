@@ -56,8 +56,8 @@ def keep_head(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
     residual = _node(graph, "Sub", [cut.after_first, cut.before_first], f"{RESIDUAL}.now")
     last = add_input(graph, residual, LAST_RESIDUAL)
     later = add_input(graph, residual, LATER_RESIDUAL)
-    kept = _node(graph, "Add", [cut.after_first, later], "kept_stream")
-    ir.convenience.replace_all_uses_with(cut.after_last, kept)
+    cached_stream = _node(graph, "Add", [cut.after_first, later], "kept_stream")
+    ir.convenience.replace_all_uses_with(cut.after_last, cached_stream)
     numbers = [
         _node(graph, "Cast", [value], f"{value.name}.float32", {"to": ir.DataType.FLOAT}) for value in (residual, last)
     ]
@@ -103,8 +103,8 @@ def leave_blocks_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> No
     graph = model.graph
     ends = _Ends(graph, recipes)
     residual = add_input(graph, ends.before_first, BLOCKS_RESIDUAL)
-    kept = _node(graph, "Add", [ends.before_first, residual], "kept_stream")
-    ir.convenience.replace_all_uses_with(ends.after_last, kept)
+    cached_stream = _node(graph, "Add", [ends.before_first, residual], "kept_stream")
+    ir.convenience.replace_all_uses_with(ends.after_last, cached_stream)
     remove_unused_parts(model)
 
 

@@ -401,8 +401,8 @@ class _Editor:
 
 def _image_values(graph: ir.Graph) -> set[ir.Value]:
     """Return the values that depend on the sample, other than by its shape."""
-    found = {value for value in graph.inputs if value.name == "sample"}
+    image_values = {value for value in graph.inputs if value.name == "sample"}
     for node in graph:
-        if node.op_type != "Shape" and any(value in found for value in all_inputs(node)):
-            found.update(node.outputs)
-    return found
+        if node.op_type != "Shape" and any(value in image_values for value in all_inputs(node)):
+            image_values.update(node.outputs)
+    return image_values

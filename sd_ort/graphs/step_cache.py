@@ -107,17 +107,17 @@ def _image_concats(graph: ir.Graph) -> list[ir.Node]:
 
 def _ancestors(values: Iterable[ir.Value], through_shapes: bool = True) -> dict[ir.Value, None]:
     """Return `values` and all values that these are computed from. Without `through_shapes`, a Shape has no source."""
-    found = dict.fromkeys(values)
-    queue = list(found)
+    ancestors = dict.fromkeys(values)
+    queue = list(ancestors)
     for value in queue:  # the list grows
         producer = value.producer()
         if producer is None or (producer.op_type == "Shape" and not through_shapes):
             continue
         for operand in all_inputs(producer):
-            if operand not in found:
-                found[operand] = None
+            if operand not in ancestors:
+                ancestors[operand] = None
                 queue.append(operand)
-    return found
+    return ancestors
 
 
 def _move_shapes(graph: ir.Graph, features: ir.Value) -> None:

@@ -240,10 +240,10 @@ def _install(root: Path, package: int) -> str:
         key, _, value = line.partition("=")
         release[key] = value.strip('"')
     names = [release.get("ID", ""), *release.get("ID_LIKE", "").split()]
-    known = next((_PACKAGES[name] for name in names if name in _PACKAGES), None)
-    if known is None:
+    packages = next((_PACKAGES[name] for name in names if name in _PACKAGES), None)
+    if packages is None:
         return f"install ROCm 6.4 or later ({INSTALL_GUIDE})"
-    command, repository = f"{known[0]} {known[package]}", known[3]
+    command, repository = f"{packages[0]} {packages[package]}", packages[3]
     return f"{command}, with AMD's repository ({repository})" if repository else command
 
 

@@ -231,22 +231,22 @@ def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mappi
 
     Raises InputError for a name that is refused or unknown, with what to do.
     """
-    known = {f.name: f for f in fields(Request) if f.init}
+    parameters = {f.name: f for f in fields(Request) if f.init}
     for name, value in arguments.items():
         if name in UNSUPPORTED_ARGUMENTS and value is not None:
             raise InputError(f"{name} is not taken: {UNSUPPORTED_ARGUMENTS[name]}.")
         if name in leaves and value is not None:
             raise InputError(f"{name} {(IMAGE_ARGUMENTS | PAG_ARGUMENTS)[name]}.")
-        if name not in known and name not in UNSUPPORTED_ARGUMENTS:
-            near = difflib.get_close_matches(name, known, 1)
+        if name not in parameters and name not in UNSUPPORTED_ARGUMENTS:
+            near = difflib.get_close_matches(name, parameters, 1)
             raise InputError(f"{name} is no argument of a pipeline{f': {near[0]} is' if near else ''}.")
-    values = {name: value for name, value in arguments.items() if name in known}
+    values = {name: value for name, value in arguments.items() if name in parameters}
     for name, value in defaults.items():
         if values.get(name) is None:
             values[name] = value
     for name, value in values.items():  # in diffusers, None stands for the default
-        if value is None and known[name].default not in (None, MISSING):
-            values[name] = known[name].default
+        if value is None and parameters[name].default not in (None, MISSING):
+            values[name] = parameters[name].default
     request = Request(**values)
     check_types(request)
     return request

@@ -105,8 +105,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         )
         self.safety_checker = bool(options.safety_checker)
         self._started_noise: list[TorchNormalGenerator] = []  # of the next calls of `draw_each`
-        wanted = models.device != "cpu" or bool(models.placement.peers)
-        self.device_loop = wanted if options.device_loop is None else options.device_loop
+        default = models.device != "cpu" or bool(models.placement.peers)
+        self.device_loop = default if options.device_loop is None else options.device_loop
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
         self.is_sdxl = is_sdxl(self.unet_config)

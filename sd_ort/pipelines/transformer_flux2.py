@@ -180,9 +180,9 @@ class Flux2KleinPipeline(Flux2Pipeline):
         if self.is_distilled:
             log.info("guidance_scale %s is ignored: the model is distilled.", call.guidance_scale)
             return []
-        given, length = call.negative_prompt_embeds, call.max_sequence_length
+        embeds, length = call.negative_prompt_embeds, call.max_sequence_length
         return list(
-            self._embedded(given, lambda: self.encode_prompt([""] * prompts, length), (), "negative_prompt_embeds")
+            self._embedded(embeds, lambda: self.encode_prompt([""] * prompts, length), (), "negative_prompt_embeds")
         )
 
     def _latents(self, tokens: np.ndarray, sample: np.ndarray) -> np.ndarray:

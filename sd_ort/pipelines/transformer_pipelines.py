@@ -454,8 +454,8 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
             raise InputError(f"output_type {call.output_type!r} is unknown: use one of {', '.join(OUTPUT_TYPES)}.")
         names = call.callback_on_step_end_tensor_inputs or ()
         if unknown := [name for name in names if name not in self._callback_tensor_inputs]:
-            known = ", ".join(self._callback_tensor_inputs)
-            raise InputError(f"a callback of {kind} reads no {unknown[0]!r}: it reads {known}.")
+            readable = ", ".join(self._callback_tensor_inputs)
+            raise InputError(f"a callback of {kind} reads no {unknown[0]!r}: it reads {readable}.")
         self._check_attention_kwargs(getattr(call, "joint_attention_kwargs", None))
         self._interrupt, self._guidance_scale = False, call.guidance_scale
         return height, width, steps
@@ -481,16 +481,16 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
         Raises InputError if only some of the embeddings are given.
         """
-        given = [as_array(each) for each in (embeds, *others) if each is not None]
-        if not given:
+        arrays = [as_array(each) for each in (embeds, *others) if each is not None]
+        if not arrays:
             encoded: tuple[np.ndarray, ...] = encode()
             return encoded
-        if len(given) != 1 + len(others):
+        if len(arrays) != 1 + len(others):
             raise InputError(f"{what} goes with the pooled embeddings of the same prompts: give both.")
-        if {len(each) for each in given} != {len(given[0])} or given[0].ndim != 3:
-            shapes = " and ".join(str(each.shape) for each in given)
+        if {len(each) for each in arrays} != {len(arrays[0])} or arrays[0].ndim != 3:
+            shapes = " and ".join(str(each.shape) for each in arrays)
             raise InputError(f"embeddings of shape {shapes} do not fit together.")
-        return tuple(given)
+        return tuple(arrays)
 
     def _clip(self, name: str, prompts: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the outputs of a CLIP text encoder."""

@@ -210,11 +210,11 @@ def _open_error(model: Path, provider: str, error: Exception) -> str:
 
 def _newer_opset(error: Exception) -> str | None:
     """Return advice for a model whose opset is newer than ONNX Runtime's; None for another error."""
-    found = re.search(r"Opset (\d+) is under development.* till opset (\d+)", str(error), re.DOTALL)
-    if found is None:
+    match = re.search(r"Opset (\d+) is under development.* till opset (\d+)", str(error), re.DOTALL)
+    if match is None:
         return None
     return (
-        f"it is of opset {found[1]}, and ONNX Runtime {import_onnxruntime().__version__} has opsets up to {found[2]}: "
+        f"it is of opset {match[1]}, and ONNX Runtime {import_onnxruntime().__version__} has opsets up to {match[2]}: "
         "optimize it with --target portable, or install a newer ONNX Runtime."
     )
 
@@ -390,8 +390,8 @@ def _plugin_devices(provider: str, settings: Mapping[str, str]) -> list[Any]:
     if provider_named(provider).vendor is None:
         return devices
     number = settings.get("device_id", "0")
-    if found := [device for device in devices if device.ep_metadata["device_id"] == number]:
-        return found
+    if matches := [device for device in devices if device.ep_metadata["device_id"] == number]:
+        return matches
     seen = f"{len(devices)} GPU{'s' if len(devices) != 1 else ''}"
     raise ProviderError(f"GPU {number} is not there: the {provider} provider finds {seen}, counted from 0.")
 

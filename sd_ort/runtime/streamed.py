@@ -271,8 +271,8 @@ class StreamedModel(OrtModel):
         with device_calls(self.device):
             partition.session.run_with_iobinding(binding)
         outputs = {}
-        for name, found in zip(partition.outputs, binding.get_outputs(), strict=True):
-            element, shape = found.element_type(), found.shape()
+        for name, output in zip(partition.outputs, binding.get_outputs(), strict=True):
+            element, shape = output.element_type(), output.shape()
             memory = StreamMemory(self.weights.compute, math.prod(shape) * ELEMENTS[element])
             outputs[name] = value_at(self.device, memory.address, element, shape, owner=memory)
         return outputs

@@ -47,8 +47,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.delenv("PYTHONPATH", raising=False)
         pip = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
         run(*pip, *wheel_options(TARGETS), "--wheel-dir", work / "made", ROOT)
-    (made,) = (work / "made").iterdir()
-    return made
+    (path,) = (work / "made").iterdir()
+    return path
 
 
 def test_the_wheel_carries_the_libraries(wheel: Path, tmp_path: Path) -> None:

@@ -44,12 +44,12 @@ def test_each_scenario_generates_its_queries(scenario: str, tmp_path: Path) -> N
         return numbered(numbers)
 
     most = 1 if scenario == "SingleStream" else 4
-    found = loadgen.run(draw, LoadGenSettings(scenario, 8, most, 20, rate=500.0), tmp_path)
-    assert sum(map(len, drawn)) == found["queries"] == 20
+    report = loadgen.run(draw, LoadGenSettings(scenario, 8, most, 20, rate=500.0), tmp_path)
+    assert sum(map(len, drawn)) == report["queries"] == 20
     assert max(map(len, drawn)) <= most
     assert {number for numbers in drawn for number in numbers} <= set(range(8))
-    assert 0 < found["latency_s"]["p50"] <= found["latency_s"]["p99"] <= found["latency_s"]["max"]
-    assert ("images_per_s" in found) == (scenario != "SingleStream")
+    assert 0 < report["latency_s"]["p50"] <= report["latency_s"]["p99"] <= report["latency_s"]["max"]
+    assert ("images_per_s" in report) == (scenario != "SingleStream")
     assert "MLPerf Results Summary" in (tmp_path / "mlperf_log_summary.txt").read_text()
 
 
@@ -147,13 +147,13 @@ class Here:
 
 def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each image of the accuracy run is that of one pipeline alone, to the byte."""
-    made: list[Here] = []
-    monkeypatch.setattr(replicas, "RayCluster", lambda openings: made.append(Here(openings)) or made[0])
+    clusters: list[Here] = []
+    monkeypatch.setattr(replicas, "RayCluster", lambda openings: clusters.append(Here(openings)) or clusters[0])
     folder = tiny_pipeline.write(tmp_path / "toy")
     asked = ("--mlperf", "--replicas", 2, "--queries", 5, "--batch", "1,2", "--accuracy", "--steps", 2, "--guidance", 7)
     code, table, _ = sd_ort("benchmark", folder, *asked, "--out", tmp_path / "out")
     assert code == 0, table
-    assert made[0].drawing == {"0", "1"}
+    assert clusters[0].drawing == {"0", "1"}
     report = json.loads((tmp_path / "out" / "mlperf.json").read_text())
     assert report["mlperf"]["replicas"] == 2
     (row,) = report["engines"]

@@ -91,8 +91,8 @@ def results(kind: str = "benchmark", **more: Any) -> dict[str, Any]:
 
 def save(folder: Path, *reports: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for made in reports:
-        (folder / f"{made['kind']}.json").write_text(json.dumps(made))
+    for entry in reports:
+        (folder / f"{entry['kind']}.json").write_text(json.dumps(entry))
     return folder
 
 
@@ -123,9 +123,9 @@ class Balanced(HTMLParser):
 def folder(tmp_path: Path) -> Path:
     ablation = results("ablation")
     ablation["engines"] = [row("raw fp32", 1, 10.0), row("raw fp16", 1, 8.0), row("+ NHWC", 1, 4.0, target="cuda")]
-    made = save(tmp_path / "run", results(), ablation)
-    Image.new("RGB", (8, 8), "red").save(made / "raw-ONNX.png")
-    return made
+    path = save(tmp_path / "run", results(), ablation)
+    Image.new("RGB", (8, 8), "red").save(path / "raw-ONNX.png")
+    return path
 
 
 def test_page_is_self_contained_and_complete(folder: Path) -> None:

@@ -40,15 +40,15 @@ def test_what_a_graph_shows_is_what_its_config_said(tmp_path: Path, name: str, c
         (folder / part).mkdir(parents=True)
         onnx.save(graph_fixtures.load(f"{name}.{part}"), folder / part / MODEL)
     with caplog.at_level(logging.WARNING):
-        found = infer_configs(folder)
-        assert infer_configs(folder) is found
+        configs = infer_configs(folder)
+        assert infer_configs(folder) is configs
     assert caplog.text.count("no config.json") == 1
-    assert set(found) == set(PARTS[name])
-    for part, config in found.items():
-        known = PRESETS[name.partition("-tiny")[0] + "-tiny"].models[MODEL_OF.get(part, part)]
-        shown = {key: value for key, value in config.items() if key not in GUESSED and key in known}
+    assert set(configs) == set(PARTS[name])
+    for part, config in configs.items():
+        expected = PRESETS[name.partition("-tiny")[0] + "-tiny"].models[MODEL_OF.get(part, part)]
+        shown = {key: value for key, value in config.items() if key not in GUESSED and key in expected}
         assert len(shown) > 2
-        assert shown == {key: known[key] for key in shown}
+        assert shown == {key: expected[key] for key in shown}
 
 
 # Inputs as the old script declares them, every axis open; as few nodes as show what is read.

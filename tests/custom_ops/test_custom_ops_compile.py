@@ -39,8 +39,8 @@ def kernels(hip_library: Path, tmp_path_factory: pytest.TempPathFactory) -> list
         return code_objects.read_kernels(code_objects.extract(hip_library, folder))
     provider = hip_library.with_name(library.PROVIDER_LIBRARIES["hip"])  # has the operators' kernels and its own
     operators = kernel_names((ROOT / "results/ops_amd_resources.md").read_text())
-    found = code_objects.read_kernels(code_objects.extract(provider, folder))
-    return [kernel for kernel in found if f"| {kernel.name}" in operators]
+    all_kernels = code_objects.read_kernels(code_objects.extract(provider, folder))
+    return [kernel for kernel in all_kernels if f"| {kernel.name}" in operators]
 
 
 def test_no_kernel_spills(kernels: list[Kernel]) -> None:
@@ -104,7 +104,7 @@ def assembly(code_object: Path) -> str:
 def masked_exchanges(code: str) -> list[str]:
     """The v_permlanex16 of some assembly (wave32) that stand where lanes may be off."""
     masks: set[str] = set()
-    found, saved = [], ""
+    exchanges, saved = [], ""
     for line in code.splitlines():
         instruction = line.split("//")[0].strip()
         if instruction.endswith(">:") or instruction.startswith("s_branch"):
@@ -118,8 +118,8 @@ def masked_exchanges(code: str) -> list[str]:
         elif match := re.match(r"s_(?:or_b32 exec_lo, exec_lo|mov_b32 exec_lo), (\w+)", instruction):
             masks.discard(match[1])
         elif instruction.startswith("v_permlanex16") and masks:
-            found.append(instruction)
-    return found
+            exchanges.append(instruction)
+    return exchanges
 
 
 def test_masked_exchanges_are_found() -> None:

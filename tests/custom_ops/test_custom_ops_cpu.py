@@ -113,12 +113,12 @@ def ort_value(array: np.ndarray) -> ort.OrtValue:
 
 @pytest.mark.parametrize(("operator", "case", "dtype"), CALLS)
 def test_agrees_with_numpy(operator: CustomOperator, case: OperatorCase, dtype: str, library: Path) -> None:
-    got, wanted = run(operator, case, dtype, library)
+    got, expected = run(operator, case, dtype, library)
     for name, shape in operator.output_shapes(case).items():
         assert got[name].shape == shape
         assert got[name].dtype == output_dtype(name, dtype)
-        assert np.isfinite(wanted[name].astype(np.float64)).all()
-        assert nmse(got[name], wanted[name]) < nmse_limit(case, dtype, name), name
+        assert np.isfinite(expected[name].astype(np.float64)).all()
+        assert nmse(got[name], expected[name]) < nmse_limit(case, dtype, name), name
 
 
 @pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
@@ -247,12 +247,12 @@ def test_nan_stays_nan_in_attention(name: str, place: str, dtype: str, library: 
         else:
             unsigned = inputs[place].reshape(-1).view(f"u{inputs[place].itemsize}")
             unsigned[unsigned.size // 3] = bits
-        wanted = operator.reference(inputs, case.attributes)["output"]
+        expected = operator.reference(inputs, case.attributes)["output"]
         got = run_directly(library, operator, case, dtype, inputs)["output"]
-        assert np.isnan(wanted).any()
-        assert (np.isnan(got) == np.isnan(wanted)).all()
-        finite = ~np.isnan(wanted)
-        assert nmse(got[finite], wanted[finite]) < nmse_limit(case, dtype)
+        assert np.isnan(expected).any()
+        assert (np.isnan(got) == np.isnan(expected)).all()
+        finite = ~np.isnan(expected)
+        assert nmse(got[finite], expected[finite]) < nmse_limit(case, dtype)
 
 
 @pytest.mark.parametrize("folder", ["bfloat16_attention", "bfloat16_matmul"])
@@ -262,8 +262,8 @@ def test_tensors_of_bfloat16(folder: str, library: Path) -> None:
     for case in operator.cases:
         inputs = generate_inputs(operator, case, "bfloat16")
         got = run_directly(library, operator, case, "bfloat16", inputs)
-        wanted = operator.reference(inputs, case.attributes)
-        assert all(nmse(got[name], wanted[name]) < nmse_limit(case, "bfloat16") for name in wanted), case
+        expected = operator.reference(inputs, case.attributes)
+        assert all(nmse(got[name], expected[name]) < nmse_limit(case, "bfloat16") for name in expected), case
 
 
 def test_nan_stays_nan_in_bfloat16_attention(library: Path) -> None:
@@ -272,10 +272,10 @@ def test_nan_stays_nan_in_bfloat16_attention(library: Path) -> None:
     for place, dtype in (("query", "float32"), ("key", "bfloat16")):
         inputs = generate_inputs(operator, case, dtype)
         inputs[place].reshape(-1)[inputs[place].size // 3] = np.nan
-        wanted = operator.reference(inputs, case.attributes)["output"]
+        expected = operator.reference(inputs, case.attributes)["output"]
         got = run_directly(library, operator, case, dtype, inputs)["output"]
-        assert np.isnan(wanted).any()
-        assert (np.isnan(got) == np.isnan(wanted)).all()
+        assert np.isnan(expected).any()
+        assert (np.isnan(got) == np.isnan(expected)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -383,9 +383,9 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
         "timestep": np.array([501], np.float32),
         "encoder_hidden_states": random.standard_normal((2, 77, 64)).astype(np.float32),
     }
-    wanted = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+    expected = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
     got = session(tmp_path / MODEL, library).run(None, feeds)[0]
-    assert relative_l2_error(got, wanted) < 1e-5
+    assert relative_l2_error(got, expected) < 1e-5
     counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["op_counts"]
     assert (counts["Bfloat16Conv"], counts["Conv"]) == (96, 2)  # all but the first and the last
     assert counts["Bfloat16Attention"] == 32
@@ -393,7 +393,7 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     weights = onnx.load(tmp_path / "narrow" / MODEL, load_external_data=False).graph.initializer
     assert sum(weight.data_type == TensorProto.BFLOAT16 for weight in weights) > 200
     got = session(tmp_path / "narrow" / MODEL, library).run(None, feeds)[0]
-    assert relative_l2_error(got, wanted) < 0.02
+    assert relative_l2_error(got, expected) < 0.02
 
 
 def test_instruction_sets_stay_apart(library: Path) -> None:

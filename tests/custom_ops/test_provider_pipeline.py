@@ -80,8 +80,10 @@ def convolution(path: Path, filters: np.ndarray) -> Path:
 def convolved(x: np.ndarray, filters: np.ndarray) -> np.ndarray:
     x = np.pad(x.astype(np.float32), ((0, 0), (1, 1), (1, 1), (0, 0)))
     windows = np.stack([x[:, i : i + 16, j : j + 16] for i in range(3) for j in range(3)], 3)
-    made: np.ndarray = np.tensordot(windows, filters.astype(np.float32).reshape(len(filters), 9, -1), ((3, 4), (1, 2)))
-    return made
+    output: np.ndarray = np.tensordot(
+        windows, filters.astype(np.float32).reshape(len(filters), 9, -1), ((3, 4), (1, 2))
+    )
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +106,19 @@ def test_filters_are_transformed_where_that_pays(
 ) -> None:
     """At the first call, captured later or not, with rounded filters; where memory is limited as they are."""
     x, filters = wide
-    path, wanted = convolution(tmp_path / "wide.onnx", filters), convolved(x, filters)
+    path, expected = convolution(tmp_path / "wide.onnx", filters), convolved(x, filters)
     plain = create_session(path, untuned, SessionOptions(provider_options={"memory_limit": str(1 << 30)})).run(
         None, {"x": x}
     )[0]
-    made = create_session(path, untuned).run(None, {"x": x})[0]
-    assert np.abs(plain - wanted).max() < 2e-3
-    assert np.abs(made - wanted).max() < 4e-3
-    assert (made != plain).mean() > 0.1
+    winograd = create_session(path, untuned).run(None, {"x": x})[0]
+    assert np.abs(plain - expected).max() < 2e-3
+    assert np.abs(winograd - expected).max() < 4e-3
+    assert (winograd != plain).mean() > 0.1
     captured = GpuGraphModel(
         create_session(path, untuned, SessionOptions(capture=True)), provider_named(untuned).device
     )
     for _ in range(2):
-        np.testing.assert_array_equal(captured(x=x)["y"], made)
+        np.testing.assert_array_equal(captured(x=x)["y"], winograd)
 
 
 def test_filters_that_are_written_are_transformed_again(
@@ -140,9 +142,9 @@ def test_filters_that_are_written_are_transformed_again(
     for number in (1, 2):
         changed = np.roll(filters, number, axis=(0, 1))
         updatable.update("filters", changed)
-        made = captured(x=x)["y"]
-        assert np.abs(made - convolved(x, changed)).max() < 4e-3
-        np.testing.assert_array_equal(second.run(None, {"x": x})[0], made)
+        output = captured(x=x)["y"]
+        assert np.abs(output - convolved(x, changed)).max() < 4e-3
+        np.testing.assert_array_equal(second.run(None, {"x": x})[0], output)
 
 
 def test_memory_outlives_the_values_that_a_session_was_given(
@@ -154,7 +156,7 @@ def test_memory_outlives_the_values_that_a_session_was_given(
     updatable = UpdatableWeights({"filters": 2 * filters}, device)
     owner = weakref.ref(updatable.values["filters"])
     session = create_session(path, provider, override=ModelOverride(updatable=updatable.shared))
-    wanted = session.run(None, {"x": x})[0]
+    expected = session.run(None, {"x": x})[0]
     binding = session.io_binding()
     del updatable, session
     gc.collect()
@@ -163,7 +165,7 @@ def test_memory_outlives_the_values_that_a_session_was_given(
     binding.bind_output("y")
     options = ort.RunOptions()
     binding._session.run_with_iobinding(binding._iobinding, options)
-    np.testing.assert_array_equal(binding.copy_outputs_to_cpu()[0], wanted)
+    np.testing.assert_array_equal(binding.copy_outputs_to_cpu()[0], expected)
     del binding
     gc.collect()
     assert owner() is None
@@ -203,11 +205,11 @@ def test_it_runs_every_node_of_qwen_images_vae(provider: str, tmp_path: Path, co
     sizes = {"vae_decoder": (2, 16, 6, 10), "vae_encoder": (2, 3, 12, 20)}[component]
     x = np.random.default_rng(0).normal(size=sizes).astype(np.float16)
     sessions = create_session(path, provider), create_session(source / component / MODEL, "cpu")
-    made, wanted = (
+    actual, expected = (
         session.run(None, {session.get_inputs()[0].name: x.astype(dtype)})[0].astype(np.float32)
         for session, dtype in zip(sessions, (np.float16, np.float32), strict=True)
     )
-    assert relative_l2_error(made, wanted) < 4e-3  # measured 1.3e-3; float16 rounds to 5e-4
+    assert relative_l2_error(actual, expected) < 4e-3  # measured 1.3e-3; float16 rounds to 5e-4
 
 
 def a_lora(*modules: str) -> dict[str, torch.Tensor]:
@@ -276,8 +278,8 @@ def test_pipeline_by_the_default_call(
         "tune", tmp_path / "ours", "--provider", by_name, "--component", "vae_decoder", "--height", 64
     )
     assert code == 0, err
-    found = tuning.read(Path(out.splitlines()[-1]))["operators"]
-    assert {"NhwcConv", "SkipGroupNorm"} <= found.keys()  # every norm of it adds a bias first
+    operators = tuning.read(Path(out.splitlines()[-1]))["operators"]
+    assert {"NhwcConv", "SkipGroupNorm"} <= operators.keys()  # every norm of it adds a bias first
     caplog.set_level("INFO", "sd_ort")
     create_session(tmp_path / "ours" / "vae_decoder" / MODEL, by_name)
     assert "tuning results of" in caplog.text

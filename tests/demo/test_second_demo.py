@@ -24,9 +24,9 @@ PROMPT = "a red circle on a blue background"
 @pytest.fixture(scope="module")
 def models() -> dict[str, torch.nn.Module]:
     source = open_folder("demo", MODEL_DIR)
-    made = {name: source.load(name) for name in source.configs}
-    second(made)
-    return made
+    loaded = {name: source.load(name) for name in source.configs}
+    second(loaded)
+    return loaded
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -56,9 +56,13 @@ def test_other_weights_that_compute_the_same(models: dict[str, torch.nn.Module])
 def test_from_file_to_image(models: dict[str, torch.nn.Module], sd_ort: Cli, tmp_path: Path) -> None:
     from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 
-    file, out, kept = save(models, tmp_path / "night.safetensors", torch.float16), tmp_path / "a.png", tmp_path / "kept"
+    file, out, optimized = (
+        save(models, tmp_path / "night.safetensors", torch.float16),
+        tmp_path / "a.png",
+        tmp_path / "kept",
+    )
     arguments = ("--steps", 2, "--seed", 3, "--out", out)
-    code, _, said = sd_ort("generate", PROMPT, "--model", file, "--keep", kept, *arguments)
+    code, _, said = sd_ort("generate", PROMPT, "--model", file, "--keep", optimized, *arguments)
     assert code == 0, said
     assert "sd-ort's demo model" in said
     assert "nothing was traced" in said
@@ -70,20 +74,20 @@ def test_from_file_to_image(models: dict[str, torch.nn.Module], sd_ort: Cli, tmp
     picture = Image.open(out)
     assert psnr(np.asarray(picture), by_night(tmp_path / "first.png")) > 40
     assert picture.info["model"] == str(file)
-    assert "bit for bit" in sd_ort("verify", file, kept)[1]
-    code, said, _ = sd_ort("verify", "demo", kept, "--json", "--component", "vae_decoder", "--component", "unet")
+    assert "bit for bit" in sd_ort("verify", file, optimized)[1]
+    code, said, _ = sd_ort("verify", "demo", optimized, "--json", "--component", "vae_decoder", "--component", "unet")
     assert code == 4
     rows = {row["component"]: row for row in json.loads(said)["rows"]}
     assert rows.keys() == {"unet", "vae_decoder"}
     assert rows["unet"]["passed"] == (not rows["unet"]["different"])
     assert not all(row["passed"] for row in rows.values())
-    code, _, said = sd_ort("verify", file, kept, "--tolerance", 1, "--seed", 0, "--json")
+    code, _, said = sd_ort("verify", file, optimized, "--tolerance", 1, "--seed", 0, "--json")
     assert code == 2
     assert said.strip().endswith("nothing is run; leave out --seed, --tolerance.")
-    assert sd_ort("verify", kept, kept, "--config", "demo")[0] == 2
-    code, _, said = sd_ort("verify", "demo", kept)
+    assert sd_ort("verify", optimized, optimized, "--config", "demo")[0] == 2
+    code, _, said = sd_ort("verify", "demo", optimized)
     assert code == 4
     assert "of another checkpoint" in said
-    code, _, said = sd_ort("generate", PROMPT, "--model", kept, "--config", "demo", *arguments, "--overwrite")
+    code, _, said = sd_ort("generate", PROMPT, "--model", optimized, "--config", "demo", *arguments, "--overwrite")
     assert code == 2
     assert "go with a checkpoint" in said

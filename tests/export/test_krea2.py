@@ -81,10 +81,10 @@ def test_the_text_encoder_equals_transformers() -> None:
     with torch.no_grad():
         outputs = model(input_ids=ids, attention_mask=mask.bool(), position_ids=positions, output_hidden_states=True)
         states = torch.stack([outputs.hidden_states[layer] for layer in (2, 5)], dim=2)
-        moved, kept = ids.clone(), torch.arange(11)[None] < torch.tensor([[11], [7]])
+        moved, visible = ids.clone(), torch.arange(11)[None] < torch.tensor([[11], [7]])
         moved[1, :7] = ids[1][mask[1] == 1]
-        actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(moved, kept.long())
-    assert nmse(actual[kept], states[mask == 1]) <= 1e-12
+        actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(moved, visible.long())
+    assert nmse(actual[visible], states[mask == 1]) <= 1e-12
 
 
 class TimeInFloat32(torch.nn.Module):

@@ -80,8 +80,8 @@ def test_the_text_encoder_equals_transformers() -> None:
     with torch.no_grad():
         expected = built(FAMILY, "text_encoder")(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(ids, mask)
-    kept = mask.bool()
-    assert nmse(actual[kept], expected.hidden_states[-1][kept]) <= 1e-12
+    visible = mask.bool()
+    assert nmse(actual[visible], expected.hidden_states[-1][visible]) <= 1e-12
 
 
 def test_the_vae_equals_diffusers() -> None:

@@ -102,15 +102,15 @@ def test_images_in_prompts_equal_transformers(
         expected["input_ids"], expected["mm_token_type_ids"], expected["image_grid_thw"],
         attention_mask=expected["attention_mask"],
     )[0]  # fmt: skip
-    kept = expected["attention_mask"].bool()
-    np.testing.assert_array_equal(inputs["position_ids"][kept], positions.permute(1, 2, 0)[kept])
+    visible = expected["attention_mask"].bool()
+    np.testing.assert_array_equal(inputs["position_ids"][visible], positions.permute(1, 2, 0)[visible])
     with torch.no_grad():
         states = model(**expected, output_hidden_states=True).hidden_states[-1]
         vision = wrap("vision_encoder", built(FAMILY, "text_encoder"), False, False)
         embeds = [vision(*map(torch.from_numpy, each.values()))[torch.from_numpy(places)] for each, places, _ in seen]
         encoder = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)
         actual = encoder(*map(torch.from_numpy, inputs.values()), torch.cat(embeds))
-    assert nmse(actual[kept], states[kept]) <= 1e-11
+    assert nmse(actual[visible], states[visible]) <= 1e-11
 
 
 @pytest.mark.parametrize("modulates_references", [True, False])
@@ -119,9 +119,9 @@ def test_the_transformer_equals_diffusers(modulates_references: bool) -> None:
     config = PRESETS["qwen-image-edit-2511-tiny"].models["transformer"] | {"zero_cond_t": modulates_references}
 
     def model() -> Any:
-        made: Any = build_model(config["_class_name"], config)
-        fill_random(made, 1)
-        return made.eval()
+        module: Any = build_model(config["_class_name"], config)
+        fill_random(module, 1)
+        return module.eval()
 
     generator, sizes = torch.Generator().manual_seed(0), ((5, 7), (4, 6), (9, 3))
     latents = torch.randn(2, sum(rows * columns for rows, columns in sizes), 64, generator=generator)

@@ -110,8 +110,8 @@ def test_case(each: Pass, case: PassCase) -> None:
     assert {op: nodes[op] for op in case.ops} == case.ops
     if case.rejection is not None:
         assert any(case.rejection in reason for reason in outcome.reason_counts()), outcome.reason_counts()
-        left = next(refusal for refusal in outcome.rejections if case.rejection in refusal.reason)
-        shown = near_misses(left.node, {each.name: outcome}, each.name)
+        rejected = next(refusal for refusal in outcome.rejections if case.rejection in refusal.reason)
+        shown = near_misses(rejected.node, {each.name: outcome}, each.name)
         assert case.rejection in "; ".join(entry["reason"] for entry in shown if not entry["distance"])
         assert json.loads(json.dumps(shown)) == shown
     if not case.rewrites:

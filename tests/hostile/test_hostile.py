@@ -90,11 +90,11 @@ def test_a_timestep_without_an_axis(sd_ort: Cli, source: Path) -> None:
 
     malformed_models.damage(source / "unet", change)
     out = source.parent / "out"
-    for made, *options in ((out, "--target", "portable"), (out.with_name("half"), "--float16", "--target", "cuda")):
-        code, text, err = sd_ort("optimize", source, made, *options)
+    for folder, *options in ((out, "--target", "portable"), (out.with_name("half"), "--float16", "--target", "cuda")):
+        code, text, err = sd_ort("optimize", source, folder, *options)
         assert code == 0, err
-        assert ("not hoisted" in text) == (made != out)
-        assert sd_ort("verify", source, made)[0] == 0
+        assert ("not hoisted" in text) == (folder != out)
+        assert sd_ort("verify", source, folder)[0] == 0
     for folder_ in (source, out):
         png = source.parent / f"{folder_.name}.png"
         code, _, err = sd_ort("generate", "a cat", "--model", folder_, "--out", png, "--steps", 2)

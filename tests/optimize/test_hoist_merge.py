@@ -192,8 +192,8 @@ def test_opset_of_a_merged_model() -> None:
 
     for first, second in ((21, 23), (23, 21)):
         whole = model(first)
-        made = inline(whole, model(second), {"x": whole.graph.outputs[0]}, "b/")
-        whole.graph.outputs[:] = [made["y"]]
+        outputs = inline(whole, model(second), {"x": whole.graph.outputs[0]}, "b/")
+        whole.graph.outputs[:] = [outputs["y"]]
         assert [node.op_type for node in whole.graph] == ["Relu", "Relu"]
         assert whole.graph.opset_imports[""] == 23
     for first, second, domain in ((20, 21, 1), (21, 21, 2)):
@@ -344,11 +344,11 @@ def test_buffers_are_bounded(plain: Path) -> None:
     """The buffers of the least recently used job shape are released."""
     looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
     looped.loop.MAX_CACHED = 1
-    held = []
+    sizes = []
     for images in (1, 2, 1):
         draw(looped, num_inference_steps=1, num_images_per_prompt=images)
-        held.append(looped.loop.buffer_bytes)
-    assert 0 < held[0] == held[2] < held[1]
+        sizes.append(looped.loop.buffer_bytes)
+    assert 0 < sizes[0] == sizes[2] < sizes[1]
 
 
 def test_threads_share_one_pipeline(plain: Path) -> None:

@@ -129,9 +129,9 @@ def test_unet_generates_the_same_image(
     tolerance: float,
 ) -> None:
     session = ort.InferenceSession(fused_unet(target, dtype), providers=["CPUExecutionProvider"])
-    for shape, wanted in drawn.items():
+    for shape, expected in drawn.items():
         got = session.run(None, unet_inputs(*shape, half=dtype == "float16"))[0]
-        assert relative_l2_error(np.asarray(got, np.float32), wanted) <= tolerance
+        assert relative_l2_error(np.asarray(got, np.float32), expected) <= tolerance
 
 
 def test_graphs_record_the_shapes_that_kernels_do_not_infer(fused_unet: Callable[[Target, str], Path]) -> None:

@@ -298,14 +298,14 @@ def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(
     deltas = manager.deltas({"night": 1.0})["unet"]
     dense, computed = LowRankDelta.dense, list[LowRankDelta]()
     monkeypatch.setattr(LowRankDelta, "dense", lambda delta: computed.append(delta) or dense(delta))
-    made = manager.updated_weights("unet", "unet", deltas)
+    updated = manager.updated_weights("unet", "unet", deltas)
     assert len(computed) == len({id(delta) for delta in computed}) > 20
-    assert len(computed) == sum(array.dtype == np.int8 for array in made.values())
-    wanted = LoraManager(tmp_path / "expected")._initializers("unet")
-    eight_bits = [name for name in made if made[name].dtype == np.int8]
+    assert len(computed) == sum(array.dtype == np.int8 for array in updated.values())
+    expected = LoraManager(tmp_path / "expected")._initializers("unet")
+    eight_bits = [name for name in updated if updated[name].dtype == np.int8]
     assert len(eight_bits) > 20
-    for name, value in made.items():
-        np.testing.assert_array_equal(value, wanted[name].values)
+    for name, value in updated.items():
+        np.testing.assert_array_equal(value, expected[name].values)
 
 
 def test_a_lora_needs_the_checkpoint(float8: Path, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def reference(reference: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def pipeline(small_export: Path) -> StableDiffusionPipeline:
-    made: StableDiffusionPipeline = StableDiffusionPipeline.from_pretrained(small_export, scheduler="euler")
-    return made
+    result: StableDiffusionPipeline = StableDiffusionPipeline.from_pretrained(small_export, scheduler="euler")
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def plain(pipeline: Any) -> np.ndarray:
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     """Pictures (B, H, W, 3) in 0..1 of either pipeline."""
     generator = torch.Generator().manual_seed(7)
-    given = {"generator": generator, "output_type": "np", **SETTINGS, **arguments}
-    if "prompt_embeds" not in given:
-        given = {"prompt": PROMPT, **given}
-    return np.asarray(pipeline(**given)[0])
+    call = {"generator": generator, "output_type": "np", **SETTINGS, **arguments}
+    if "prompt_embeds" not in call:
+        call = {"prompt": PROMPT, **call}
+    return np.asarray(pipeline(**call)[0])
 
 
 # --- Names ----------------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def test_results_unpack_as_in_diffusers(pipeline: Any) -> None:
     pair = pipeline(PROMPT, **quick, generator=1, return_dict=False)
     images, flags = output
     assert (type(pair), len(pair), flags) == (tuple, 2, None)
-    for found in (output[0], output["images"], output.images, pair[0]):
-        torch.testing.assert_close(found, images, rtol=0, atol=0)
+    for result in (output[0], output["images"], output.images, pair[0]):
+        torch.testing.assert_close(result, images, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["array", "bytes", "tensor", "latents", "list"])

@@ -93,10 +93,10 @@ def test_a_lora(pipeline: FluxPipeline) -> None:
         lora[f"{name}.lora_B.weight"] = torch.randn(192, 2, generator=random) * 0.2
     first = draw(pipeline)
     pipeline.load_lora_weights(lora, "a")
-    wanted = draw(pipeline)
+    expected = draw(pipeline)
     pipeline.enable_cache(threshold=1e-9)
-    assert psnr(draw(pipeline), wanted) > 80
-    assert psnr(wanted, first) < 50
+    assert psnr(draw(pipeline), expected) > 80
+    assert psnr(expected, first) < 50
     pipeline.unload_lora_weights()
     assert psnr(draw(pipeline), first) > 80
 

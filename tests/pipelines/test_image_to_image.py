@@ -48,9 +48,9 @@ def mask() -> Image.Image:
 
 def as_kind(kind: str, reference: Any) -> Any:
     """The diffusers pipeline class `kind` with the models of another."""
-    made = getattr(diffusers, kind)(**reference.components)
-    made.set_progress_bar_config(disable=True)
-    return made
+    result = getattr(diffusers, kind)(**reference.components)
+    result.set_progress_bar_config(disable=True)
+    return result
 
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:

@@ -70,14 +70,14 @@ def make(weights: dict[str, Tensors]) -> Callable[[int], dict[tuple[str, str], t
 
     def pairs(seed: int) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator().manual_seed(seed)
-        found = {}
+        factors = {}
         for component, modules in MODULES.items():
             for module in modules:
                 out, *rest = weights[component][f"{module}.weight"].shape
                 down = torch.randn(RANK, *rest, generator=generator) * 0.3
                 up = torch.randn(out, RANK, *([1] * (len(rest) - 1)), generator=generator) * 0.3
-                found[component, module] = down, up
-        return found
+                factors[component, module] = down, up
+        return factors
 
     return pairs
 
@@ -245,20 +245,22 @@ def test_packed_and_hoisted_weights(
         for name, array in numbers.items():
             recipe = loras.recipes["unet"][name]
             touched |= set(recipes.sources(recipe))
-            wanted = recipes.evaluate(recipe, new.__getitem__)
-            assert array.dtype == wanted.dtype
-            for made in (array, models.overrides.updatable[part].values[name].numpy()):
-                np.testing.assert_allclose(made.astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=1e-3)
+            expected = recipes.evaluate(recipe, new.__getitem__)
+            assert array.dtype == expected.dtype
+            for actual in (array, models.overrides.updatable[part].values[name].numpy()):
+                np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), rtol=2e-3, atol=1e-3)
     assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
-    held = [models.overrides.updatable[part].values[name] for part, numbers in changed.items() for name in numbers]
-    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
+    ort_values = [
+        models.overrides.updatable[part].values[name] for part, numbers in changed.items() for name in numbers
+    ]
+    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in ort_values)
     check_other_scales(loras, models)
     told.clear()
     open_files = [os.path.realpath(file) for file in Path("/proc/self/fd").glob("*")]
     assert sum(str(out) in file for file in open_files) <= len(changed)  # a data file is opened once
     assert not loras.apply(models, {})
     assert not any(models.overrides.updatable[part].originals for part in changed)
-    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
+    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in ort_values)
     for part, numbers in changed.items():
         values = load(out / part / "model.onnx").graph.initializers
         for name in numbers:
@@ -277,8 +279,8 @@ def check_other_scales(loras: LoraManager, models: Components) -> None:
     for part, name in updates:
         assert name in models.overrides.updatable[part].originals
         array = loras.updated_weights("unet", part, deltas["unet"], [name])[name]
-        made = models.overrides.updatable[part].values[name].numpy()
-        np.testing.assert_allclose(made.astype(np.float32), array.astype(np.float32), rtol=2e-3, atol=1e-3)
+        actual = models.overrides.updatable[part].values[name].numpy()
+        np.testing.assert_allclose(actual.astype(np.float32), array.astype(np.float32), rtol=2e-3, atol=1e-3)
 
 
 def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
@@ -357,12 +359,12 @@ def test_strength_on_the_command_line() -> None:
 
 def test_weights_change_when_scales_do() -> None:
     """Not at every call; cross_attention_kwargs={"scale": s} weighs all LoRAs, and disabled ones have no part."""
-    taken: list[dict[str, Any]] = []
+    applied: list[dict[str, Any]] = []
     adapter = SimpleNamespace(modules={"unet": {"conv_in": 1}})
 
     class Recorded(LoraMixin):
         loras: Any = SimpleNamespace(
-            deltas=dict, adapters={"a": adapter, "b": adapter}, apply=lambda _, changes: taken.append(changes)
+            deltas=dict, adapters={"a": adapter, "b": adapter}, apply=lambda _, changes: applied.append(changes)
         )
         models: Any = None
         lora_state = replace(NO_LORAS, scales={"a": 1.0, "b": 1.0})
@@ -375,7 +377,7 @@ def test_weights_change_when_scales_do() -> None:
     pipeline.set_adapters("b", 2.0)
     pipeline.enable_lora()
     pipeline.delete_adapters(["b"])
-    assert [{name: scale["unet"] for name, scale in scales.items()} for scales in taken] == [
+    assert [{name: scale["unet"] for name, scale in scales.items()} for scales in applied] == [
         {"a": 0.5, "b": -0.25}, {"a": 0.25, "b": -0.125}, {"a": 0.5, "b": -0.25}, {}, {"b": 2.0}, {"a": 0.5},
     ]  # fmt: skip
     assert pipeline.get_list_adapters() == {"unet": ["a"]}

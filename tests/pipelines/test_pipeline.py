@@ -85,11 +85,11 @@ def test_same_seed_same_image(reference: Any, pipeline: Any, arguments: dict[str
 def test_first_latents_are_those_of_diffusers(reference: Any) -> None:
     """Given to diffusers in half precision too, whose own draws would be others."""
     arguments = {**SETTINGS, "prompt": PROMPTS, "generator": seeds(3, 4), "output_type": "np"}
-    wanted = reference(**arguments).images
+    expected = reference(**arguments).images
     arguments["generator"] = seeds(3, 4)
     latents = first_latents(reference, arguments)
     assert (latents.dtype, latents.shape) == (torch.float32, (2, 4, 8, 8))
-    assert np.array_equal(reference(**arguments, latents=latents).images, wanted)
+    assert np.array_equal(reference(**arguments, latents=latents).images, expected)
 
 
 def test_fused_generates_the_same_image(reference: Any, fused: Any) -> None:

@@ -67,8 +67,8 @@ def ours(sdxl: Path) -> Any:
 
 def test_base_and_refiner(sdxl: Path, ours: Any, reference: Any) -> None:
     """The base draws 60 % of the schedule and hands latents on, another pipeline the rest of it."""
-    given = {"num_inference_steps": 5, "denoising_end": 0.6, "output_type": "latent", **SIZE}
-    latents = [p(**{**SETTINGS, **given}, generator=seed(7)).images for p in (ours, reference)]
+    call = {"num_inference_steps": 5, "denoising_end": 0.6, "output_type": "latent", **SIZE}
+    latents = [p(**{**SETTINGS, **call}, generator=seed(7)).images for p in (ours, reference)]
     torch.testing.assert_close(latents[0], latents[1], rtol=1e-3, atol=1e-3)
     theirs = diffusers.StableDiffusionXLImg2ImgPipeline(**reference.components)
     theirs.set_progress_bar_config(disable=True)

@@ -83,17 +83,17 @@ def test_bands_with_values_of_the_same_step(channels_last: Path) -> None:
     sample[:, :, :8] *= 3  # a band of another variance
     expected = results(path, None, {**arrays, "sample": sample})["out_sample"]
     bands = [Band(index, count) for index in range(count)]
-    whole, found = [], []
+    whole, outputs = [], []
     for band in bands:
         returned = results(path, partial(return_borders, band=band), {**arrays, "sample": sample})
         np.testing.assert_array_equal(returned.pop("out_sample"), expected)
         rows = np.split(sample, count, axis=2)[band.index]
         whole.append(returned)
-        found.append(results(path, partial(compute_band, band=band), {**arrays, **returned, "sample": rows}))
-    np.testing.assert_allclose(np.concatenate([each["out_sample"] for each in found], 2), expected, atol=2e-5)
+        outputs.append(results(path, partial(compute_band, band=band), {**arrays, **returned, "sample": rows}))
+    np.testing.assert_allclose(np.concatenate([each["out_sample"] for each in outputs], 2), expected, atol=2e-5)
     for reader, returned in zip(bands, whole, strict=True):
         read = set()
-        for writer, offered in zip(bands, found, strict=True):
+        for writer, offered in zip(bands, outputs, strict=True):
             if writer != reader:
                 sources, names = outputs_for(offered, writer, reader.index), inputs_from(returned, reader, writer.index)
                 read |= set(names)

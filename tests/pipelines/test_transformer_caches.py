@@ -98,8 +98,8 @@ def test_ratios_are_measured_as_diffusers_does(
     ratios = pipeline.mag_ratios
     pipeline.disable_cache()
     expected_image(theirs, TheirMagCacheConfig(**settings), "proj_out")
-    wanted = [float(number) for number in capsys.readouterr().out.split("[")[-1].split("]")[0].split(",")]
-    np.testing.assert_allclose(ratios, wanted, rtol=1e-4)
+    expected = [float(number) for number in capsys.readouterr().out.split("[")[-1].split("]")[0].split(",")]
+    np.testing.assert_allclose(ratios, expected, rtol=1e-4)
     assert len(set(ratios)) == STEPS
 
 
@@ -107,8 +107,8 @@ def test_steps_of_mag_cache() -> None:
     """Ratios are interpolated as torch rounds; skipped steps are bounded; the first ones are full."""
     for length, count in ((28, 12), (12, 28), (5, 1), (7, 7)):
         grid = torch.arange(count, dtype=torch.float32) * ((length - 1) / max(count - 1, 1))
-        wanted = torch.round(grid).long().numpy() if count > 1 else [length - 1]
-        np.testing.assert_array_equal(nearest(length, count), wanted)
+        expected = torch.round(grid).long().numpy() if count > 1 else [length - 1]
+        np.testing.assert_array_equal(nearest(length, count), expected)
     ones = MagCacheConfig(num_inference_steps=10, mag_ratios=[1.0] * 10)
     assert ones.full_steps() == [True, True, False, False, False, True, False, False, False, True]
 

@@ -124,7 +124,9 @@ def test_decoding_while_the_next_batch_is_generated(small_export: Path, monkeypa
     expected = [output.images for output in one.draw_each(calls)]
     two = StableDiffusionPipeline.from_pretrained(small_export, decode_on=1)
     finish, threads = two._finish, set()
-    monkeypatch.setattr(two, "_finish", lambda *given: threads.add(threading.current_thread().name) or finish(*given))
+    monkeypatch.setattr(
+        two, "_finish", lambda *arguments: threads.add(threading.current_thread().name) or finish(*arguments)
+    )
     drawn = two.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
     for images in expected:
         np.testing.assert_array_equal(next(drawn).images, images)
@@ -142,9 +144,9 @@ def test_host_works_while_the_next_batch_is_generated(small_export: Path, monkey
     threads: dict[str, set[str]] = {"noise": set(), "images": set()}
 
     def recording(name: str, function: Any) -> Any:
-        def call(*given: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             threads[name].add(threading.current_thread().name)
-            return function(*given)
+            return function(*arguments)
 
         return call
 
@@ -154,10 +156,10 @@ def test_host_works_while_the_next_batch_is_generated(small_export: Path, monkey
     monkeypatch.setattr(noise, "to_normal", recording("noise", noise.to_normal))
     monkeypatch.setattr(text_to_image, "pil_images", recording("images", pil_images))
     drawn = pipeline.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
-    for wanted in expected:
-        given = next(drawn).images
-        assert isinstance(given, type(wanted))
-        np.testing.assert_array_equal(given, wanted)
+    for reference in expected:
+        images = next(drawn).images
+        assert isinstance(images, type(reference))
+        np.testing.assert_array_equal(images, reference)
     with pytest.raises(InputError, match="height"):
         next(drawn)
     assert threads["images"] == {"host_0"}
@@ -310,7 +312,7 @@ def test_order_of_partitions(seed: int) -> None:
     result in the last, and the step after the chain its result. A range adds its number to what it reads."""
     streams, chance = [Queue() for _ in range(3)], random.Random(seed)
     sample, first, second, third, result = (Value([1]) for _ in range(5))
-    taken = {name: Value([0]) for name in ("first in 1", "first in 2", "second in 2")}
+    targets = {name: Value([0]) for name in ("first in 1", "first in 2", "second in 2")}
 
     def part(number: int, work: Callable[[], None]) -> Any:
         return SimpleNamespace(run=lambda wait: streams[number].queued.append(("run", work)))
@@ -319,13 +321,13 @@ def test_order_of_partitions(seed: int) -> None:
     chain.partitions = [SimpleNamespace(stream=stream) for stream in streams]  # type: ignore[misc]
     chain.runs = [
         part(0, lambda: first.__setitem__(0, sample[0] + 1)),
-        part(1, lambda: second.__setitem__(0, taken["first in 1"][0] + 2)),
-        part(2, lambda: third.__setitem__(0, taken["first in 2"][0] + taken["second in 2"][0] + 3)),
+        part(1, lambda: second.__setitem__(0, targets["first in 1"][0] + 2)),
+        part(2, lambda: third.__setitem__(0, targets["first in 2"][0] + targets["second in 2"][0] + 3)),
     ]
     chain.copies = [
         [],
-        [PeerCopy(first, 0, taken["first in 1"])],
-        [PeerCopy(first, 0, taken["first in 2"]), PeerCopy(second, 1, taken["second in 2"])],
+        [PeerCopy(first, 0, targets["first in 1"])],
+        [PeerCopy(first, 0, targets["first in 2"]), PeerCopy(second, 1, targets["second in 2"])],
         [PeerCopy(third, 2, result)],
     ]
     chain.reserve_events()

@@ -147,7 +147,7 @@ class Device:
             shape=lambda: [1],
         )
 
-    def made(self, name: str) -> Any:
+    def new_value(self, name: str) -> Any:
         self.plain_call(name)
         return self.value()
 
@@ -221,8 +221,8 @@ class OpenSession:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     value_class = SimpleNamespace(
-        ortvalue_from_numpy=lambda *_, **__: device.made("ortvalue_from_numpy"),
-        ortvalue_from_shape_and_type=lambda *_, **__: device.made("ortvalue_from_shape_and_type"),
+        ortvalue_from_numpy=lambda *_, **__: device.new_value("ortvalue_from_numpy"),
+        ortvalue_from_shape_and_type=lambda *_, **__: device.new_value("ortvalue_from_shape_and_type"),
     )
     wheel = SimpleNamespace(
         OrtValue=value_class,

@@ -1,6 +1,6 @@
 """The GPU library and the execution provider compiled for AMD: one build for all tests of a run.
 
-SD_ORT_HIP_WHEEL names a wheel that scripts/build_wheels --hip made, to test its libraries instead.
+SD_ORT_HIP_WHEEL names a wheel of scripts/build_wheels --hip whose libraries are tested instead.
 """
 
 from __future__ import annotations
