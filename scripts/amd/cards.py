@@ -97,8 +97,10 @@ def _compiled() -> set[str]:
 
 
 def _operators(target: str) -> str:
-    """Return the runs and faults of every candidate of every operator; of RDNA2, whose instructions no emulator has, of
-    those that multiply, as gfx1100."""
+    """Return the runs and faults of all candidates of all operators on a target.
+
+    No emulator has the instructions of RDNA2: its entry is of the matrix multiplications, emulated as gfx1100.
+    """
     path, prefix = ROOT / f"results/amd/operators_{target}.txt", ""
     if covers(["gfx10-3-generic"], target):
         path, prefix = ROOT / "results/amd/dot_products.txt", "products, as gfx1100: "

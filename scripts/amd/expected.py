@@ -159,7 +159,7 @@ def expected() -> dict[str, Any]:
 
 
 def first_numbers(calls: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return the seconds of the parts of scripts/amd/first_numbers on a card, without the installation.
+    """Return the expected seconds of each step of scripts/amd/first_numbers on a card, without the installation.
 
     Parts that a CPU does are those measured on two cores, which eight are not slower than.
     """
@@ -228,7 +228,7 @@ FIRST_NUMBERS = (
 
 
 def compare(folder: Path, target: str, seconds: float | None = None) -> str:
-    """Return a line for each call that `first_numbers` timed, beside what was expected of cards of the target.
+    """Return a line for each call that `first_numbers` timed: its time, and the time expected of the target's cards.
 
     `seconds` of the whole run get a line too.
     """

@@ -94,7 +94,7 @@ class Convolution:
         return max(multiply, self.bytes / (card.gbs * 1e3)) + sums / (card.gbs * 1e3)
 
     def splits(self, candidate: str, workspace: int) -> int:
-        """Return the splits of a choice, whose workspace holds the sums of each."""
+        """Return the number of splits of a candidate by the size of its workspace, which holds each split's sums."""
         return max(1, workspace // (4 * self.elements)) if candidate == "split_tiles" else 1
 
 
@@ -154,7 +154,7 @@ def resident_blocks(kernel: str, threads: int, target: str) -> int:
 
 
 def of_card(card: Card, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what results/amd/first_choices.json has of a card."""
+    """Return the entry of a card in results/amd/first_choices.json."""
     return {
         "target": card.target,
         "multiprocessors": answer["multiprocessors"],
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def ask_on_simulated_card(library: Path, target: str, folder: Path) -> dict[str, Any]:
-    """Return what `ask` returns on a simulated card. Raises SystemExit with the faults of a run that fails."""
+    """Run `ask` on a simulated card and return its result. Raises SystemExit with the faults if it fails."""
     simulation = Simulation(target, folder, ("--kernels", "skip"), {"SD_ORT_TUNING": str(folder / "tuning")})
     run = simulation.run(target, [sys.executable, Path(__file__), library.absolute(), "--ask"])
     if run.faults:

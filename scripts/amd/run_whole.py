@@ -1,4 +1,4 @@
-"""Run sd-ort on the simulated AMD GPU by the commands that an owner of one types, and keep what each did.
+"""Run sd-ort on the simulated AMD GPU by the commands of its documentation, and store the result of each.
 
     python scripts/amd/run_whole.py hip --arch gfx1100 gfx942 --dtype float16 --out results/amd
     python scripts/amd/run_whole.py hip --arch gfx1100 --without-hipblaslt --cases generate

@@ -249,7 +249,7 @@ class Table:
             self.write()
 
     def key(self, row: Mapping[str, Any]) -> list[Any]:
-        """Return the values that identify a row."""
+        """Return the values that identify a table row."""
         return [row.get(name) for name in self.keys]
 
     def write(self) -> None:

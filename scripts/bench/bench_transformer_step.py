@@ -111,13 +111,13 @@ class Net(torch.nn.Module):
 
 
 def direct(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The output of a model whose forward takes the graph's inputs."""
+    """Return the output of a model whose forward has the arguments of the graph."""
     output: torch.Tensor = model(**inputs, return_dict=False)[0]
     return output
 
 
 def qwen_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Without a mask, as the pipeline calls it if each token is the prompt's; positions follow from the sizes."""
+    """Return the output of QwenImageTransformer2DModel without a mask, like diffusers' for prompts without padding."""
     rows, tokens = inputs["hidden_states"].shape[:2]
     named = {name: inputs[name] for name in ("hidden_states", "encoder_hidden_states")}
     named["timestep"] = inputs["timestep"].expand(rows)
@@ -125,7 +125,7 @@ def qwen_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def z_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Lists of latents and prompts, whose lengths are multiples of 32, so that diffusers pads nothing."""
+    """Return the output of ZImageTransformer2DModel. Lengths are multiples of 32, so diffusers adds no padding."""
     tokens, time = inputs["hidden_states"], inputs["timestep"]
     rows, edge = len(tokens), math.isqrt(tokens.shape[1])
     latents = (
@@ -137,7 +137,7 @@ def z_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def krea2(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Without a mask, as for prompts without padding."""
+    """Return the output of Krea2Transformer2DModel without a mask, like diffusers' for prompts without padding."""
     positions = torch.cat([inputs["txt_ids"], inputs["img_ids"]])
     named = {name: inputs[name] for name in ("hidden_states", "encoder_hidden_states")}
     rows = len(inputs["hidden_states"])

@@ -180,7 +180,7 @@ def cached_ranges(
 
 
 def layer_folder(work: Path, format_: str) -> Path:
-    """Return a copy of the float32 folder whose sessions have the options of a folder in 8 bits."""
+    """Return a copy of the float32 folder with the session options of an 8-bit folder."""
     folder = work / "layer"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(work / "float32", folder)

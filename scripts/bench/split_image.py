@@ -43,7 +43,7 @@ SIDE = 128  # pixels of the demo's images in two bands: its U-Net has four level
 def measure(
     folder: Path, provider: str, arguments: Mapping[str, Any], rounds: int, devices: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the measurements of a folder. `arguments`: of each call; `rounds`: images of each kind."""
+    """Measure a folder. arguments: of each pipeline call; rounds: images of each configuration."""
     kinds: dict[str, dict[str, Any]] = {"one": {}}
     is_guided = arguments["guidance_scale"] > 1
     if is_guided:

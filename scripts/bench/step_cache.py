@@ -1,4 +1,4 @@
-"""Caches between steps on the demo models: what shallow steps save, and what they lose.
+"""Measure time and image quality of caches between steps on the demo models.
 
 Generates the same unseen prompts from the same seeds without and with `pipe.enable_cache(N)`, reads the images back
 (`sd_ort.demo.fidelity`) and compares each with the image of full steps. Times are the processor's of one thread: other

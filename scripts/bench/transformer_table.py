@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The page results/transformers.md from what scripts/bench/bench_transformer_step.py measured.
+"""Write results/transformers.md from results of scripts/bench/bench_transformer_step.py.
 
     python scripts/bench/bench_transformer_image.py flux-dev --steps 28
     python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4

@@ -200,7 +200,7 @@ def main() -> None:
 
 
 def roofline() -> list[str]:
-    """Return the section on what 3x3 convolutions of Stable Diffusion's decoder take at least at 1024x1024."""
+    """Return the report section on the least time of the 3x3 convolutions of SD's decoder at 1024x1024."""
     lines = [
         "## What 8 bits can save in a 3x3 convolution", "",
         "Least times in us at the peaks of the data sheets, of one convolution of C to C channels of Stable "

@@ -202,7 +202,7 @@ def extract(package: str, path: str, digest: str, cache: Path, out: Path) -> Non
 
 
 def feeds(name: str, session: ort.InferenceSession) -> dict[str, np.ndarray]:
-    """Return inputs of a file: normal numbers, lines of text, small integers, the values of `NUMBERS`."""
+    """Return inputs for a model file: normal values, lines of text, small integers, or the values of `NUMBERS`."""
     random = np.random.default_rng(0)
     shapes = {k: v for part, sizes in SHAPES.items() if part in name for k, v in sizes.items()}
     arrays: dict[str, np.ndarray] = {}
@@ -320,7 +320,7 @@ def rounded_weights(path: Path, half: Path) -> Path:
 
 
 def rounded_inputs(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return inputs whose float32 numbers are rounded to float16, which quantization to int8 at run time amplifies."""
+    """Return inputs rounded to float16 in float32. Dynamic quantization to int8 amplifies this rounding."""
     return {k: a.astype(np.float16).astype(a.dtype) if a.dtype == np.float32 else a for k, a in arrays.items()}
 
 

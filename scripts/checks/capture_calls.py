@@ -57,7 +57,7 @@ class Runtime:
         return int(getattr(self.c, name)(*arguments))
 
     def pointer(self, name: str, *arguments: Any) -> ctypes.c_void_p:
-        """Return what a call makes. Raises RuntimeError where it fails."""
+        """Return the handle that a call creates. Raises RuntimeError if it fails."""
         handle = ctypes.c_void_p()
         if code := self(name, ctypes.byref(handle), *arguments):
             raise RuntimeError(f"{name} failed with error {code}")
@@ -145,7 +145,7 @@ def calls(cuda: Runtime) -> dict[str, Callable[[], int]]:
 
 
 def failed_captures(cuda: Runtime, flags: int, captures: int, call: Callable[[], int]) -> tuple[int, list[int]]:
-    """Return how many captures failed while another thread made `call`, and the errors that it returned."""
+    """Return the number of captures that failed while another thread ran `call`, and the errors of `call`."""
     stream = cuda.pointer("cudaStreamCreateWithFlags", flags)
     memory = cuda.pointer("cudaMalloc", ctypes.c_size_t(BYTES))
     done, started, errors = threading.Event(), threading.Event(), set()

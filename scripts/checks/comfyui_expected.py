@@ -86,7 +86,7 @@ def ours_from_picture(folder: Path, picture: Image.Image) -> np.ndarray:
 
 @torch.no_grad()
 def ours_inpainted(folder: Path, picture: Image.Image, mask: np.ndarray) -> np.ndarray:
-    """Return the image inpainted where `mask` (h, w) of its latents is 1, as ComfyUI does with an ordinary UNet; uint8.
+    """Return the image (uint8) inpainted where the latent mask (h, w) is 1, like ComfyUI with a standard UNet.
 
     Before each step the latents outside the mask are replaced by the image's with the step's noise, and after it by the
     image's.

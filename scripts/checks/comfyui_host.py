@@ -19,7 +19,7 @@ from scripts.checks.stubs import stub_missing
 
 
 class Server:
-    """Stand-in for ComfyUI's server, whose messages nobody receives."""
+    """Replacement of ComfyUI's server that drops messages."""
 
     client_id = None
     last_node_id = None

@@ -84,7 +84,7 @@ def wait_for_picture(address: str) -> None:
 
 
 def queue(address: str, workflow: dict[str, Any]) -> None:
-    """Send a workflow to the server, and return once its picture is drawn. Raises ClickException when that failed."""
+    """Send a workflow to the server and return after its image is generated. Raises ClickException if it fails."""
     body = json.dumps({"prompt": as_prompt(workflow)}).encode()
     request = urllib.request.Request(f"{address}/prompt", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request).read()

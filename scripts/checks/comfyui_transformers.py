@@ -185,7 +185,7 @@ def differences(ours: Any) -> dict[str, Any]:
 
 
 def lora(ours: Any, weights: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """Return ComfyUI's patches for a LoRA of rank 4 whose modules have diffusers' names."""
+    """Return ComfyUI's patches for a LoRA of rank 4 with diffusers' module names."""
     comfy_lora, generator = importlib.import_module("comfy.lora"), torch.Generator().manual_seed(SEED)
     key_map, tensors = comfy_lora.model_lora_keys_unet(ours.model, {}), {}
     for name, weight in weights.items():

@@ -114,7 +114,7 @@ def actors(process: int) -> list[psutil.Process]:
 
 
 def numbers(address: str) -> dict[str, float]:
-    """Return the metrics of /metrics without histograms."""
+    """Return the counters and gauges of /metrics."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=600) as response:
         lines = [line.split() for line in response.read().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines if "bucket" not in name and "created" not in name}

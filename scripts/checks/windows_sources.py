@@ -1,4 +1,4 @@
-"""Cross-compile custom_ops for Windows: what a system without Windows can say of the sources.
+"""Cross-compile custom_ops for Windows on Linux.
 
     pip install ziglang                                                     # clang with Windows' headers, 90 MB
     python -m scripts.checks.windows_sources --log results/windows_sources.txt           # 5 minutes; 2 later
@@ -68,7 +68,7 @@ def run(command: list[str]) -> str:
 
 
 def hip_host_compiler(compiler: list[str], headers: Path) -> list[str]:
-    """Return zig's clang, as `compiler` runs it for C++, but for HIP, which `zig c++` refuses.
+    """Return the command of zig's clang for HIP, which `zig c++` rejects, from the one for C++.
 
     `headers`: include folder of ROCm.
     """

@@ -1,4 +1,4 @@
-"""Sections of a report for JSON files of scripts/bench: time of one denoiser call, or of whole images, beside peers.
+"""Report sections from JSON files of scripts/bench: times of a denoiser call or of complete images, by engine.
 
 A file of calls has `rows` or `engines`, each with `engine` and `device_ms`, and beside them `limits` (measured rates of
 the device) and `tflop` (operations of one call). A file of images has the seconds of both sides in `rounds`.
@@ -22,7 +22,7 @@ CLASS_COLORS = dict(zip(CLASSES, KERNEL_COLORS, strict=True))
 
 
 def read_steps(folder: Path) -> dict[str, Row]:
-    """Return the measurements of calls and images in `folder` by file stem: JSON objects whose rows name engines."""
+    """Return the measurements of calls and images in `folder` by file stem: JSON objects with rows of engines."""
     reports = {}
     for path in sorted(folder.glob("*.json")):
         content = files.read_json(path)

@@ -488,7 +488,7 @@ def _cached(name: str, config: str, steps: int, eta: float) -> _Scheduler | None
 
 
 def numpy_scheduler(name: str, config: Mapping[str, Any], steps: int, eta: float = 0.0) -> _Scheduler | None:
-    """Return diffusers' scheduler `name` with `config` after set_timesteps(steps), or None if it is not implemented.
+    """Return the NumPy implementation of diffusers' scheduler `name` after set_timesteps(steps), or None without one.
 
     Not implemented are unknown classes, options and values, and numbers of steps that diffusers rejects. The last 32
     results are cached.

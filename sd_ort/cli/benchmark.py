@@ -247,7 +247,7 @@ def command(
 
 
 def _options_on_command_line(ctx: click.Context, names: Collection[str]) -> list[str]:
-    """Return the options of `names` that are on the command line, as `--name`."""
+    """Return the options of `names` that are on the command line, in the form `--name`."""
     parameters = [
         p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE
     ]

@@ -1,4 +1,4 @@
-"""Options that commands share: of a checkpoint, and of generating images: model, provider, LoRAs and embeddings."""
+"""Options shared by commands: checkpoint, model, provider, LoRAs, embeddings and arguments of generation."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def load_adapters(
 
 
 def integer_if_whole(_: Any, __: Any, value: float | None) -> float | None:
-    """Return the value of an option as an integer if it is a whole number."""
+    """Return an integer option value as int, others unchanged."""
     return int(value) if value is not None and value.is_integer() else value
 
 

@@ -52,12 +52,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return the text of a JSON file: what fits into a line of `JSON_COLUMNS` stands on one."""
+    """Return a value as JSON text; values that fit into `JSON_COLUMNS` columns are on one line."""
     return (_json_text(value, JSON_COLUMNS - 1, "") + "\n").encode()
 
 
 def _json_text(value: Any, room: int, indent: str) -> str:
-    """Return the text of a value whose first line may have `room` more characters, the others behind `indent`."""
+    """Return a value as JSON text. room: columns left on its first line. indent: start of its other lines."""
     text = json.dumps(value)
     if not isinstance(value, (dict, list, tuple)) or len(text) <= room:
         return text

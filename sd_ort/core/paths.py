@@ -13,7 +13,7 @@ NAME_LIMIT = 255 - 32
 
 
 def real(path: Path) -> Path:
-    """Return an absolute path without links and `..`; parts that do not exist are kept as written."""
+    """Return an absolute path without links and `..`. Parts that do not exist stay in the path."""
     return Path(os.path.realpath(path))
 
 
@@ -54,7 +54,7 @@ def output_path(output: Path, *sources: Path) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OutputError if a file cannot be created, before the work whose result it stores."""
+    """Raise OutputError if a file cannot be created. Commands call this before long work."""
     folder = next(parent for parent in real(path).parents if os.path.exists(parent))
     if not os.path.isdir(folder):
         raise OutputError(f"cannot write {path}: {folder} is no folder.")

@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_options(folder: Path) -> Mapping[str, Any]:
-    """Return the options in a folder's manifest, {} without one; it is parsed again only once it has changed."""
+    """Return the options in a folder's manifest, {} without a manifest. Cached until the file changes."""
     try:
         state = (folder / MANIFEST).stat()
     except OSError:

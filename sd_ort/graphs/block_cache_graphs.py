@@ -1,4 +1,4 @@
-"""Graphs of a transformer whose block outputs are reused in later steps, as by the caches of diffusers.
+"""Graphs of a transformer for caches of block outputs between steps, as in diffusers.
 
 FirstBlockCache:
 
@@ -50,7 +50,7 @@ SECOND_BLOCK = "transformer_blocks.1.attn"
 
 
 def keep_head(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Reduce a transformer to its head. `recipes`: of the initializers. Raises InputError for another transformer."""
+    """Reduce a transformer to its first block. recipes: of the initializers. Raises InputError for another model."""
     graph = model.graph
     cut = _Cut(graph, recipes)
     residual = _node(graph, "Sub", [cut.after_first, cut.before_first], f"{RESIDUAL}.now")
@@ -99,7 +99,7 @@ def return_residual(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> Non
 
 
 def leave_blocks_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Remove the blocks of a transformer, whose residual becomes an input. Arguments and errors as of `keep_head`."""
+    """Replace the blocks of a transformer by a new input, their residual. Arguments and errors: see `keep_head`."""
     graph = model.graph
     ends = _Ends(graph, recipes)
     residual = add_input(graph, ends.before_first, BLOCKS_RESIDUAL)
@@ -109,13 +109,13 @@ def leave_blocks_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> No
 
 
 def return_attentions(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Add what each attention computes to the outputs of a transformer. Arguments and errors as of `keep_head`."""
+    """Add the outputs of each attention to the outputs of a transformer. Arguments and errors: see `keep_head`."""
     for index, value in enumerate(_attentions(model.graph, recipes)):
         add_output(model.graph, value, ATTENTION.format(index))
 
 
 def leave_attentions_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Let a transformer read what its attentions compute. Arguments and errors as of `keep_head`."""
+    """Replace the attentions of a transformer by inputs with their outputs. Arguments and errors: see `keep_head`."""
     for index, value in enumerate(_attentions(model.graph, recipes)):
         replace_by_input(model.graph, value, ATTENTION.format(index))
     remove_unused_parts(model)
@@ -194,7 +194,7 @@ def _norm(value: ir.Value | None, modulations: int = 2) -> ir.Node | None:
 def _node(
     graph: ir.Graph, op_type: str, inputs: list[ir.Value], name: str, attributes: dict[str, int] | None = None
 ) -> ir.Value:
-    """Append a node whose result has the shape of its first input, and return the result."""
+    """Append a node and return its output, which has the shape of the first input."""
     node = ir.node(op_type, inputs, attributes or {})
     value = node.outputs[0]
     is_cast = op_type == "Cast"

@@ -108,7 +108,7 @@ def examine(root: Path = Path("/")) -> dict[str, Any] | None:
 
 
 def ask_hip(library: Path | None = None) -> dict[str, Any]:
-    """Return what the HIP runtime says: "path", "version", "devices", "error" and "hipblaslt".
+    """Return the report of the HIP runtime: "path", "version", "devices", "error" and "hipblaslt".
 
     Without a runtime there is only "devices", an empty list. `library`: sd-ort's, which knows the "target" of device 0;
     Windows and WSL have no other place that names it.

@@ -40,7 +40,7 @@ from sd_ort.weights.recipes import Read, derived_weight, read_recipes
 
 @dataclass
 class WeightComparison:
-    """Numbers of a component's initializers: all, those that differ, and those that were not recomputed."""
+    """Counts of a component's initializers: total, different, and not recomputed."""
 
     weights: int = 0
     different: list[str] = field(default_factory=list)

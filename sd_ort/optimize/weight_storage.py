@@ -54,7 +54,7 @@ class WeightStorage:
     vae: bool = False
 
     def of_component(self, name: str) -> WeightStorage | None:
-        """Return how the weights of a component are stored; None if they stay as they are."""
+        """Return the storage format for the weights of a component; None if they stay unchanged."""
         if name in VAES and self.vae:
             return replace(self, dtype="int8") if self.dtype == "int4" else self
         return self if name in COMPONENTS else None

@@ -57,7 +57,7 @@ def readable(picture: Picture | None, what: str = "image") -> Any:
 
 
 def finished(pixels: np.ndarray, output_type: str) -> Any:
-    """Return pixels (B, 3, H, W), float32, about -1..1, as images of `output_type`: "pil", "np", "pt" or "uint8"."""
+    """Convert pixels (B, 3, H, W), float32, about -1..1, to images of `output_type`: "pil", "np", "pt" or "uint8"."""
     unit = np.clip(pixels * np.float32(0.5) + np.float32(0.5), 0, 1)
     if output_type == "pt":
         import torch
@@ -141,7 +141,7 @@ def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
 
 
 def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
-    """Repeat rows up to the batch size, in turn and regardless of the prompts, as diffusers does.
+    """Repeat the rows in turn up to the batch size, independent of the prompts, as diffusers does.
 
     Raises InputError for a number of rows that does not divide the batch.
     """

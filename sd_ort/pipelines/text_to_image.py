@@ -287,7 +287,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return self._generate(locals())
 
     def _generate(self, call: Mapping[str, Any]) -> Any:
-        """Check the arguments of `__call__` by their names, generate, and return what the caller asked for."""
+        """Check the arguments of `__call__` by name, generate the images, and return the result of `__call__`."""
         named = {n: v for n, v in call.items() if n not in ("self", "kwargs") and not isinstance(v, DefaultNumber)}
         arguments = named | call.get("kwargs", {})
         rejected = (*self.REJECTED_ARGUMENTS, *(() if self.PAG else PAG_ARGUMENTS))
@@ -453,7 +453,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return request.batch, self.vae.latent_channels, height // side, width // side
 
     def _noise(self, request: Request, latents: Any = None) -> np.ndarray:
-        """Return standard normal noise (B, C, h, w), float32: the request's latents, checked, or diffusers' numbers."""
+        """Return standard normal noise (B, C, h, w), float32: the request's checked latents, or diffusers' noise."""
         shape = self._latent_shape(request)
         if latents is None:
             return draw_noise(shape, request.generator)

@@ -264,7 +264,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         config: str | None = None,
         **options: Any,
     ) -> Any:
-        """Load a pipeline folder or a checkpoint on a provider, as `StableDiffusionPipeline.from_pretrained` does.
+        """Load a pipeline folder or a checkpoint on a provider, like `StableDiffusionPipeline.from_pretrained`.
 
         `scheduler`: None for the folder's own, or a schedule for few steps: diffusers' FlowMatchEulerDiscreteScheduler,
         its config as a mapping, or the path of a scheduler_config.json.
@@ -342,7 +342,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
-        """Set the schedule, as `from_pretrained` takes it. Raises InputError for another class or unknown settings."""
+        """Set the schedule, like `from_pretrained`. Raises InputError for another class or unknown settings."""
         own = scheduler_config(self.folder) if scheduler is None else as_scheduler_config(scheduler)
         config = {"_class_name": flow_match.CLASS, **own}
         flow_match.check_config(config)
@@ -350,7 +350,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
-        """The settings of the schedule, as `flow_match.make_schedule` takes them."""
+        """Settings of the schedule: arguments of `flow_match.make_schedule`."""
         if isinstance(self._scheduler, Mapping):
             return self._scheduler
         return {**self._scheduler.config, flow_match.SET_SHIFT: self._scheduler.shift}

@@ -70,7 +70,7 @@ class Embeddings:
 
     @staticmethod
     def position_ids(tokens: np.ndarray, sizes: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of a prompt's tokens, numbers of its embeddings, and of the patches of all images."""
+        """Return the positions of prompt tokens (indices in the embeddings) and of the patches of all images."""
         text = (max(side // 2 for size in sizes for side in size) + tokens).astype(np.float32)
         images = [positions(*size, image) for image, size in enumerate(sizes)]
         return np.repeat(text[:, None], 3, 1), np.concatenate(images)
@@ -239,7 +239,7 @@ class QwenImagePipeline(TransformerPipeline):
     def _checked_embeddings(
         self, states: np.ndarray, mask: np.ndarray | None, prefix: str, count: int | None, length: int
     ) -> Embeddings:
-        """Return embeddings that were given, with their mask, of at most `length` tokens.
+        """Return embeddings of the caller and their mask, cut to `length` tokens.
 
         Raises InputError for other shapes.
         """

@@ -71,7 +71,7 @@ class Components(MutableMapping[str, OrtModel]):
 
     @property
     def overrides(self) -> WeightOverrides:
-        """What the sessions read instead of their files."""
+        """Overrides of the components' files in sessions."""
         return self.opener.overrides
 
     @property
@@ -101,7 +101,7 @@ class Components(MutableMapping[str, OrtModel]):
 
     @property
     def lock(self) -> Any:
-        """Held while a session runs."""
+        """Lock for runs of sessions."""
         return self.target.lock
 
     def activation_bytes(self, name: str, arena_bytes: int = 0) -> float:
@@ -147,7 +147,7 @@ class Components(MutableMapping[str, OrtModel]):
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether open sessions follow weight updates (`make_updatable`): on a GPU whose provider supports it.
+        """Whether open sessions use weight updates (`make_updatable`): on a GPU whose provider supports it.
 
         The CPU's kernels want prepacked weights: without, a step of SD 1.5 takes 1.07 times as long at 64 x 64 latents
         and 1.12 at 32 x 32. Without the op library, weights of `sd_ort`'s operators are folded into other constants.
@@ -161,7 +161,7 @@ class Components(MutableMapping[str, OrtModel]):
 
     @cached_property
     def transposed_operations(self) -> frozenset[str]:
-        """Operations whose kernels read weights in another layout than the graph's: these are not shared."""
+        """Operations whose kernels read weights in another layout than the graph's. Such weights are not shared."""
         if self.device == "cpu" or is_plugin(self.provider):
             return frozenset()
         return frozenset() if self.target.supports_in_place_update("NhwcConv") else frozenset({"NhwcConv"})

@@ -33,7 +33,7 @@ SAME_DEVICE = {"cuda": "sdcuda", "rocm": "hip"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine. `vendor`: as in `ProviderSpec.vendor`; `architecture`: gfx942, "" if unknown."""
+    """A GPU of this machine. vendor: see `ProviderSpec.vendor`. architecture: gfx942, or "" if unknown."""
 
     vendor: str
     name: str

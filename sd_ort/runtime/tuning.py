@@ -1,4 +1,4 @@
-"""Tuning results in JSON files: which candidate of each GPU operator is fastest, as measured on this kind of machine.
+"""Tuning results in JSON files: the fastest candidate of each GPU operator call on one model of GPU.
 
 A file holds `format`, `validators` (GPU architecture, driver and runtime versions, hash of the op library, version of
 ONNX Runtime), `operators` (operator -> signature of the call -> candidate, microseconds, default_microseconds, and
@@ -187,7 +187,7 @@ def check(path: Path, record: Record, validators: Mapping[str, str]) -> None:
 
 
 def merge(path: Path, record: Record) -> Record:
-    """Add results to a file in place of those of the same calls, and return its whole content.
+    """Merge results into a file, replacing those of the same calls, and return its content.
 
     Writers wait for each other, and readers see the file before or after, never between. Raises TuningError when the
     file is another build's, OutputError when it cannot be written.

@@ -81,7 +81,7 @@ class TransformerNet(GraphNet):
 
 
 class Sd3Net(TransformerNet):
-    """Stable Diffusion 3 and 3.5, whose graph reads latents."""
+    """Stable Diffusion 3 and 3.5. The graph takes latents."""
 
     def forward(
         self,
@@ -178,7 +178,7 @@ class QwenImageNet(TransformerNet, comfy.ldm.qwen_image.model.QwenImageTransform
 
 
 class ZImageNet(TransformerNet, comfy.ldm.lumina.model.NextDiT):
-    """Z-Image, whose graph reads tokens padded to multiples of `TOKEN_MULTIPLE`."""
+    """Z-Image. The graph takes tokens, padded to multiples of `TOKEN_MULTIPLE`."""
 
     def _forward(
         self,

@@ -35,7 +35,7 @@ class DeviceSchedule:
         graphs: BoundDenoiserGraphs,
         control_scales: tuple[np.dtype, ...],
     ) -> None:
-        """Bind what runs before the first step. The time graph's outputs are added to `values`, the U-Net's inputs.
+        """Bind the graphs that run before the first step. The time graph's outputs are added to `values`.
 
         Args:
             timestep: array of the shape and dtype of the U-Net's timestep, None if it has none (a hoisted U-Net).
