@@ -186,7 +186,7 @@ def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
 
 
 def weight_parts(config: Config, names: Iterable[str]) -> dict[str, tuple[Part, ...]]:
-    """Return original name of a weight -> its parts, of the weights and biases `names` of modules that are known."""
+    """Return the parts of each original weight, for weights and biases `names` of known modules."""
     if config["_class_name"] == "QwenImageTransformer2DModel":
         return {name: (Part(name),) for name in names}
     modules, parts = original_modules(config), {}
@@ -223,7 +223,7 @@ def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], pref
 
 
 def split_parts(array: np.ndarray, parts: Sequence[Part]) -> dict[str, np.ndarray]:
-    """Return the values of each part's module, by its name, for those of an original weight."""
+    """Split the values of an original weight, and return them by module name."""
     return {part.module: _swapped(array[part.start : part.stop], part) for part in parts}
 
 

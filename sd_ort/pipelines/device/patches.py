@@ -128,7 +128,7 @@ class PatchDevice:
             self.stream.set_device()
 
     def send(self, others: Sequence[PatchDevice]) -> None:
-        """Copy rows to the other bands' devices, once these have read the previous ones."""
+        """Copy rows to the devices of the other bands after these have read the previous ones."""
         self.use()
         for other in others:
             if self.stream is not None:
