@@ -9,12 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import wheel_size
+from compiled_files import installed_wheel
 
 from scripts.checks import windows_wheel
 from sd_ort.demo import FOLDERS
@@ -51,14 +52,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(wheel: Path, tmp_path: Path) -> Path:
-    """A fresh environment's `bin`: the wheel installed, its dependencies read from this one's site-packages."""
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", TMPDIR=str(tmp_path))
-    python = tmp_path / "venv/bin/python"
-    pip = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    run(sys.executable, *pip, wheel, TMPDIR=str(tmp_path))
-    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python.parent
+    """The folder of programs of an environment with the wheel."""
+    return installed_wheel(wheel, tmp_path, partial(run, TMPDIR=str(tmp_path)))
 
 
 def test_the_wheel_has_both_demo_models(wheel: Path) -> None:

@@ -135,10 +135,13 @@ class Whole:
 
     def generate(self) -> bool:
         """`sd-ort generate`, compared with the CPU provider in float32."""
-        image = self.folder / "generate.png"
+        return self._generate("generate", "generate")
+
+    def _generate(self, name: str, label: str) -> bool:
+        image = self.folder / f"{name}.png"
         command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "hip", *SIZE]
-        run = self.run("generate", [*command, "--overwrite", "--out", image])
-        return self.add("generate", run, **compare_with_reference(self.work, image, "square-0"))
+        run = self.run(name, [*command, "--overwrite", "--out", image])
+        return self.add(label, run, **compare_with_reference(self.work, image, "square-0"))
 
     def program(self, name: str) -> bool:
         """A program of draw_hip.py: each of its images is compared."""
@@ -164,10 +167,7 @@ class Whole:
 
     def tuned(self) -> bool:
         """`sd-ort generate` with the results of `tune`."""
-        image = self.folder / "tuned.png"
-        command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "hip", *SIZE]
-        run = self.run("tuned", [*command, "--overwrite", "--out", image])
-        return self.add("generate, tuned", run, **compare_with_reference(self.work, image, "square-0"))
+        return self._generate("tuned", "generate, tuned")
 
     def first_numbers(self) -> bool:
         """scripts/amd/first_numbers in a new clone of the last commit, with what SHORTENED changes."""

@@ -284,11 +284,6 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{percentile}": float(np.percentile(seconds, percentile)) for percentile in (50, 99)}
 
 
-def counts_of(replicas: int) -> list[int]:
-    """Return the numbers of replicas to measure: powers of two, and all."""
-    return sorted({*(count for count in (1, 2, 4, 8) if count <= replicas), replicas})
-
-
 async def measured(
     loaded: Sequence[Loaded], options: argparse.Namespace, settings: BatchSettings
 ) -> list[dict[str, Any]]:
@@ -305,7 +300,8 @@ async def measured(
         print(
             f"an image of {len(files[0]) / 1e6:.2f} MB takes {1e3 * front:.1f} ms of the process in front", flush=True
         )
-        counts = counts_of(len(loaded))
+        replicas = len(loaded)
+        counts = sorted({*(count for count in (1, 2, 4, 8) if count <= replicas), replicas})
         speeds: dict[int, list[float]] = {count: [] for count in counts}
         latencies: dict[int, list[float]] = {count: [] for count in counts}
         cpu: dict[int, list[dict[str, float]]] = {count: [] for count in counts}

@@ -61,14 +61,10 @@ def in_diffusers(folder: Path) -> Any:
     return pipeline
 
 
-def pixels_of(picture: Image.Image) -> torch.Tensor:
-    """(1, 3, H, W) in -1..1."""
-    return torch.from_numpy(np.asarray(picture, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
-
-
 def encoded(folder: Path, picture: Image.Image) -> torch.Tensor:
     """The mean of the picture's unscaled latents, as ComfyUI encodes."""
-    moments = TorchComponentSessions(folder, "cpu").run("vae_encoder", sample=pixels_of(picture))["latent_parameters"]
+    pixels = torch.from_numpy(np.asarray(picture, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
+    moments = TorchComponentSessions(folder, "cpu").run("vae_encoder", sample=pixels)["latent_parameters"]
     return moments.chunk(2, 1)[0]
 
 

@@ -95,11 +95,6 @@ def feed_value(value: Any, as_float32: bool) -> Any:
     return value.astype(np.float32) if as_float32 else value
 
 
-def is_random(graph: onnx.GraphProto) -> bool:
-    """Return whether a graph has an operator that draws random numbers."""
-    return any(node.op_type in RANDOM for node in graph.node)
-
-
 def are_equal(actual: Any, expected: Any) -> bool:
     """Return whether two outputs of ONNX Runtime, nested ones too, are of the same kind and as good as equal."""
     if isinstance(expected, list):
@@ -125,7 +120,7 @@ def results(case: Any, targets: Iterable[str], work: Path) -> Iterator[tuple[str
     model.ir_version = min(model.ir_version, IR_VERSION)
     onnx.save(model, source)
     try:
-        if is_random(model.graph):
+        if any(node.op_type in RANDOM for node in model.graph.node):
             raise ValueError("draws random numbers")
         feeds = inputs(case, model)
         reference = session(source)

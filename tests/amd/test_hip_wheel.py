@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import wheel_size
+from compiled_files import installed_wheel
 from hip_library import MADE, TARGETS, copying_compiler, hip_library
 from PIL import Image
 from simulation import simulate
@@ -71,14 +71,8 @@ def test_the_targets_of_the_wheel_are_supported() -> None:
 
 @pytest.fixture
 def installed(wheel: Path, tmp_path: Path) -> Path:
-    """A fresh environment's `bin`: the wheel installed, its dependencies read from this one's site-packages."""
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
-    python = tmp_path / "venv/bin/python"
-    pip = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    run(sys.executable, *pip, wheel)
-    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python.parent
+    """The folder of programs of an environment with the wheel."""
+    return installed_wheel(wheel, tmp_path, run)
 
 
 @pytest.mark.usefixtures("tinygrad")
