@@ -81,19 +81,19 @@ def test_the_wheel_generates_with_its_own_library(installed: Path, small_export:
     assert Path(findings["op_library"]).is_relative_to(installed.parent)
     size = ["--height", 64, "--width", 64, "--steps", 1]
     out = tmp_path / "a.png"
-    said = run(installed / "sd-ort", "generate", "a cat", "--model", tmp_path / "fused", *size, "--out", out, **bare)
-    assert "no op library" not in said
+    output = run(installed / "sd-ort", "generate", "a cat", "--model", tmp_path / "fused", *size, "--out", out, **bare)
+    assert "no op library" not in output
     assert out.is_file()
 
 
 def test_a_machine_without_a_compiler_gets_a_wheel_and_one_line(tmp_path: Path) -> None:
     tools = programs(tmp_path / "bin", "cmake", "ninja", "make")
-    said = run(sys.executable, *PIP_WHEEL, "--wheel-dir", tmp_path / "made", ROOT, PATH=tools, TMPDIR=str(tmp_path))
+    output = run(sys.executable, *PIP_WHEEL, "--wheel-dir", tmp_path / "made", ROOT, PATH=tools, TMPDIR=str(tmp_path))
     (wheel,) = (tmp_path / "made").iterdir()
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    assert "without its operator library" in said
-    assert "run `sd-ort build-ops`" in said
+    assert "without its operator library" in output
+    assert "run `sd-ort build-ops`" in output
 
 
 def test_a_wheel_for_windows_has_its_libraries_and_tag(tmp_path: Path) -> None:

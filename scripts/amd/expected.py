@@ -87,14 +87,14 @@ def layers(preset: str, component: str, batch: int, edge: int) -> list[Layer]:
     config = PRESETS[preset].models["unet" if component == "unet" else "vae"]
     with torch.device("meta"), torch.no_grad():
         model = getattr(diffusers, config["_class_name"]).from_config(config)
-        seen: list[Layer] = []
+        of_model: list[Layer] = []
         for module in model.modules():
             if isinstance(module, torch.nn.Conv2d | torch.nn.Linear | torch.nn.GroupNorm | torch.nn.LayerNorm):
-                module.register_forward_hook(lambda *call: seen.append(_of_layer(*call)))
+                module.register_forward_hook(lambda *call: of_model.append(_of_layer(*call)))
         attention = torch.nn.functional.scaled_dot_product_attention
 
         def counted(query: Any, key: Any, value: Any, *arguments: Any, **options: Any) -> Any:
-            seen.append(_of_attention(query.shape, key.shape))
+            of_model.append(_of_attention(query.shape, key.shape))
             return attention(query, key, value, *arguments, **options)
 
         torch.nn.functional.scaled_dot_product_attention = counted
@@ -108,7 +108,7 @@ def layers(preset: str, component: str, batch: int, edge: int) -> list[Layer]:
                 model.decode(torch.zeros(batch, config["latent_channels"], edge, edge))
         finally:
             torch.nn.functional.scaled_dot_product_attention = attention
-    return seen
+    return of_model
 
 
 def _of_layer(module: torch.nn.Module, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> Layer:
@@ -261,8 +261,8 @@ def compare(folder: Path, target: str, seconds: float | None = None) -> str:
                     f"{roofline:.1f} ms: {verdict}."
                 )
     if seconds is not None:
-        whole = sum(report["first_numbers"][cards[0]].values())
-        lines.append(f"first_numbers: {seconds:.0f} s; expected with eight cores and a {cards[0]} {whole:.0f} s.")
+        expected_s = sum(report["first_numbers"][cards[0]].values())
+        lines.append(f"first_numbers: {seconds:.0f} s; expected with eight cores and a {cards[0]} {expected_s:.0f} s.")
     return "\n".join(lines)
 
 

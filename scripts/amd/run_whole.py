@@ -211,13 +211,13 @@ def main() -> None:
     failed = []
     for target in options.arch:
         for dtype in options.dtype:
-            whole = Whole(
+            runs = Whole(
                 target, tuple(options.arch), dtype, not options.without_hipblaslt, options.work, table, options.timeout
             )
-            failed += [f"{target} {dtype}: {name}" for name in options.cases if not whole.case(name)]
-            image = whole.folder / "generate.png"
+            failed += [f"{target} {dtype}: {name}" for name in options.cases if not runs.case(name)]
+            image = runs.folder / "generate.png"
             if image.is_file():
-                copy_pixels(image, options.out / f"hip-{whole.folder.name}.png")
+                copy_pixels(image, options.out / f"hip-{runs.folder.name}.png")
     if failed:
         raise SystemExit("Failed: " + "; ".join(failed))
 

@@ -165,7 +165,7 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
     uncaptured = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False)
     on_host = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False, device_loop=False)
 
-    def drawn(pipeline: Any, wait: bool = False) -> Callable[[], np.ndarray]:
+    def image_call(pipeline: Any, wait: bool = False) -> Callable[[], np.ndarray]:
         def draw() -> np.ndarray:
             pipeline.loop.wait = wait
             return np.asarray(pipeline(PROMPT, **arguments, generator=0, progress=False).images[0])
@@ -173,11 +173,11 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         return draw
 
     engines = {
-        "the plain call": drawn(plain),
-        "waited for": drawn(plain, wait=True),
-        "graph=False": drawn(uncaptured),
-        "graph=False, waited for": drawn(uncaptured, wait=True),
-        "graph=False, device_loop=False": drawn(on_host),
+        "the plain call": image_call(plain),
+        "waited for": image_call(plain, wait=True),
+        "graph=False": image_call(uncaptured),
+        "graph=False, waited for": image_call(uncaptured, wait=True),
+        "graph=False, device_loop=False": image_call(on_host),
         **diffusers_engines(options, arguments, device),
     }
     pictures, report["engines"] = in_turn(engines, options.rounds)
@@ -199,8 +199,8 @@ def first_image(ours: Path, options: argparse.Namespace, side: int) -> dict[str,
     code = FIRST.format(**values, steps=options.steps, side=side)
     start = time.time()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded, drawn = map(float, done.stdout.split()[-2:])
-    return {"loaded_s": loaded - start, "image_s": drawn - start}
+    loaded, finished = map(float, done.stdout.split()[-2:])
+    return {"loaded_s": loaded - start, "image_s": finished - start}
 
 
 def in_turn(engines: dict[str, Callable[[], np.ndarray]], rounds: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -273,7 +273,7 @@ def assemble(source: Path, modules: dict[str, torch.nn.Module]) -> Any:
 
 
 def call(pipeline: Any, arguments: dict[str, Any], dtype: torch.dtype) -> Callable[[], np.ndarray]:
-    """One image from seed 0, its noise drawn in float32 as ours."""
+    """One image from seed 0, with noise sampled in float32 like ours."""
     side = arguments["height"] // pipeline.vae_scale_factor
     noise = torch.randn((1, 4, side, side), generator=torch.Generator().manual_seed(0))
     device = pipeline.unet.device
@@ -298,9 +298,9 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
             seconds.append(time.perf_counter() - start)
         return median(seconds)
 
-    whole = timed(lambda: pipeline(PROMPT, **arguments, generator=0, progress=False))
+    image_s = timed(lambda: pipeline(PROMPT, **arguments, generator=0, progress=False))
     buffers = next(reversed(pipeline.loop.buffer_cache.values())) if pipeline.loop.buffer_cache else None
-    times: dict[str, Any] = {"image_ms": 1e3 * whole}
+    times: dict[str, Any] = {"image_ms": 1e3 * image_s}
     if buffers is None:
         return times
     times["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}

@@ -124,15 +124,15 @@ def layer_table(work: Path, runs: Path, format_: str, limit: int | None, prompt:
         if name in done:
             continue
         copy, copies = quantized_copy(model, layers, format_, ranges)
-        got = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds, prompt)
+        actual = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds, prompt)
         output = str(layers[0].node.outputs[0].name)
         rows.append(
             {
                 "name": name,
                 "op": layers[0].node.op_type if len(layers) == 1 else f"{len(layers)} layers",
-                "error": metrics.relative_l2_error(got[output], expected[output]) if len(layers) == 1 else None,
-                "unet_error": metrics.relative_l2_error(got["out_sample"], expected["out_sample"]),
-                "psnr_db": metrics.psnr(got["image"], expected["image"]),
+                "error": metrics.relative_l2_error(actual[output], expected[output]) if len(layers) == 1 else None,
+                "unet_error": metrics.relative_l2_error(actual["out_sample"], expected["out_sample"]),
+                "psnr_db": metrics.psnr(actual["image"], expected["image"]),
             }
         )
         rows_file.write_text(json.dumps(rows))

@@ -80,7 +80,7 @@ def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
 
 
 def draw(pipeline: Any, prompts: Sequence[str], batch: int, steps: int) -> np.ndarray:
-    """Pictures (B, H, W, 3), uint8, prompt i drawn from seed i; `pipeline` is ours or diffusers'."""
+    """Pictures (B, H, W, 3), uint8, prompt i generated from seed i; `pipeline` is ours or diffusers'."""
     quiet = {"progress": False} if isinstance(pipeline, StableDiffusionPipeline) else {}
     pictures: list[np.ndarray] = []
     for start in tqdm(range(0, len(prompts), batch), unit="batch"):
@@ -99,7 +99,7 @@ def draw(pipeline: Any, prompts: Sequence[str], batch: int, steps: int) -> np.nd
 
 
 def row(label: str, prompts: Sequence[str], pictures: np.ndarray, reference: dict[str, Any] | None) -> dict[str, Any]:
-    """An engine's entry: share drawn right in percent, the failures, and with `reference` the comparison with torch."""
+    """Return the entry of an engine: percentage of right images, failures, and a comparison with `reference`."""
     fidelity = score(prompts, pictures)
     entry: dict[str, Any] = {
         "label": label,
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200, help="unseen prompts (200)")
     parser.add_argument("--seed", type=int, default=0, help="which unseen prompts (0)")
     parser.add_argument("--steps", type=int, default=demo.STEPS, help=f"denoising steps ({demo.STEPS})")
-    parser.add_argument("--batch", type=int, default=10, help="prompts drawn at once (10)")
+    parser.add_argument("--batch", type=int, default=10, help="prompts generated at once (10)")
     parser.add_argument("--target", default="portable", help="target of the fused pipelines (portable)")
     parser.add_argument("--engines", nargs="+", choices=BOUNDS, default=list(BOUNDS)[:3], help="beside torch fp32")
     parser.add_argument("--work", type=Path, default=Path("out/evaluate_demo"), help="folder for the pipelines")

@@ -121,8 +121,8 @@ def runs(target: str, domain: str, op_type: str) -> bool:
     if target == "portable":
         return not domain and onnx.defs.has(op_type)
     if target == "rocm":
-        made_wrong = (domain, op_type) == ("", "SimplifiedLayerNormalization")
-        return not made_wrong and (not domain or unsupported_reason(domain, op_type, NEWEST_OPSET) is None)
+        is_wrong = (domain, op_type) == ("", "SimplifiedLayerNormalization")
+        return not is_wrong and (not domain or unsupported_reason(domain, op_type, NEWEST_OPSET) is None)
     return target != "migraphx" or op_type not in ("FusedConv", "FusedMatMul")
 
 

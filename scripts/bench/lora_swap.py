@@ -160,13 +160,13 @@ def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:
     """Return the medians of `rounds` changes of the strengths of two loaded LoRAs, by name."""
     first, second = pipeline.get_list_adapters()["unet"]
     use = pipeline.set_adapters
-    asked: dict[str, list[Callable[[], Any]]] = {
+    calls_by_name: dict[str, list[Callable[[], Any]]] = {
         "strength": [partial(use, first, 0.3 + 0.1 * i) for i in range(rounds)],
         "other LoRA": [partial(use, [second, first][i % 2], 0.8) for i in range(rounds)],
         "two LoRAs": [partial(use, [first, second], [0.8, -0.1 * i]) for i in range(rounds)],
         "strength 0": [partial(use, [first, second], 0.0)],
     }
-    return {name: median_times(name, calls, pipeline) for name, calls in asked.items()}
+    return {name: median_times(name, calls, pipeline) for name, calls in calls_by_name.items()}
 
 
 def measure(folder: Path, loras: list[Path], provider: str, side: int, steps: int, rounds: int) -> dict[str, Any]:

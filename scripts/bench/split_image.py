@@ -4,9 +4,9 @@
     split_image.py --quality                         unseen prompts of the demo model on the CPU, by how often all rows
                                                      are computed; writes results/split_image.{json,md}
 
-Images are drawn in turn: on one device, on two with guidance split and, with four devices or more, or without guidance,
-in bands. `whole_ms` and `band_ms` are U-Net calls for all rows and for a band on one device, `extrapolate_ms` what a
-band needs before, `sent_MB` what a device sends in a step: times by the device's own events.
+Images are generated in turn: on one device, on two with guidance split and, with four devices or more, or without
+guidance, in bands. `whole_ms` and `band_ms` are U-Net calls for all rows and for a band on one device, `extrapolate_ms`
+what a band needs before, `sent_MB` what a device sends in a step: times by the device's own events.
 """
 
 from __future__ import annotations

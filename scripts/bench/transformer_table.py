@@ -114,7 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
     runs = [run for run in runs if "preset" in run]  # not the list of files of `sd-ort report`
-    steps, images = ([run for run in runs if ("optimize_s" in run) is whole] for whole in (False, True))
+    steps, images = ([run for run in runs if ("optimize_s" in run) is of_images] for of_images in (False, True))
     text = (
         HEAD.format(folder=options.folder, floors=floor_table(steps, options.folder / "floor"))
         + family_section(steps, images, options.folder.parent)

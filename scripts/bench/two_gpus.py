@@ -128,8 +128,8 @@ def decoding(pipeline: Any, arguments: Mapping[str, Any]) -> list[dict[str, Any]
         rates: dict[str, list[float]] = {name: [] for name in places}
         images: dict[str, list[np.ndarray]] = {}
         for number in range(3):
-            for name, place in places.items():
-                pipeline.models.placement.placed = place
+            for name, placement in places.items():
+                pipeline.models.placement.placed = placement
                 start = time.perf_counter()
                 outputs = list(pipeline.draw_each(calls))
                 if number:

@@ -49,7 +49,7 @@ from sd_ort.stages import optimize
 SIZES = {demo.WIDTH: 40, 512: 1}  # edges of images, and how many
 STEPS = {demo.WIDTH: demo.STEPS, 512: 8}  # denoising steps
 FIRST = 8  # layers of int8 with the largest effect, which are measured in float8 as well
-KEPT = (1, 2, 4, 8)  # layers with the largest effect that stay in 16 bits
+FLOAT16_COUNTS = (1, 2, 4, 8)  # layers with the largest effect that stay in 16 bits
 LARGEST = max(SIZES)
 # Dense peaks of the data sheets in 16 bits, of which 8 bits have twice, FLOP/s, and bytes/s.
 DEVICES = {"H200": (989e12, 4.8e12), "MI300X": (1307e12, 5.3e12)}
@@ -133,9 +133,9 @@ def layer_rows(
     alone: dict[str, tuple[float | None, float]] = {}
     for name in [name for name in layers if not order or name in order[:FIRST] or name in reasons]:
         layer = layers[name]
-        got, output = quantized([layer], outputs=True), str(layer.node.outputs[0].name)
-        error = metrics.relative_l2_error(got[output], expected[output]) if output != "sample" else None
-        alone[name] = error, metrics.psnr(got["sample"], expected["sample"])
+        actual, output = quantized([layer], outputs=True), str(layer.node.outputs[0].name)
+        error = metrics.relative_l2_error(actual[output], expected[output]) if output != "sample" else None
+        alone[name] = error, metrics.psnr(actual["sample"], expected["sample"])
         print(name, alone[name], flush=True)
     measured = sorted(alone, key=lambda name: alone[name][1])
     order = order or measured
@@ -145,10 +145,12 @@ def layer_rows(
         for name in measured
     ]  # fmt: skip
     chosen = {"all layers": order, "**all that are quantized**": [name for name in order if name not in reasons]}
-    chosen |= {f"all but the first {count}" if count > 1 else "all but the first": order[count:] for count in KEPT}
+    chosen |= {
+        f"all but the first {count}" if count > 1 else "all but the first": order[count:] for count in FLOAT16_COUNTS
+    }
     for label, selected in chosen.items():
-        got = quantized([layers[name] for name in layers if name in selected])
-        rows.append((label, "", "", "", f"{metrics.psnr(got['sample'], expected['sample']):.1f}"))
+        actual = quantized([layers[name] for name in layers if name in selected])
+        rows.append((label, "", "", "", f"{metrics.psnr(actual['sample'], expected['sample']):.1f}"))
         print(rows[-1], flush=True)
     return rows, list(order)
 

@@ -158,9 +158,9 @@ def sanitize(options: argparse.Namespace) -> int:
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         results = list(pool.map(check, options.operators))
-    for operator, (code, said) in zip(options.operators, results, strict=True):
-        summary = [line.lstrip("= ") for line in said.splitlines() if " calls, " in line or "SUMMARY" in line]
-        lines.append("; ".join(summary) if code == 0 and summary else f"{operator}: exit code {code}\n{said}")
+    for operator, (code, output) in zip(options.operators, results, strict=True):
+        summary = [line.lstrip("= ") for line in output.splitlines() if " calls, " in line or "SUMMARY" in line]
+        lines.append("; ".join(summary) if code == 0 and summary else f"{operator}: exit code {code}\n{output}")
     print("\n".join(lines), flush=True)
     write(options.log, lines)
     return max((code for code, _ in results), key=abs)

@@ -10,7 +10,7 @@ is run; text to image also on a small SDXL of random weights, on the demo model'
 and decoded in tiles. All but the tiles and the latent upscaling must draw what our own pipelines draw from the same
 noise (PSNR of the 8-bit pictures at least 40 dB). Inpainting is held against the same steps with the latents outside
 its mask put back exactly: pixels there are no measure, since the VAE decodes all of a picture at once. A latent is
-enlarged and drawn over.
+enlarged and inpainted.
 """
 
 from __future__ import annotations

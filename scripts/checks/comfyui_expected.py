@@ -47,8 +47,8 @@ def ours(folder: Path, provider: str = "cpu", **more: Any) -> np.ndarray:
     # ComfyUI begins with sqrt(1 + sigma^2) of the noise, diffusers' euler at these timesteps with sigma of it.
     arguments = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "height": SIDE, "width": SIDE}
     start = noise() * (1 + top**2) ** 0.5 / top
-    drawn = pipeline(PROMPT, latents=start, output_type="np", progress=False, **arguments, **more).images
-    return eight_bits(drawn[0])
+    images = pipeline(PROMPT, latents=start, output_type="np", progress=False, **arguments, **more).images
+    return eight_bits(images[0])
 
 
 def in_diffusers(folder: Path) -> Any:
@@ -73,11 +73,11 @@ def ours_from_picture(folder: Path, picture: Image.Image) -> np.ndarray:
     pipeline = in_diffusers(folder)
     latents = encoded(folder, picture) * pipeline.vae.config.scaling_factor
     generator = torch.Generator().manual_seed(SEED)
-    drawn = pipeline(
+    images = pipeline(
         PROMPT, image=latents, strength=0.5, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generator,
         output_type="np",
     ).images  # fmt: skip
-    return eight_bits(drawn[0])
+    return eight_bits(images[0])
 
 
 @torch.no_grad()

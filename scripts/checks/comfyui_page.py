@@ -4,7 +4,7 @@
 
 WORK is what `comfyui.py --work WORK` left: models and our nodes. Needs ComfyUI's requirements (its page is the package
 comfyui-frontend-package), `pip install playwright` and a Chromium. ComfyUI's own server is started on a port of this
-machine, the workflow is loaded and queued as a user would, and the page is taken once the picture is drawn. With
+machine, the workflow is loaded and queued as a user would, and the page is taken once the image is generated. With
 --without-browser the workflow is sent to its API, and no page is taken.
 """
 

@@ -209,7 +209,7 @@ def _copy(inputs: Inputs, work: Path, optimized: bool = False) -> Path:
 
 
 def folder_json(rng: random.Random, inputs: Inputs, work: Path) -> None:
-    """Configs, index and manifest of a folder that is opened and drawn with."""
+    """Configs, index and manifest of a folder that is opened and generates."""
     from sd_ort import StableDiffusionPipeline
 
     folder = _copy(inputs, work, optimized=True)
@@ -532,7 +532,7 @@ def arguments(rng: random.Random, inputs: Inputs, work: Path) -> None:
     too_long = (1 << 31, (1 << 63) - 1, 10**40)
     if any(changes.get(name) in (7, 99, *too_long) for name in ("num_images_per_prompt", "num_inference_steps")
            if isinstance(changes.get(name), int)):  # fmt: skip
-        changes["num_inference_steps"] = 10**40  # only what is refused: else it would be drawn
+        changes["num_inference_steps"] = 10**40  # only what is refused: else it would be generated
     inputs.pipeline(**{**valid, **changes})
 
 
@@ -617,7 +617,7 @@ def commands(rng: random.Random, inputs: Inputs, work: Path) -> None:
     (work / "results").mkdir()
     line = rng.choice(LINES).format_map(_Files(rng, work)).split()
     places = ("in", "in/unet/model.onnx", "out", "out.onnx", "results")
-    named = {"good": str(inputs.source), **{place: str(work / place) for place in places}}
+    named = {"good": str(inputs.source), **{name: str(work / name) for name in places}}
     arguments = [named.get(part, part) for part in line if part != "@"]
     command = cli.get_command(click.Context(cli), arguments[0])
     assert command is not None
@@ -687,10 +687,10 @@ def run_case(target: Target, number: int, inputs: Inputs) -> str | None:
 def _stamps(inputs: Inputs) -> list[tuple[str, int, int]]:
     stamps = []
     for folder in (inputs.source, inputs.optimized):
-        for place, _, names in os.walk(folder):
+        for parent, _, names in os.walk(folder):
             for name in names:
-                status = os.lstat(os.path.join(place, name))
-                stamps.append((f"{place}/{name}", status.st_size, status.st_mtime_ns))
+                status = os.lstat(os.path.join(parent, name))
+                stamps.append((f"{parent}/{name}", status.st_size, status.st_mtime_ns))
     return sorted(stamps)
 
 

@@ -125,14 +125,14 @@ def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]
         process.wait()
 
 
-def drawn(address: str, chosen: dict[str, Any], prompt: str = PROMPT) -> np.ndarray:
+def generate(address: str, chosen: dict[str, Any], prompt: str = PROMPT) -> np.ndarray:
     """The picture (H, W, 3), uint8, that its API draws with a UNet that was `chosen`."""
-    asked = {
+    fields = {
         "prompt": prompt, "seed": SEED, "steps": STEPS, "cfg_scale": GUIDANCE, "width": SIDE, "height": SIDE,
         "sampler_name": "Euler", **chosen,
     }  # fmt: skip
     request = urllib.request.Request(
-        f"{address}/sdapi/v1/txt2img", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        f"{address}/sdapi/v1/txt2img", json.dumps(fields).encode(), {"Content-Type": "application/json"}
     )
     try:
         answer = json.loads(urllib.request.urlopen(request, timeout=300).read())
@@ -147,7 +147,7 @@ def unet_of(folder: str) -> dict[str, Any]:
 
 
 def photographed(address: str, out: Path, forge: bool) -> None:
-    """The page once it has drawn the prompt as a user asks for it."""
+    """The page after it has generated the prompt."""
     with opened(address, 1100, 1100 if forge else 820, 180) as page:
         page.fill("#txt2img_prompt textarea", PROMPT)
         if forge:
@@ -183,10 +183,10 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
         source = described(checkout, data / "forge") if is_forge(checkout) else checkout.absolute()
         prepare(source, folder, data)
         with served(source, python.absolute(), data, log) as address:
-            theirs, ours = (drawn(address, chosen(name)) for name in ("", "demo"))
-            theirs_lora, ours_lora = (drawn(address, chosen(name), PROMPT + LORAS) for name in ("", "demo"))
+            theirs, ours = (generate(address, chosen(name)) for name in ("", "demo"))
+            theirs_lora, ours_lora = (generate(address, chosen(name), PROMPT + LORAS) for name in ("", "demo"))
             warned = "sd-ort:" in log.read_text()
-            refused = drawn(address, chosen("broken"))
+            refused = generate(address, chosen("broken"))
             lines = [line for line in log.read_text().splitlines() if line.startswith("sd-ort:")]
             if page:
                 photographed(address, page, is_forge(checkout))

@@ -199,8 +199,8 @@ def install_simulated_hip(wine: Wine, folder: Path) -> None:
         ["g++", *flags, f"-I{windows_sources.hip_headers()}", "-c", str(source), "-o", str(object_file)]
     )
     windows_sources.run(["wineg++", "-shared", str(spec), str(object_file), str(runtime), "-o", str(builtin)])
-    place = wine.prefix / "drive_c/windows/system32/amdhip64_7.dll"  # which Wine takes for the one on WINEDLLPATH
-    fake = ["winebuild", "--dll", "--fake-module", "-m64", "-E", str(spec), "-F", place.name, "-o", str(place)]
+    dll = wine.prefix / "drive_c/windows/system32/amdhip64_7.dll"  # which Wine takes for the one on WINEDLLPATH
+    fake = ["winebuild", "--dll", "--fake-module", "-m64", "-E", str(spec), "-F", dll.name, "-o", str(dll)]
     windows_sources.run(fake)
     wine.environment["WINEDLLPATH"] = str(folder)
 

@@ -169,13 +169,13 @@ def compare_weights(
         for (index, name), tensor in initializers(model):
             result.weights += 1
             if (like := expected.get((index, name))) is not None:
-                want = tensor_values(like)
+                values = tensor_values(like)
             elif recipes is not None and read is not None and name in recipes:
-                want = derived_weight(recipes[name], tensor, read)
+                values = derived_weight(recipes[name], tensor, read)
             else:
                 result.not_rebuilt.append(name)
                 continue
-            if not _are_equal(want, tensor_values(tensor)):
+            if not _are_equal(values, tensor_values(tensor)):
                 result.different.append(name)
     return result
 

@@ -54,7 +54,7 @@ class Request:
     `height`, `width`: pixels, multiples of the pipeline's `size_multiple`. `guidance_scale`: 1 or less turns guidance
     off. `pag_scale`, `pag_adaptive_scale`: scale of perturbed attention guidance, and its decrease per timestep.
     `generator`: a torch.Generator or an integer seed, a list of one per image, or None for torch's global one.
-    `latents`: (B, C, height/8, width/8) standard normal noise instead of drawn noise. `prompt_embeds` and its negative
+    `latents`: (B, C, height/8, width/8) standard normal noise of the caller. `prompt_embeds` and its negative
     (N, S, C), `pooled_prompt_embeds` and its negative (N, D): in place of N prompts, or of their negatives.
     `prompt_syntax`: "plain", or "weights" for (word:1.3), [word], BREAK and long prompts (`pipeline.weighting`).
     `cross_attention_kwargs`: {"scale": s} weighs all LoRAs by s. `original_size`, `target_size` (height, width) and

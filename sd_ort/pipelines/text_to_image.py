@@ -1,6 +1,6 @@
 """Prompt -> image over ONNX components, with diffusers' argument names, schedulers and random numbers.
 
-This is what all pipelines share, and text to image; `pipelines.image_to_image` starts from an image. Latents are drawn
+Shared code of all pipelines, and text to image; `pipelines.image_to_image` starts from images. Latents are sampled
 and stepped in float32 whatever the precision of the graphs, so one seed means one image on every provider and
 precision, and the image that diffusers generates from the same seed.
 """
@@ -340,7 +340,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
                 except (Exception, KeyboardInterrupt):
                     self._started_noise.clear()
                     if before is not None:
-                        yield before.result()  # which is drawn already
+                        yield before.result()  # finished already
                     raise
                 if before is not None:
                     yield before.result()
@@ -360,11 +360,11 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if "vae_decoder" in self.models.placement.placed:
             latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
             return host.submit(self._finish, latents, Request(output_type=output_type))
-        made_by_host = (
+        is_converted_by_host = (
             output_type == "pil" and call.get("padding_mask_crop") is None
         )  # which lays PIL images over another
-        output = self(**{**call, "output_type": "uint8" if made_by_host else output_type, "return_dict": True})
-        if not made_by_host:
+        output = self(**{**call, "output_type": "uint8" if is_converted_by_host else output_type, "return_dict": True})
+        if not is_converted_by_host:
             return host.submit(lambda: output)
         return host.submit(lambda: replace(output, images=pil_images(output.images)))
 

@@ -1,6 +1,6 @@
 """Image to image and inpainting with diffusion transformers: Stable Diffusion 3, FLUX.1 and Qwen-Image.
 
-Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise. So the same seed gives the same image.
+Random numbers are sampled in diffusers' order: the VAE encoder's, then the noise. The same seed gives the same image.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Components(MutableMapping[str, OrtModel]):
         """
         every = sorted({*names, *self.closed}, key=lambda name: (runs_every_step(name), name))
         memory = nullcontext() if self.provider != "cpu" else retain_heap() if self.closed else return_heap()
-        was_kept, self.closed = bool(self.closed), set()
+        had_closed, self.closed = bool(self.closed), set()
         concurrent = [] if self.low_memory else every[:-1]
         with memory, ThreadPoolExecutor(max(1, len(concurrent))) as threads:
             opening = [threads.submit(self.__getitem__, name) for name in concurrent]
@@ -204,7 +204,7 @@ class Components(MutableMapping[str, OrtModel]):
                 self[name]
             for opened in opening:
                 opened.result()
-        if was_kept and not self.overrides.weights:
+        if had_closed and not self.overrides.weights:
             trim_heap()
 
     def _open(self, name: str) -> OrtModel:

@@ -130,9 +130,9 @@ def view(value: Any, offset: int, like: Any, dtype: np.dtype, device: str) -> An
     address = value.data_ptr() + offset
     if ":" in device:
         return value_at(device, address, like.element_type(), like.shape(), owner=value)
-    seen = memory_view(device, address, dtype, like.shape())
-    seen.owner = value
-    return seen
+    memory = memory_view(device, address, dtype, like.shape())
+    memory.owner = value
+    return memory
 
 
 def keep_alive(session: Any, owner: object) -> Any:

@@ -392,8 +392,8 @@ def _plugin_devices(provider: str, settings: Mapping[str, str]) -> list[Any]:
     number = settings.get("device_id", "0")
     if matches := [device for device in devices if device.ep_metadata["device_id"] == number]:
         return matches
-    seen = f"{len(devices)} GPU{'s' if len(devices) != 1 else ''}"
-    raise ProviderError(f"GPU {number} is not there: the {provider} provider finds {seen}, counted from 0.")
+    count = f"{len(devices)} GPU{'s' if len(devices) != 1 else ''}"
+    raise ProviderError(f"GPU {number} is not there: the {provider} provider finds {count}, counted from 0.")
 
 
 def _provider_settings(entry: ProviderSpec, options: SessionOptions) -> dict[str, str]:

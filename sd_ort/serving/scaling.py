@@ -83,7 +83,7 @@ def poisson_load(service: float, replicas: int, latency: float, percentile: floa
 
 
 def overlapped_decoding(image: float, latents: float) -> float:
-    """Return the seconds of an image among many, if another device decodes it while the next one's latents are drawn.
+    """Return the seconds of an image among many, if another device decodes it while the next one's latents are sampled.
 
     image, latents: seconds of an image on one device, and of its latents alone.
     """

@@ -260,7 +260,7 @@ def without_gpu_half(folder: str, library: str) -> str:
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What is said of graphs that the wheel would run wrong, or on the CPU."""
+    """Return the errors for graphs that the wheel would run wrong, or on the CPU."""
     graphs = {
         "softmax": (20, "float[N,64] x", "y = Softmax (x)"),
         "norm": (20, "float[64] x", "y = LayerNormalization (x, x)"),
@@ -272,7 +272,7 @@ def refusals(folder: str) -> dict[str, str]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sd_ort").addHandler(handler)
-    said = {}
+    errors = {}
     for name, (opset, inputs, body) in graphs.items():
         path = Path(folder, name, MODEL)
         path.parent.mkdir()
@@ -285,8 +285,8 @@ def refusals(folder: str) -> dict[str, str]:
             create_session(path, "rocm", SessionOptions(library=False))
         except SdOrtError as error:
             messages.append(f"{type(error).__name__}: {error}")
-        said[name] = messages[-1]
-    return said
+        errors[name] = messages[-1]
+    return errors
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import wheel_size
 from compiled_files import installed_wheel
-from hip_library import MADE, TARGETS, copying_compiler, hip_library
+from hip_library import HIP_WHEEL, TARGETS, copying_compiler, hip_library
 from PIL import Image
 from simulation import simulate
 
@@ -37,8 +37,8 @@ def run(*command: object, **environment: str) -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As scripts/build_wheels --hip makes it, but the libraries for AMD are those of the other tests."""
-    if MADE:
-        return Path(MADE)
+    if HIP_WHEEL:
+        return Path(HIP_WHEEL)
     work = tmp_path_factory.mktemp("wheel")
     built = hip_library().parent
     with pytest.MonkeyPatch.context() as patch:

@@ -204,13 +204,15 @@ def test_shared_memory(call: Callable[..., Any]) -> None:
 
 
 def test_refusals(call: Callable[..., Any], tmp_path: Path) -> None:
-    said = call("refusals", tmp_path, simulated=())
-    assert re.match("ProviderError: .*has Softmax, for which onnxruntime-rocm gives wrong values", said["softmax"])
-    assert "sd-ort build-ops --hip" in said["softmax"]
-    assert re.match("ProviderError: .*has LayerNormalization, for which", said["norm"])
-    assert re.match("InputError: .*has ONNX Runtime's MultiHeadAttention.*target rocm", said["attention"])
-    assert re.search(r"opset 23, and ONNX Runtime 1\.22\.2 has opsets up to 22: .*--target portable", said["new opset"])
-    assert re.search("opset 21, at which onnxruntime-rocm runs Reshape, Shape, Transpose on the CPU", said["opset"])
+    errors = call("refusals", tmp_path, simulated=())
+    assert re.match("ProviderError: .*has Softmax, for which onnxruntime-rocm gives wrong values", errors["softmax"])
+    assert "sd-ort build-ops --hip" in errors["softmax"]
+    assert re.match("ProviderError: .*has LayerNormalization, for which", errors["norm"])
+    assert re.match("InputError: .*has ONNX Runtime's MultiHeadAttention.*target rocm", errors["attention"])
+    assert re.search(
+        r"opset 23, and ONNX Runtime 1\.22\.2 has opsets up to 22: .*--target portable", errors["new opset"]
+    )
+    assert re.search("opset 21, at which onnxruntime-rocm runs Reshape, Shape, Transpose on the CPU", errors["opset"])
 
 
 def test_op_library_without_gpu_kernels_is_not_registered(

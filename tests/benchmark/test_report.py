@@ -150,19 +150,19 @@ def test_ablation_shows_what_each_step_gained(folder: Path) -> None:
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    drawn = plot.bars([plot.Bar("a<b", 4, "4 ms", "red"), plot.Bar("c", 1, "1 ms", "blue", 0.5, 2)])
-    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
+    svg = plot.bars([plot.Bar("a<b", 4, "4 ms", "red"), plot.Bar("c", 1, "1 ms", "blue", 0.5, 2)])
+    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', svg)]
     assert widths == [plot.BARS, plot.BARS / 4]
-    assert f"M{plot.LABELS + plot.BARS / 8:.1f}" in drawn  # the spread starts at 0.5 of 4
-    assert "a&lt;b" in drawn
-    Balanced(drawn)
+    assert f"M{plot.LABELS + plot.BARS / 8:.1f}" in svg  # the spread starts at 0.5 of 4
+    assert "a&lt;b" in svg
+    Balanced(svg)
 
 
 def test_line_labels_do_not_overlap() -> None:
     same = [plot.Line(str(i), ((1, 5.0), (8, 5.0 + i / 100)), "red") for i in range(6)]
-    drawn = plot.lines(same, "batch", "images/s")
+    svg = plot.lines(same, "batch", "images/s")
     heights = sorted(
-        float(y) for x, y in re.findall(r'<text x="(\d+)" y="([\d.]+)" text-anchor="start">\d</text>', drawn)
+        float(y) for x, y in re.findall(r'<text x="(\d+)" y="([\d.]+)" text-anchor="start">\d</text>', svg)
     )
     assert len(heights) == 6
     assert min(b - a for a, b in pairwise(heights)) >= 14
@@ -183,14 +183,14 @@ def test_nothing_of_a_report_is_markup(tmp_path: Path) -> None:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
         return [path] if items is None else [p for key, entry in items for p in places(entry, (*path, key))]
 
-    for kind, *place in places(base):
-        if place[0] in ("format", "kind"):
+    for kind, *keys in places(base):
+        if keys[0] in ("format", "kind"):
             continue
         changed = copy.deepcopy(base[kind])
         target: Any = changed
-        for key in place[:-1]:
+        for key in keys[:-1]:
             target = target[key]
-        target[place[-1]] = evil
+        target[keys[-1]] = evil
         folder = save(tmp_path / kind, changed)
         try:
             text = report.write(folder).read_text()
@@ -198,8 +198,8 @@ def test_nothing_of_a_report_is_markup(tmp_path: Path) -> None:
             continue
         pages += 1
         tags = Balanced(text)
-        assert "script" not in tags.count, place
-        assert not tags.sources, place
+        assert "script" not in tags.count, keys
+        assert not tags.sources, keys
         assert "default-src 'none'" in text
     assert pages > 50
 

@@ -1,4 +1,4 @@
-"""Folders without config.json, as diffusers' old conversion script wrote them: read, optimized and drawn."""
+"""Folders without config.json, as diffusers' old conversion script wrote them: read, optimized and run."""
 
 from __future__ import annotations
 
@@ -110,17 +110,17 @@ INDEX = {
 def test_old_folders_are_optimized_verified_and_run(tmp_path: Path) -> None:
     source = make_small_folder(tmp_path / "old")
     optimize(source, tmp_path / "out", target="portable")
-    told = verify(source, tmp_path / "out")
-    assert told["passed"]
-    assert [note for note in told["notes"] if "vae_encoder: outputs NOT compared, since its RandomNormal" in note]
+    report = verify(source, tmp_path / "out")
+    assert report["passed"]
+    assert [note for note in report["notes"] if "vae_encoder: outputs NOT compared, since its RandomNormal" in note]
     settings: dict[str, Any] = {"height": 64, "width": 32, "num_inference_steps": 2, "output_type": "np"}
-    drawn = []
+    images = []
     for folder in (source, tmp_path / "out"):
         for device_loop in (False, True):
             pipeline = StableDiffusionPipeline.from_pretrained(folder, device_loop=device_loop)
-            drawn.append(np.asarray(pipeline("a cat", generator=1, **settings).images))
-            assert psnr(drawn[0], drawn[-1]) > 80
-    assert drawn[0].shape == (1, 64, 32, 3)
+            images.append(np.asarray(pipeline("a cat", generator=1, **settings).images))
+            assert psnr(images[0], images[-1]) > 80
+    assert images[0].shape == (1, 64, 32, 3)
     assert component_config(tmp_path / "out", "unet") == component_config(source, "unet", required=True)
 
 

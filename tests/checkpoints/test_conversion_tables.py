@@ -88,8 +88,8 @@ def test_read_without_diffusers(
     tables = family_tables(PRESETS[name].models)
     monkeypatch.setattr(conversion_tables, "bundled_tables", lambda: tuple(tables))
     tensors = load_file(file)
-    beside = {"model_ema.decay": torch.zeros(1).half(), "alphas_cumprod": torch.zeros(9).half()}
-    save_file(tensors | beside, tmp_path / "more.safetensors")
+    unused = {"model_ema.decay": torch.zeros(1).half(), "alphas_cumprod": torch.zeros(9).half()}
+    save_file(tensors | unused, tmp_path / "more.safetensors")
     with monkeypatch.context() as patch:
         for function in ("meta_tensors", "detect_family", "trace_conversion"):
             patch.setattr(single_file, function, lambda *_: pytest.fail("the conversion was traced"))

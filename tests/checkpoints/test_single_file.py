@@ -158,21 +158,21 @@ def test_float8_with_scales(checkpoints: Callable, tmp_path: Path, scale_name: s
 
 def diffusers_folder(tmp_path: Path) -> tuple[Path, Checkpoint]:
     """Write a diffusers folder of the checkpoint's preset with other random weights; return it and its source."""
-    whole = tmp_path / "whole"
-    whole.mkdir()
+    folder = tmp_path / "whole"
+    folder.mkdir()
     source = open_preset("sd15-one", 4)
-    source.write_configs(whole)
+    source.write_configs(folder)
     for name in source.configs:
-        source.load(name).save_pretrained(whole / name)
-    return whole, source
+        source.load(name).save_pretrained(folder / name)
+    return folder, source
 
 
 def test_a_unet_without_the_prefix_of_a_whole_checkpoint(checkpoints: Callable, tmp_path: Path) -> None:
     file, _ = checkpoints("sd15")
     own = {n.removeprefix("model.diffusion_model."): t for n, t in load_file(file).items() if n.startswith("model.")}
     save_file(own, tmp_path / "unet.safetensors")
-    whole, _ = diffusers_folder(tmp_path)
-    mixed = open_single_file(tmp_path / "unet.safetensors", whole)
+    folder, _ = diffusers_folder(tmp_path)
+    mixed = open_single_file(tmp_path / "unet.safetensors", folder)
     assert models_in(tmp_path / "unet.safetensors", mixed) == {"unet"}
     equal(mixed.load("unet"), open_preset("sd15-one", 3).load("unet"))
 
@@ -184,22 +184,22 @@ def test_vae_and_encoders_from_elsewhere(checkpoints: Callable, tmp_path: Path) 
     save_file({n: t for n, t in tensors.items() if n.startswith("model.")}, tmp_path / "unet.safetensors")
     with pytest.raises(InputError, match="has no text encoder: give a whole"):
         open_single_file(tmp_path / "unet.safetensors", base)
-    whole, source = diffusers_folder(tmp_path)
-    mixed = open_single_file(tmp_path / "unet.safetensors", whole)
+    folder, source = diffusers_folder(tmp_path)
+    mixed = open_single_file(tmp_path / "unet.safetensors", folder)
     assert models_in(tmp_path / "unet.safetensors", mixed) == {"unet"}
     equal(mixed.load("vae"), source.load("vae"))
     equal(mixed.load("unet"), open_preset("sd15-one", 3).load("unet"))
     own = {n.removeprefix("first_stage_model."): t for n, t in tensors.items() if n.startswith("first_stage")}
     save_file(own, tmp_path / "vae.safetensors")
     for vae in (tmp_path / "vae.safetensors", file):
-        swapped = open_checkpoint(str(whole), CheckpointOptions(vae=vae))
+        swapped = open_checkpoint(str(folder), CheckpointOptions(vae=vae))
         equal(swapped.load("vae"), open_preset("sd15-one", 3).load("vae"))
         equal(swapped.load("unet"), source.load("unet"))
-        assert swapped.hash != open_folder("", whole).hash
-    theirs = open_checkpoint(str(file), CheckpointOptions(str(base), whole / "vae" / DIFFUSERS))
+        assert swapped.hash != open_folder("", folder).hash
+    theirs = open_checkpoint(str(file), CheckpointOptions(str(base), folder / "vae" / DIFFUSERS))
     equal(theirs.load("vae"), source.load("vae"))
     with pytest.raises(InputError, match="holds no VAE"):
-        open_checkpoint(str(whole), CheckpointOptions(vae=tmp_path / "unet.safetensors"))
+        open_checkpoint(str(folder), CheckpointOptions(vae=tmp_path / "unet.safetensors"))
 
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"

@@ -96,8 +96,8 @@ def attend(
         return None
     error = library.run(ctypes.byref(params), KERNELS[kernel])
     assert error is None, error
-    result, whole = outputs[requested(case)].read()
-    assert whole, "wrote out of bounds"
+    result, in_bounds = outputs[requested(case)].read()
+    assert in_bounds, "wrote out of bounds"
     return result
 
 

@@ -42,7 +42,7 @@ SHAPES = {"Concat", "Gather", "Unsqueeze", "Squeeze", "Slice", "Range", "Add", "
 TOKENS = {"ArgMax", "LessOrEqual", "Expand", "Cast", "Trilu", "Equal"}
 
 
-def made_up(session: ort.InferenceSession, sizes: Mapping[str, int] = SIZES) -> dict[str, np.ndarray]:
+def random_arrays(session: ort.InferenceSession, sizes: Mapping[str, int] = SIZES) -> dict[str, np.ndarray]:
     random = np.random.default_rng(7)
     arrays = {}
     for value in session.get_inputs():
@@ -59,8 +59,8 @@ def as_declared(session: ort.InferenceSession, arrays: Mapping[str, np.ndarray])
     return {name: array.astype(model.dtype(name)) for name, array in arrays.items()}
 
 
-def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(got.astype(np.float64) - expected).max() / np.abs(expected).max())
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(actual.astype(np.float64) - expected).max() / np.abs(expected).max())
 
 
 @cache
@@ -101,7 +101,7 @@ def test_bfloat16(provider: str, folder: Path) -> None:
     float32_outside(model)
     raw = ort.InferenceSession(str(folder / name / "raw" / "unet" / MODEL))
     session = session_of(model, provider)
-    arrays = made_up(raw)
+    arrays = random_arrays(raw)
     fed = {value.name: arrays[value.name.removesuffix(".float32")] for value in session.get_inputs()}
     assert relative_error(session.run(None, fed)[0], raw.run(None, arrays)[0]) < BOUND["bfloat16"]
     assert assigned_operators(session).get("CPUExecutionProvider", Counter()).keys() <= SHAPES
@@ -119,10 +119,10 @@ def test_complete_component(provider: str, folder: Path, name: str, dtype: str) 
     model = lowered(folder, name, dtype)
     raw = ort.InferenceSession(str(folder / name / "raw" / model.parent.name / MODEL))
     session = session_of(model, provider)
-    arrays = made_up(raw)
+    arrays = random_arrays(raw)
     expected = raw.run(None, arrays)
-    for got, right in zip(session.run(None, as_declared(session, arrays)), expected, strict=True):
-        assert relative_error(got, right) < BOUND[dtype]
+    for actual, right in zip(session.run(None, as_declared(session, arrays)), expected, strict=True):
+        assert relative_error(actual, right) < BOUND[dtype]
     elsewhere = set(assigned_operators(session).get("CPUExecutionProvider", ()))
     assert elsewhere <= SHAPES | (TOKENS if "text_encoder" in name else set())
     if "text_encoder" not in name:
@@ -141,9 +141,9 @@ def test_operators_of_transformers(provider: str, batch: int) -> None:
     function_bodies.attach(model, list(model.graph))
     proto = ir.to_proto(model).SerializeToString()
     session, bodies = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
-    arrays = made_up(bodies, {"B": batch, "S": 7})
-    for got, expected in zip(session.run(None, arrays), bodies.run(None, arrays), strict=True):
-        assert relative_error(got, expected) < BOUND["float32"]
+    arrays = random_arrays(bodies, {"B": batch, "S": 7})
+    for actual, expected in zip(session.run(None, arrays), bodies.run(None, arrays), strict=True):
+        assert relative_error(actual, expected) < BOUND["float32"]
     assert assigned_operators(session) == {"SdOrtSimulated": Counter(AdaptiveNorm=1, RotaryEmbedding=1)}
 
 
@@ -159,9 +159,9 @@ def test_patches_become_pixels(provider: str, mode: str, dtype: str) -> None:
         }}""")
     ).SerializeToString()
     session, cpu = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
-    arrays = as_declared(session, made_up(cpu, {"B": 2, "H": 3, "W": 5}))
-    for got, expected in zip(session.run(None, arrays), cpu.run(None, arrays), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    arrays = as_declared(session, random_arrays(cpu, {"B": 2, "H": 3, "W": 5}))
+    for actual, expected in zip(session.run(None, arrays), cpu.run(None, arrays), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert assigned_operators(session) == {"SdOrtSimulated": Counter(DepthToSpace=1, Greater=1)}
 
 
@@ -177,10 +177,10 @@ def test_heads_of_transformers(provider: str, text: int) -> None:
     function_bodies.attach(model, [node for node in model.graph if node.op_type == "RotaryQkv"])
     proto = ir.to_proto(model).SerializeToString()
     session, bodies = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
-    arrays = made_up(bodies, {"B": 2, "S": 5, "T": text, "L": 5 + text})
+    arrays = random_arrays(bodies, {"B": 2, "S": 5, "T": text, "L": 5 + text})
     for _ in range(2):
-        (got,), (expected,) = session.run(None, arrays), bodies.run(None, arrays)
-        assert relative_error(got, expected) < BOUND["float32"]
+        (actual,), (expected,) = session.run(None, arrays), bodies.run(None, arrays)
+        assert relative_error(actual, expected) < BOUND["float32"]
     assert assigned_operators(session) == {"SdOrtSimulated": Counter(Tanh=1, RotaryQkv=1)}
 
 
@@ -189,7 +189,7 @@ def test_changing_shapes(provider: str, folder: Path) -> None:
     session = session_of(lowered(folder, name, "float32"), provider)
     raw = ort.InferenceSession(str(folder / name / "raw" / "unet" / MODEL))
     for size, batch in ((8, 1), (16, 2), (8, 3), (16, 1)):
-        arrays = made_up(raw, {**SIZES, "height": size, "width": 2 * size, "batch": batch})
+        arrays = random_arrays(raw, {**SIZES, "height": size, "width": 2 * size, "batch": batch})
         assert relative_error(session.run(None, arrays)[0], raw.run(None, arrays)[0]) < BOUND["float32"]
 
 
@@ -238,7 +238,7 @@ def test_captured_runs(provider: str, folder: Path, tmp_path: Path) -> None:
     session = session_of(model, provider, {"graph": "1"}, tmp_path / "profile")
     for number, size in enumerate((16, 8)):
         sizes = {**SIZES, "height": size, "width": size}
-        arrays = as_declared(plain, made_up(plain, sizes))
+        arrays = as_declared(plain, random_arrays(plain, sizes))
         bound = Bound(session, arrays, number)
         for scale in (1, 2, -1):
             arrays["sample"] = (arrays["sample"] * scale).astype(np.float16)
@@ -255,7 +255,7 @@ def test_captured_runs(provider: str, folder: Path, tmp_path: Path) -> None:
 def test_two_sessions_two_threads(provider: str, folder: Path) -> None:
     model = lowered(folder, COMPONENTS[0], "float32")
     sessions = [session_of(model, provider) for _ in range(2)]
-    arrays = [made_up(sessions[0], {**SIZES, "batch": batch}) for batch in (1, 2)]
+    arrays = [random_arrays(sessions[0], {**SIZES, "batch": batch}) for batch in (1, 2)]
     expected = [sessions[0].run(None, each)[0] for each in arrays]
     wrong: list[str] = []
 
@@ -279,10 +279,10 @@ def test_no_more_memory(provider: str, folder: Path) -> None:
         lowered(folder, "sd15-tiny-dynamo-20.vae_decoder", "float32"), provider, {"memory_limit": "20000000"}
     )
     small_image, large = ({**SIZES, "batch": 1, "height": size, "width": size} for size in (4, 64))
-    expected = session.run(None, made_up(session, small_image))[0]
+    expected = session.run(None, random_arrays(session, small_image))[0]
     with pytest.raises(Exception, match=r"[Aa]lloc|memory"):
-        session.run(None, made_up(session, large))
-    np.testing.assert_array_equal(session.run(None, made_up(session, small_image))[0], expected)
+        session.run(None, random_arrays(session, large))
+    np.testing.assert_array_equal(session.run(None, random_arrays(session, small_image))[0], expected)
 
 
 def test_parts_of_any_width_are_concatenated_and_split(provider: str) -> None:
@@ -362,8 +362,8 @@ def test_a_norm_is_written_over_what_nobody_else_reads(provider: str, tuning: st
     groups = np.concatenate([x] * 8, 3).reshape(1, -1, 4, 16)
     expected = (groups - groups.mean((1, 3), keepdims=True)) / groups.std((1, 3), keepdims=True)
     for _ in range(2):
-        got = session.run(None, {"x": x})[0]
-        np.testing.assert_allclose(got.ravel(), expected.reshape(-1, 64).max(0), atol=1e-4)
+        actual = session.run(None, {"x": x})[0]
+        np.testing.assert_allclose(actual.ravel(), expected.reshape(-1, 64).max(0), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])
@@ -422,6 +422,6 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
     )
     graph = GpuGraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
-        arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
+        arrays = random_arrays(plain.session, {**SIZES, "height": size, "width": size})
         for name, array in graph(**arrays).items():
             np.testing.assert_array_equal(array, plain(**arrays)[name])

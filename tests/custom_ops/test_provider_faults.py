@@ -134,8 +134,8 @@ def test_supported_forms_match_the_reasons(provider: str, tmp_path: Path) -> Non
         for value in graph.graph.input
     } | {"axes": np.array([0, 2])}
     expected = ort.InferenceSession(graph.SerializeToString()).run(None, fed)
-    for got, right in zip(session_of(tmp_path / "model.onnx", provider).run(None, fed), expected, strict=True):
-        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+    for actual, right in zip(session_of(tmp_path / "model.onnx", provider).run(None, fed), expected, strict=True):
+        np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-5)
 
 
 def test_explain_takes_our_providers(provider: str, tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_a_missing_blas_library_is_named(
     """The provider runs without it, at a fraction of the speed: that is said, once."""
     providers.warn_of_missing_library(Path(provider.removeprefix("plugin:")))
     assert caplog.messages == []  # the host's products need none
-    asked = type("Library", (), {"sd_ort_missing_library": staticmethod(lambda: b"libhipblaslt.so.1")})
-    monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: asked)
+    library = type("Library", (), {"sd_ort_missing_library": staticmethod(lambda: b"libhipblaslt.so.1")})
+    monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: library)
     for _ in range(2):
         providers.warn_of_missing_library(Path("libsd_ort_ep_hip.so"))
     assert [message.partition(": ")[0] for message in caplog.messages] == [

@@ -262,15 +262,15 @@ def test_pipeline_by_the_default_call(
         "down_blocks.0.resnets.0.time_emb_proj",  # read once a schedule
         "mid_block.attentions.0.transformer_blocks.0.attn1.to_q",
     )
-    drawn, session = [], pipeline.unet.session
+    images, session = [], pipeline.unet.session
     for strength in (1.0, -2.0):
         for each in (pipeline, again):
             each.unload_lora_weights()
             each.load_lora_weights(lora, "a")
             each.set_adapters("a", strength)
-            drawn.append(np.asarray(each("a cat", **arguments).images[0]).astype(int))
-        assert np.abs(drawn[-1] - drawn[-2]).max() <= 1
-    assert np.abs(drawn[-1] - drawn[0]).max() > 10
+            images.append(np.asarray(each("a cat", **arguments).images[0]).astype(int))
+        assert np.abs(images[-1] - images[-2]).max() <= 1
+    assert np.abs(images[-1] - images[0]).max() > 10
     assert pipeline.models.overrides.updatable["unet"].changed
     assert pipeline.models["unet"].session is session
 
@@ -319,7 +319,7 @@ def transformer_folder(tmp_path: Path) -> Path:
 def test_transformer_steps_are_captured(by_name: str, transformer_folder: Path) -> None:
     """Calls of other sizes and batches, in turn too, compute what the whole graph does; what steps share is copied at
     the first one."""
-    whole = ort.InferenceSession(str(transformer_folder.parent / "raw" / "whole.onnx"))
+    reference = ort.InferenceSession(str(transformer_folder.parent / "raw" / "whole.onnx"))
     models, random = Components(transformer_folder, by_name), np.random.default_rng(1)
     timesteps = np.array([0.9, 0.5, 0.2], np.float32)
     texts = [random.normal(0, 1, shape).astype(np.float32) for shape in ((2, 3, 16), (2, 3, 16), (1, 5, 16))]
@@ -330,7 +330,7 @@ def test_transformer_steps_are_captured(by_name: str, transformer_folder: Path) 
             latents = random.normal(0, 1, (len(text), size, 16)).astype(np.float32)
             inputs = {"hidden_states": latents, "encoder_hidden_states": text, "timestep": timesteps[i : i + 1]}
             (prediction,) = job(i, latents)
-            np.testing.assert_allclose(prediction, whole.run(None, inputs)[0], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(prediction, reference.run(None, inputs)[0], rtol=1e-5, atol=1e-6)
     model = models["transformer"]
     assert isinstance(model, GpuGraphModel)
     assert len(model.runs) == 3
@@ -432,8 +432,8 @@ def test_two_devices(provider: str, small_export: Path) -> None:
     command = [sys.executable, "-c", TWO_DEVICES, str(small_export), provider]
     environment = os.environ | {"SD_ORT_SIMULATED_DEVICES": "2"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    drawn, error = result.stdout.splitlines()
-    difference, is_image = drawn.split()
+    summary, error = result.stdout.splitlines()
+    difference, is_image = summary.split()
     assert int(difference) <= 1
     assert is_image == "True"
     assert error == "GPU 2 is not there: this machine shows 2 GPUs, counted from 0."

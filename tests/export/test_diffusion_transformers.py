@@ -284,8 +284,8 @@ def test_hoisted_folder(folder, exported, preset):
     assert nodes.keys() == {"transformer_prompt", "transformer_time", "transformer"}
     parts = {name: load(out / name / "model.onnx").graph for name in nodes}
     weights = {name: sum(v.const_value.nbytes for v in part.initializers.values()) for name, part in parts.items()}
-    whole = load(folder(preset) / "transformer" / "model.onnx").graph.initializers
-    assert weights["transformer"] < 0.9 * sum(value.const_value.nbytes for value in whole.values())
+    initializers = load(folder(preset) / "transformer" / "model.onnx").graph.initializers
+    assert weights["transformer"] < 0.9 * sum(value.const_value.nbytes for value in initializers.values())
     assert {value.name for value in parts["transformer"].inputs}.isdisjoint({"timestep", "encoder_hidden_states"})
     assert list(explain(out, ["transformer"])["components"]) == ["transformer"]
     result = verify(source, out, components=["transformer"])

@@ -200,10 +200,10 @@ def test_several_prompts(models: Models) -> None:
     """Prompts of other lengths about one image, which diffusers refuses: each image as by itself."""
     pipeline, prompts = models.ours(FAMILY, PLUS), ["a", "a red circle"]
     call = CALL | {"image": picture(90, 150), "negative_prompt": " "}
-    together = pipeline(prompt=prompts, **call | {"generator": [3, 4]}).images
+    images = pipeline(prompt=prompts, **call | {"generator": [3, 4]}).images
     for number, prompt in enumerate(prompts):
         alone = pipeline(prompt=prompt, **call | {"generator": 3 + number}).images[0]
-        assert psnr(together[number], alone) > 80
+        assert psnr(images[number], alone) > 80
 
 
 def test_generate_command(models: Models, sd_ort: Any, tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_generate_command(models: Models, sd_ort: Any, tmp_path: Path) -> None:
     call = {name: value for name, value in CALL.items() if name != "output_type"}
     more = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
     expected = models.ours(FAMILY, PLUS)(picture(90, 150), "a square", **call, **more).images[0]
-    with Image.open(tmp_path / "image.png") as drawn:
-        assert np.array_equal(np.asarray(drawn), np.asarray(expected))
+    with Image.open(tmp_path / "image.png") as written:
+        assert np.array_equal(np.asarray(written), np.asarray(expected))
     code, _, error = sd_ort("generate", "a square", *options, "--out", tmp_path / "none.png")
     assert code != 0
     assert "changes images: give image" in error.splitlines()[-1]

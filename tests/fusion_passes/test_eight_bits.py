@@ -170,8 +170,8 @@ def test_a_graph_with_qdq_is_near_its_source(name: str, limit: float) -> None:
             assert computed.tobytes() == value.const_value.numpy().tobytes(), each
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
-    (got,) = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feed)
-    error = relative_l2_error(got, expected)
+    (actual,) = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feed)
+    error = relative_l2_error(actual, expected)
     assert 1e-4 < error < limit
 
 

@@ -327,12 +327,12 @@ def test_distilled_model_matches_diffusers(tmp_path: Path, monkeypatch: pytest.M
     theirs = accelerate(torch_pipeline("lcm", True), tmp_path / "out", provider="cpu")
     for scale in (1.0, 6.0):
         seed = [torch.Generator().manual_seed(3) for _ in range(3)]
-        drawn, accelerated, expected = (
+        image, accelerated, expected = (
             np.asarray(p("a cat", guidance_scale=scale, generator=g, **arguments).images)
             for p, g in zip((pipeline, theirs, reference), seed, strict=True)
         )
         assert expected.std() > 0.05
-        assert np.abs(drawn - expected).max() < 1e-4
+        assert np.abs(image - expected).max() < 1e-4
         assert np.abs(accelerated - expected).max() < 1e-4
     with pytest.raises(InputError, match="cannot take 60 steps"):
         pipeline("a cat", **arguments | {"num_inference_steps": 60})

@@ -123,11 +123,11 @@ def test_a_node_converted_to_another_opset_has_equal_outputs(name: str) -> None:
         "grid": np.random.default_rng(1).uniform(-1, 1, (2, 4, 4, 2)),
     }
     feeds = {key: array.astype(np.float32) for key, array in feeds.items()}
-    want, got = (
+    expected, actual = (
         ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
         for m in (source, ir.to_proto(model))
     )
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_operators_that_cannot_be_converted_are_named() -> None:

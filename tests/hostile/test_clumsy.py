@@ -354,7 +354,7 @@ def test_a_division_without_a_result(
 
 
 def test_image_of_any_mode(pristine: Path) -> None:
-    """L and RGBA pictures are drawn over as RGB; the toy has no VAE encoder, so only the preprocessing is seen."""
+    """L and RGBA images are converted to RGB; the toy has no VAE encoder, so only the preprocessing is seen."""
     from sd_ort import StableDiffusionPipeline
 
     processor = StableDiffusionPipeline.from_pretrained(pristine).image_processor

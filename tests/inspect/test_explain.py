@@ -204,16 +204,16 @@ def test_extracted_subgraph_runs_and_gives_the_same_numbers(optimized: Path, sou
     cut = onnx.load(tmp_path / "cut.onnx")
     onnx.checker.check_model(cut)
 
-    whole = onnx.load(portable / "vae_decoder" / pipeline_folder.MODEL)
+    complete = onnx.load(portable / "vae_decoder" / pipeline_folder.MODEL)
     for name in (start, end):
-        whole.graph.output.append(onnx.ValueInfoProto(name=name))
+        complete.graph.output.append(onnx.ValueInfoProto(name=name))
     latent = np.random.default_rng(0).normal(size=(1, 4, 8, 16)).astype(np.float32)
-    session = ort.InferenceSession(whole.SerializeToString(), providers=["CPUExecutionProvider"])
-    start_value, want = session.run([start, end], {"latent_sample": latent})
-    got = ort.InferenceSession(tmp_path / "cut.onnx", providers=["CPUExecutionProvider"]).run(
+    session = ort.InferenceSession(complete.SerializeToString(), providers=["CPUExecutionProvider"])
+    start_value, expected = session.run([start, end], {"latent_sample": latent})
+    actual = ort.InferenceSession(tmp_path / "cut.onnx", providers=["CPUExecutionProvider"]).run(
         None, {start: start_value}
     )[0]
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_extract_refuses_what_is_not_there(source: Path, tmp_path: Path) -> None:

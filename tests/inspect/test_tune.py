@@ -94,12 +94,12 @@ def test_results_beside_the_model_and_in_the_cache_are_found(
     """A folder that was tuned elsewhere brings its file; what was saved here is found from any working directory."""
     path = save(FakeOps(results=results_of("a")))
     model = tmp_path / "folder" / "unet" / "model.onnx"
-    beside = tmp_path / "folder" / "tuning" / path.name
-    beside.parent.mkdir(parents=True)
-    path.rename(beside)
+    file = tmp_path / "folder" / "tuning" / path.name
+    file.parent.mkdir(parents=True)
+    path.rename(file)
     ops = FakeOps()
     assert tuning.load(FakeSession(), ops, VERSION) is None
-    assert (tuning.load(FakeSession(), ops, VERSION, model), len(ops.applied)) == (beside, 1)
+    assert (tuning.load(FakeSession(), ops, VERSION, model), len(ops.applied)) == (file, 1)
     monkeypatch.delenv("SD_ORT_TUNING")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()

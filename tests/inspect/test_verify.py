@@ -298,10 +298,10 @@ def test_rounding_by_arithmetic_is_that_of_the_type(tmp_path: Path, half: str, d
     x = np.concatenate([x, np.array([0, 65504, 65519, 65520, -65520, np.inf, -np.inf, 6e-8, 1e-9], np.float32)])
     proto = ir.to_proto(model)
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    got = session.run(None, {"x": x})[0]
+    actual = session.run(None, {"x": x})[0]
     with np.errstate(over="ignore"):
-        want = -x.astype(dtype).astype(np.float32)
-    np.testing.assert_array_equal(got, want)
+        expected = -x.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.fixture(scope="module")
@@ -341,8 +341,8 @@ def test_one_tensor_changed_by_one_percent_is_found_in_outputs(source: Path, tmp
     """Of a graph that says nothing of how it was made, in float32."""
     optimize(source, tmp_path / "out", target=target)
     path = tmp_path / "out" / "vae_decoder" / pipeline_folder.MODEL
-    whole = ir.load(path)
-    names = [name for name, value in whole.graph.initializers.items() if value.dtype == ir.DataType.FLOAT]
+    complete = ir.load(path)
+    names = [name for name, value in complete.graph.initializers.items() if value.dtype == ir.DataType.FLOAT]
     missed = []
     for name in names:
         model = ir.load(path)

@@ -131,7 +131,7 @@ class Recorded:
 
     def __init__(self, preset: str) -> None:
         self.preset, self.folder, self.weights_version = preset, Path(preset), 0
-        self.inputs_given: dict[str, torch.Tensor] = {}
+        self.inputs_seen: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
         return name == "transformer"
@@ -149,7 +149,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
     def predict(self: Any, sample: Any, timestep: Any, conditioning: Any, key: Any = None) -> torch.Tensor:
-        self.models.inputs_given = {**sample, **conditioning, "timestep": timestep, "key": key}
+        self.models.inputs_seen = {**sample, **conditioning, "timestep": timestep, "key": key}
         return next(iter(sample.values())).clone()
 
     monkeypatch.setattr(DenoiserRunner, "predict", predict)
@@ -257,7 +257,7 @@ def test_sd3(transformers: Any, recorded: type[Recorded]) -> None:
     x = torch.randn(2, 16, 5, 7, generator=torch.Generator().manual_seed(0))
     times, context, pooled = torch.full((2,), 300.0), torch.zeros(2, 5, 4096), torch.ones(2, 2048)
     assert torch.equal(net.forward(x, times, context, pooled, transformer_options={"uuids": [1]}), x)
-    inputs = models.inputs_given
+    inputs = models.inputs_seen
     assert torch.equal(inputs["hidden_states"], padded_to_patches(x))
     assert inputs["hidden_states"].shape == (2, 16, 6, 8)
     assert torch.equal(inputs["pooled_projections"], pooled)
@@ -275,7 +275,7 @@ def test_qwen_image(transformers: Any, recorded: type[Recorded]) -> None:
     for given_mask, tokens in ((None, np.arange(6)), (mask, np.flatnonzero(mask[0]))):
         assert torch.equal(net._forward(x, torch.full((2,), 0.3), context, given_mask), x)
         text_ids, image_ids = Embeddings.position_ids(tokens, [(4, 6)])
-        inputs = models.inputs_given
+        inputs = models.inputs_seen
         assert np.array_equal(inputs["txt_ids"].float().numpy(), text_ids)
         assert np.array_equal(inputs["img_ids"].numpy(), image_ids)
         assert torch.equal(inputs["encoder_hidden_states"], context[:, tokens])
@@ -295,7 +295,7 @@ def test_z_image(transformers: Any, recorded: type[Recorded]) -> None:
     ((_, expected),) = transformer_z_image.token_groups(list(context.numpy()), 5, 7)
     expected["hidden_states"] = transformer_z_image.padded(transformer_z_image.patches(x.numpy()))
     expected["timestep"] = np.full(2, 0.75, np.float32)
-    inputs = models.inputs_given
+    inputs = models.inputs_seen
     assert inputs.keys() - {"key"} == expected.keys()
     for name, array in expected.items():
         assert np.array_equal(inputs[name].numpy(), array), name
@@ -312,7 +312,7 @@ def test_krea2(transformers: Any, recorded: type[Recorded], frames: tuple[int, .
     x = torch.randn(2, 16, *frames, 7, 10, generator=generator)
     context = torch.randn(2, 6, 12 * 2560, generator=generator)
     assert torch.equal(net._forward(x, torch.full((2,), 0.3), context, torch.zeros(2, 6)), x)
-    inputs = models.inputs_given
+    inputs = models.inputs_seen
     text_ids, image_ids = Krea2Embeddings.position_ids(np.arange(6), [(4, 5)])
     assert np.array_equal(inputs["txt_ids"].numpy(), text_ids)
     assert np.array_equal(inputs["img_ids"].numpy(), image_ids)

@@ -30,8 +30,8 @@ BODIES = replace(TARGETS["gpu"], contrib_constraints={})
 def test_passes_come_after_those_that_they_build_on(target: Target) -> None:
     names = [each.name for each in target.lowering_passes]
     assert len(set(names)) == len(names)
-    for place, each in enumerate(target.lowering_passes):
-        assert not {before.name for before in each.runs_after} & set(names[place:])
+    for index, each in enumerate(target.lowering_passes):
+        assert not {before.name for before in each.runs_after} & set(names[index:])
 
 
 def test_unet(tmp_path: Path) -> None:

@@ -262,14 +262,14 @@ def test_a_lora_beside_diffusers(float8: Path) -> None:
 
     before = draw()
     pipeline.load_lora_weights(lora_path("night"), "night")
-    drawn = draw()
+    image = draw()
     generator = torch.Generator().manual_seed(1)
     expected = np.asarray(diffusers_pipeline("night")(**CALL, generator=generator).images[0], np.float32)
-    assert psnr(drawn, expected) > 30  # measured 33.0; the goal of 8 bits is 30
+    assert psnr(image, expected) > 30  # measured 33.0; the goal of 8 bits is 30
     assert psnr(before, expected) < 12  # measured 6.2: the LoRA changes the picture
     pipeline.set_adapters("night", 0.5)
     half = draw()
-    assert psnr(half, drawn) < 40
+    assert psnr(half, image) < 40
     pipeline.unload_lora_weights()
     assert not pipeline.models.overrides.weights
     np.testing.assert_array_equal(draw(), before)

@@ -79,7 +79,7 @@ def test_fills_what_export_and_optimize_write(
 def test_files_that_do_not_fit(template_cache: Path, checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
     third = checkpoint(3)
     path = third / "unet" / "diffusion_pytorch_model.safetensors"
-    whole, name = load_file(path), "conv_in.bias"
+    weights, name = load_file(path), "conv_in.bias"
 
     def refused(tensors: dict[str, torch.Tensor]) -> str:
         save_file(tensors, path, metadata={"format": "pt"})
@@ -88,11 +88,11 @@ def test_files_that_do_not_fit(template_cache: Path, checkpoint: Callable[[int],
         assert not list(tmp_path.iterdir())
         return str(error.value)
 
-    broken = refused(whole | {name: whole[name] * torch.nan})
+    broken = refused(weights | {name: weights[name] * torch.nan})
     assert "NaN" in broken
     assert "--no-calibrate" not in broken
-    assert "do not fit" in refused(whole | {name: whole[name][1:].clone()})
-    assert "lacks 1 weights" in refused({key: tensor for key, tensor in whole.items() if key != name})
+    assert "do not fit" in refused(weights | {name: weights[name][1:].clone()})
+    assert "lacks 1 weights" in refused({key: tensor for key, tensor in weights.items() if key != name})
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(InputError, match="truncated"):
         optimize(str(third), tmp_path / "out", components=COMPONENTS, **OPTIONS)

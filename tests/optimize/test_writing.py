@@ -50,12 +50,12 @@ def test_data_file_has_every_tensor_and_the_returned_hash(tmp_path: Path, monkey
     tensors = [*(ir.Tensor(array, name=f"t{i}") for i, array in enumerate(arrays)), outside, packed, lazy]
     stored, digest = external_data_writer.write(tmp_path / "x.data", tensors)
     assert digest == sha256(tmp_path / "x.data")
-    whole = (tmp_path / "x.data").read_bytes()
-    for tensor, got in zip(tensors, stored, strict=True):
-        assert (got.name, got.dtype, got.shape) == (tensor.name, tensor.dtype, tensor.shape)
-        assert whole[got.offset : got.offset + got.length] == tensor.tobytes()
-        assert got.tobytes() == tensor.tobytes()
-        assert got.offset % external_data_writer.ALIGNMENT == 0 or tensor.nbytes <= 300
+    content = (tmp_path / "x.data").read_bytes()
+    for tensor, actual in zip(tensors, stored, strict=True):
+        assert (actual.name, actual.dtype, actual.shape) == (tensor.name, tensor.dtype, tensor.shape)
+        assert content[actual.offset : actual.offset + actual.length] == tensor.tobytes()
+        assert actual.tobytes() == tensor.tobytes()
+        assert actual.offset % external_data_writer.ALIGNMENT == 0 or tensor.nbytes <= 300
 
 
 def test_exception_of_a_lazy_weight_ends_the_writing(tmp_path: Path) -> None:

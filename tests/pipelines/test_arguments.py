@@ -125,11 +125,11 @@ def test_image_formats(pipeline: Any, reference: Any, kind: str) -> None:
     theirs = diffusers.StableDiffusionImg2ImgPipeline(**reference.components)
     theirs.set_progress_bar_config(disable=True)
     ours = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)
-    drawn = draw(ours, image=picture, strength=0.7, height=None, width=None)
+    image = draw(ours, image=picture, strength=0.7, height=None, width=None)
     settings = {name: value for name, value in SETTINGS.items() if name not in ("height", "width")}
     generator = torch.Generator().manual_seed(7)
     expected = theirs(PROMPT, image=same, strength=0.7, generator=generator, output_type="np", **settings).images
-    assert psnr(drawn, expected) > MIN_PSNR
+    assert psnr(image, expected) > MIN_PSNR
 
 
 # --- What is there beside drawing -----------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ def test_components_and_configs(pipeline: Any, reference: Any) -> None:
 
 def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
     assert pipeline.to("cpu") is pipeline.to(torch.float32) is pipeline
-    for place, message in (("cuda", "provider="), (torch.float16, "--float16")):
+    for argument, message in (("cuda", "provider="), (torch.float16, "--float16")):
         with pytest.raises(InputError, match=message):
-            pipeline.to(place)
+            pipeline.to(argument)
     for options, message in (
         ({"torch_dtype": torch.float16}, "--float16"),
         ({"variant": "fp16"}, "--float16"),

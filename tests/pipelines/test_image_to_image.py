@@ -193,22 +193,22 @@ def test_several_controlnets(controlled: Path, control_reference: Any, picture: 
 @pytest.mark.parametrize("count", [1, 2])
 def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count: int) -> None:
     """One hands its residuals on, those of several are added up; waited for or not, the same bytes."""
-    drawn = {}
+    images = {}
     arguments = {"height": 64, "width": 64, "control_guidance_end": 0.6, "controlnet_conditioning_scale": 0.7}
     shown = picture if count == 1 else [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     for looped, waits in ((False, [False]), (True, [False, True])):
         ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled] * count, device_loop=looped)
         for wait in waits:
             ours.loop.wait = wait
-            for seed in (1, 3):  # the second is drawn over the buffers of the first
-                drawn[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
+            for seed in (1, 3):  # the second one reuses the buffers of the first
+                images[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
         assert bool(ours.loop.buffer_cache) == looped
-    assert psnr(drawn[True, False], drawn[False, False]) > 80
-    np.testing.assert_array_equal(drawn[True, False], drawn[True, True])
+    assert psnr(images[True, False], images[False, False]) > 80
+    np.testing.assert_array_equal(images[True, False], images[True, True])
     if count == 1:  # each side of a split guidance has the ControlNet, and shows it the picture
         ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled], split_guidance=(0, 1))
         split = draw(ours, control_image=shown, generator=3, progress=False, **arguments)
-        np.testing.assert_array_equal(split, drawn[True, True])
+        np.testing.assert_array_equal(split, images[True, True])
 
 
 def test_control_image_without_a_controlnet(small_export: Path, picture: Image.Image) -> None:

@@ -1,4 +1,4 @@
-"""IP-Adapters: exported with a U-Net, fused, and drawn with as diffusers draws; files that do not fit are refused."""
+"""IP-Adapters: exported with a U-Net, fused, and used as in diffusers; files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     return np.asarray(pipeline("a red circle", **call)[0])
 
 
-def error(drawn: np.ndarray, expected: np.ndarray) -> float:
-    assert drawn.shape == expected.shape
-    return relative_l2_error(drawn, expected)
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    assert actual.shape == expected.shape
+    return relative_l2_error(actual, expected)
 
 
 # --- As diffusers ---------------------------------------------------------------------------------------------------
@@ -135,15 +135,15 @@ def test_sdxl_unet_with_plus(files: Path) -> None:
     time, scales = torch.tensor([500.0]), torch.full((2, len(ours.config.ip_adapter["layers"])), 0.7)
     with torch.no_grad():
         actual = wrap("unet", ours, True, False)(sample, time, text, pooled, sizes, images, scales)
-        told = {"text_embeds": pooled, "time_ids": sizes, "image_embeds": [images]}
-        expected = theirs(sample, time, text, added_cond_kwargs=told)[0]
+        conditioning = {"text_embeds": pooled, "time_ids": sizes, "image_embeds": [images]}
+        expected = theirs(sample, time, text, added_cond_kwargs=conditioning)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["sd15-seen", "sd15-seen-plus"])
 def test_draws_as_diffusers(folder: Any, reference: Any, name: str) -> None:
     ours, theirs = StableDiffusionPipeline.from_pretrained(folder(name)), reference(name)
-    drawn = []
+    images = []
     for scale, shown in (
         (1.0, PICTURE),
         (0.6, [[PICTURE, OTHER]]),
@@ -151,11 +151,11 @@ def test_draws_as_diffusers(folder: Any, reference: Any, name: str) -> None:
     ):
         ours.set_ip_adapter_scale(scale)
         theirs.set_ip_adapter_scale(scale)
-        drawn.append(draw(ours, ip_adapter_image=shown))
-        assert error(drawn[-1], draw(theirs, ip_adapter_image=shown)) < TOLERANCE
-        assert len(drawn) == 1 or error(*drawn[-2:]) > EFFECT
+        images.append(draw(ours, ip_adapter_image=shown))
+        assert error(images[-1], draw(theirs, ip_adapter_image=shown)) < TOLERANCE
+        assert len(images) == 1 or error(*images[-2:]) > EFFECT
     embeds = ours.prepare_ip_adapter_image_embeds(OTHER)
-    np.testing.assert_array_equal(draw(ours, ip_adapter_image_embeds=embeds), drawn[-1])
+    np.testing.assert_array_equal(draw(ours, ip_adapter_image_embeds=embeds), images[-1])
     torch.testing.assert_close(embeds, theirs.prepare_ip_adapter_image_embeds([OTHER], None, "cpu", 1, True))
     hidden = embeds[0].ndim == 4
     torch.testing.assert_close(ours.encode_image(OTHER, "cpu", 2, hidden), theirs.encode_image(OTHER, "cpu", 2, hidden))
@@ -171,9 +171,9 @@ def test_scale_0_equals_no_adapter(folder: Any) -> None:
     with pytest.raises(InputError, match="has an IP-Adapter: give it an image"):
         draw(ours)
     ours.set_ip_adapter_scale(0)
-    drawn = draw(ours)
-    np.testing.assert_array_equal(draw(ours, ip_adapter_image=PICTURE), drawn)
-    assert error(drawn, draw(torch_pipeline("sd15-seen", random_weights=True))) < TOLERANCE
+    image = draw(ours)
+    np.testing.assert_array_equal(draw(ours, ip_adapter_image=PICTURE), image)
+    assert error(image, draw(torch_pipeline("sd15-seen", random_weights=True))) < TOLERANCE
 
 
 def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
@@ -182,9 +182,9 @@ def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
     shown = ("--ip-adapter-image", tmp_path / "shown.png", "--ip-adapter-scale", 0.6)
     assert sd_ort("generate", "a", *options, *shown, "--out", tmp_path / "a.png")[0] == 0
     assert Image.open(tmp_path / "a.png").text["ip_adapter_scale"] == "0.6"  # type: ignore[attr-defined]
-    code, _, said = sd_ort("generate", "a", *options, "--out", tmp_path / "b.png")
+    code, _, message = sd_ort("generate", "a", *options, "--out", tmp_path / "b.png")
     assert code == 2
-    assert "has an IP-Adapter: give it an image" in said
+    assert "has an IP-Adapter: give it an image" in message
     assert not (tmp_path / "b.png").exists()
 
 

@@ -175,7 +175,7 @@ def test_filters_are_summed_while_sessions_open(
     def early(sums: list[Callable[[], np.ndarray]]) -> None:
         updates.compute_sums(sums)
 
-    def drawn(start_them: Callable[..., Any]) -> np.ndarray:
+    def image_of(start_them: Callable[..., Any]) -> np.ndarray:
         monkeypatch.setattr(updates, "start_sums", start_them)
         pipeline = StableDiffusionPipeline.from_pretrained(optimized)
         pipeline.load_lora_weights(kohya(make(1)), "one")
@@ -183,7 +183,7 @@ def test_filters_are_summed_while_sessions_open(
         return draw(pipeline)
 
     start = updates.start_sums
-    np.testing.assert_array_equal(drawn(late), drawn(early))
+    np.testing.assert_array_equal(image_of(late), image_of(early))
     assert min(counts) > 0
 
 
@@ -223,8 +223,8 @@ def test_packed_and_hoisted_weights(
     """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding;
     the same where they are computed on the device, two LoRAs at once; without changes those on disk. The provider is
     told of each that is written, once it is."""
-    told: list[tuple[int, bytes]] = []
-    renew = lambda provider: lambda value: told.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
+    written: list[tuple[int, bytes]] = []
+    renew = lambda provider: lambda value: written.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
     monkeypatch.setattr("sd_ort.runtime.components.update_callback", renew)
     out = tmp_path / "out"
     optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoist=True, calibrate=False)
@@ -253,14 +253,14 @@ def test_packed_and_hoisted_weights(
     ort_values = [
         models.overrides.updatable[part].values[name] for part, numbers in changed.items() for name in numbers
     ]
-    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in ort_values)
+    assert sorted(written) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in ort_values)
     check_other_scales(loras, models)
-    told.clear()
+    written.clear()
     open_files = [os.path.realpath(file) for file in Path("/proc/self/fd").glob("*")]
     assert sum(str(out) in file for file in open_files) <= len(changed)  # a data file is opened once
     assert not loras.apply(models, {})
     assert not any(models.overrides.updatable[part].originals for part in changed)
-    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in ort_values)
+    assert sorted(written) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in ort_values)
     for part, numbers in changed.items():
         values = load(out / part / "model.onnx").graph.initializers
         for name in numbers:

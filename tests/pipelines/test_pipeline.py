@@ -244,8 +244,8 @@ def test_generate_does_not_overwrite_and_says_what_it_leaves_out(
     out.write_text("precious")
     expect_error(generate(small_export, "--out", out), 5, "exists: choose another --out")
     assert out.read_text() == "precious"
-    code, _, said = generate(small_export, "--out", out, "--overwrite", "--negative", "blue", "--guidance", 1)
-    assert (code, "--negative has no effect: guidance 1 disables guidance." in said) == (0, True)
+    code, _, message = generate(small_export, "--out", out, "--overwrite", "--negative", "blue", "--guidance", 1)
+    assert (code, "--negative has no effect: guidance 1 disables guidance." in message) == (0, True)
     assert np.asarray(Image.open(out)).shape == (64, 64, 3)
 
 
@@ -352,7 +352,7 @@ def test_ctrl_c_while_drawing(small_export: Path, tmp_path: Path) -> None:
 def test_interrupt_has_a_line_of_its_own(
     where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wherever it meets the progress bar: still unmade, while it draws, or drawn and not yet in a `with`."""
+    """Wherever it meets the progress bar: before it exists, while it is printed, or printed and not yet in a `with`."""
 
     class Screen(io.StringIO):
         def write(self, text: str) -> int:

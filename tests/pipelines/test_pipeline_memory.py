@@ -42,8 +42,8 @@ def test_tiled_decode_is_that_of_diffusers(small_export: Path, vae: Any, size: t
     with torch.no_grad():
         expected = vae.decode(latents / vae.config.scaling_factor).sample
     torch.testing.assert_close(tiled.decode(latents), expected, rtol=1e-3, atol=1e-4)
-    whole = StableDiffusionPipeline.from_pretrained(small_export).decode(latents)
-    assert (whole - expected).abs().max() > 1e-3, "these sizes are not tiled at all"
+    untiled = StableDiffusionPipeline.from_pretrained(small_export).decode(latents)
+    assert (untiled - expected).abs().max() > 1e-3, "these sizes are not tiled at all"
 
 
 def test_tiled_encode_is_that_of_diffusers(small_export: Path, vae: Any) -> None:
@@ -81,8 +81,8 @@ def test_slices_generate_the_same_image(small_export: Path) -> None:
             return decoder(latent_sample=latent_sample)
 
     sliced.vae_decoder = Counting()
-    whole = StableDiffusionPipeline.from_pretrained(small_export)
-    np.testing.assert_allclose(sliced(**arguments).images, whole(**arguments).images, atol=1e-4)
+    unsliced = StableDiffusionPipeline.from_pretrained(small_export)
+    np.testing.assert_allclose(sliced(**arguments).images, unsliced(**arguments).images, atol=1e-4)
     assert rows == [1, 1, 1]
 
 

@@ -302,8 +302,8 @@ def open_rocm(folder: Path) -> None:
 
 def product(beta: float = 0.0, **options: Any) -> list[float]:
     """Return the error of each proposal for a Product with these options."""
-    asked = Product(_opened[0], **options)
-    return [asked.run(number, number, beta) for number in range(asked.count)]
+    tried = Product(_opened[0], **options)
+    return [tried.run(number, number, beta) for number in range(tried.count)]
 
 
 def tensors(method: str, *arguments: Any, **options: Any) -> Any:
