@@ -180,12 +180,12 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         "graph=False, device_loop=False": image_call(on_host),
         **diffusers_engines(options, arguments, device),
     }
-    pictures, report["engines"] = in_turn(engines, options.rounds)
-    base = pictures["the plain call"]
-    for name, picture in pictures.items():
+    images, report["engines"] = in_turn(engines, options.rounds)
+    base = images["the plain call"]
+    for name, image in images.items():
         row = report["engines"][name]
-        row["same_bytes_as_the_plain_call"] = bool(np.array_equal(picture, base))
-        row["psnr_db"] = metrics.psnr(picture, base)
+        row["same_bytes_as_the_plain_call"] = bool(np.array_equal(image, base))
+        row["psnr_db"] = metrics.psnr(image, base)
         say(f"{name:34} first {row['first_s']:7.2f} s  median {1e3 * row['median_s']:8.1f} ms  {row['psnr_db']:.1f} dB")
     report["parts"] = parts(plain, options, arguments)
     say(json.dumps(report["parts"]))
@@ -204,12 +204,12 @@ def first_image(ours: Path, options: argparse.Namespace, side: int) -> dict[str,
 
 
 def in_turn(engines: dict[str, Callable[[], np.ndarray]], rounds: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """One picture and the times of each engine: a first run, a second, then `rounds` in turn."""
-    pictures: dict[str, np.ndarray] = {}
+    """One image and the times of each engine: a first run, a second, then `rounds` in turn."""
+    images: dict[str, np.ndarray] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name, draw in engines.items():
         start = time.perf_counter()
-        pictures[name] = draw()
+        images[name] = draw()
         rows[name] = {"first_s": time.perf_counter() - start, "seconds": []}
         say(f"{name}: first in {rows[name]['first_s']:.2f} s")
         draw()
@@ -218,12 +218,12 @@ def in_turn(engines: dict[str, Callable[[], np.ndarray]], rounds: int) -> tuple[
     for _ in range(rounds):
         for name, draw in engines.items():
             start = time.perf_counter()
-            pictures[name] = draw()
+            images[name] = draw()
             rows[name]["seconds"].append(time.perf_counter() - start)
     gc.enable()
     for row in rows.values():
         row["median_s"] = median(row["seconds"])
-    return pictures, rows
+    return images, rows
 
 
 def diffusers_engines(
@@ -316,7 +316,7 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
     times["unet_calls_alone_ms"] = 1e3 * timed(unets)
     times["not_in_unet_ms"] = times["image_ms"] - times["unet_calls_alone_ms"]
     y, x = np.mgrid[: arguments["height"], : arguments["width"]]
-    picture = Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
+    image = Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
     mask = Image.fromarray(np.where((x > 64) & (y > 64), 255, 0).astype(np.uint8))
     ours = options.work / options.preset / "ours"
     tasks: dict[str, Any] = {
@@ -327,7 +327,7 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
         if (ours / "vae_encoder").is_dir():
             other = cls.from_pretrained(ours, options.provider)
             draw = lambda other=other, more=more: other(  # noqa: E731
-                PROMPT, picture, strength=1.0, num_inference_steps=options.steps, generator=0, progress=False, **more
+                PROMPT, image, strength=1.0, num_inference_steps=options.steps, generator=0, progress=False, **more
             )
             draw()
             times.setdefault("image_of_task_ms", {})[name] = 1e3 * timed(draw)
@@ -359,12 +359,12 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         latents = torch.cat(noise).to(reference.device)
         expected += [np.asarray(image) for image in reference(part, **common, **size, latents=latents).images]
     ours = StableDiffusionPipeline.from_pretrained(options.work / "demo" / "ours", options.provider)
-    pictures = [
+    images = [
         np.asarray(ours(prompt, **common, **size, generator=seed, progress=False).images[0])
         for seed, prompt in enumerate(prompts)
     ]
-    decibels = [metrics.psnr(a, b) for a, b in zip(pictures, expected, strict=True)]
-    right = {"torch fp32": score(prompts, expected).correct, "ours": score(prompts, pictures).correct}
+    decibels = [metrics.psnr(a, b) for a, b in zip(images, expected, strict=True)]
+    right = {"torch fp32": score(prompts, expected).correct, "ours": score(prompts, images).correct}
     values = {
         "prompts": len(prompts),
         "right": right,

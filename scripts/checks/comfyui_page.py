@@ -1,4 +1,4 @@
-"""ComfyUI's page in a browser with a workflow of ours, run from there: the picture beside the nodes' README.
+"""ComfyUI's page in a browser with a workflow of ours, run from there: the image beside the nodes' README.
 
     python scripts/checks/comfyui_page.py --comfyui CHECKOUT --work WORK [--out sd_ort/integrations/comfyui/graph.png]
 
@@ -29,7 +29,7 @@ from scripts.checks.comfyui_host import as_prompt
 from scripts.checks.stubs import stub_missing
 
 HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "integrations" / "comfyui"
-LARGEST = 200_000  # bytes of a picture in the repository
+LARGEST = 200_000  # bytes of an image in the repository
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def queue(address: str, workflow: dict[str, Any]) -> None:
 
 
 def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
-    """The page once the workflow was loaded, queued and its picture was there."""
+    """The page once the workflow was loaded, queued and its image was there."""
     with opened(address, 1440, 800, 300) as page:
         page.wait_for_function("window.app && window.app.graph && window.app.extensionManager")
         page.wait_for_timeout(5000)  # the page loads a workflow of its own first
@@ -101,7 +101,7 @@ def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
         wait_for_picture(address)
         page.mouse.click(700, 780)
         page.keyboard.press(".")  # the whole graph in view
-        page.wait_for_timeout(8000)  # for the picture to be shown
+        page.wait_for_timeout(8000)  # for the image to be shown
         page.screenshot(path=str(out))
 
 

@@ -46,7 +46,7 @@ def fields_of(number: int, prompt: str, options: argparse.Namespace) -> dict[str
 
 
 def ask(address: str, fields: dict[str, Any]) -> tuple[int, bytes, float]:
-    """Status, picture and seconds of a request; a full queue is asked again when it says so."""
+    """Status, image and seconds of a request; a full queue is asked again when it says so."""
     start = time.perf_counter()
     body, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/images/generations", body, headers)

@@ -126,7 +126,7 @@ def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]
 
 
 def generate(address: str, chosen: dict[str, Any], prompt: str = PROMPT) -> np.ndarray:
-    """The picture (H, W, 3), uint8, that its API draws with a UNet that was `chosen`."""
+    """The image (H, W, 3), uint8, that its API draws with a UNet that was `chosen`."""
     fields = {
         "prompt": prompt, "seed": SEED, "steps": STEPS, "cfg_scale": GUIDANCE, "width": SIDE, "height": SIDE,
         "sampler_name": "Euler", **chosen,
@@ -154,7 +154,7 @@ def photographed(address: str, out: Path, forge: bool) -> None:
             choose(page, "demo")
         page.click("#txt2img_generate")
         page.wait_for_selector("#html_info_txt2img:has-text('Steps:')")
-        page.wait_for_timeout(4000)  # for the picture to be shown and the progress bar to go
+        page.wait_for_timeout(4000)  # for the image to be shown and the progress bar to go
         page.evaluate("window.scrollTo(0, 0)")
         page.screenshot(path=str(out))
 

@@ -39,7 +39,7 @@ UNSUPPORTED_ARGUMENTS = {
     "pag_applied_layers": "it is an option of from_pretrained of the PAG pipelines",
 }
 # Names that only some pipelines take, what they do, and the pipelines.
-_IMAGE = "changes a picture: use StableDiffusion"
+_IMAGE = "changes an image: use StableDiffusion"
 IMAGE_ARGUMENTS = {
     **dict.fromkeys(("strength", "denoising_start"), f"{_IMAGE}Img2ImgPipeline"),
     **dict.fromkeys(("mask_image", "masked_image_latents", "padding_mask_crop"), f"{_IMAGE}InpaintPipeline"),
@@ -61,7 +61,7 @@ class Request:
     `crops_coords_top_left`, each with a negative: what SDXL is told. `denoising_end`, `denoising_start`: part of the
     schedule, 0..1, where a base model leaves off and a refiner begins. `control_image`: for the folder's ControlNet,
     one for all images or one a prompt; with several ControlNets a list of such. `ip_adapter_image`: for the folder's
-    IP-Adapter, for all images: a picture, [picture], or several as [[a, b]]; a tensor is what its feature extractor
+    IP-Adapter, for all images: an image, [image], or several as [[a, b]]; a tensor is what its feature extractor
     gives. `ip_adapter_image_embeds`: what `prepare_ip_adapter_image_embeds` gives instead. `output_type`: "pil", "np"
     (float32, (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1), "uint8" (an array, (B, H, W, 3)) or "latent" (before
     scaling by the VAE's factor).
@@ -134,7 +134,7 @@ class Request:
     unet_on_device: bool = field(init=False, default=True)  # whether the loop on the device takes that UNet
     shallow_steps: Any = field(init=False, default=None)  # `ShallowSteps`; None if every step is a full one
     timetable: Any = field(init=False, default=None)  # the scheduler's, see `pipelines.scheduler`
-    pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
+    adapter_images: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # inputs of the IP-Adapter
 
     @property
     def batch(self) -> int:

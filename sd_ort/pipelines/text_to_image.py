@@ -410,7 +410,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         self._pag_scale, self._pag_adaptive_scale = request.pag_scale, request.pag_adaptive_scale
         self._prepare_unet(request)
         self._denoising_end, self._denoising_start = request.denoising_end, request.denoising_start
-        request.pictures = self.encode_ip_adapter_images(request)
+        request.adapter_images = self.encode_ip_adapter_images(request)
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
         output = self._draw(request)

@@ -205,13 +205,13 @@ def test_nothing_of_a_report_is_markup(tmp_path: Path) -> None:
 
 
 def test_image_outside_or_of_another_format_is_refused(tmp_path: Path, folder: Path) -> None:
-    picture = folder / "raw-ONNX.png"
-    Image.open(picture).save(tmp_path / "elsewhere.png")
+    image = folder / "raw-ONNX.png"
+    Image.open(image).save(tmp_path / "elsewhere.png")
     for replace in (
-        lambda: picture.symlink_to(tmp_path / "elsewhere.png"), lambda: picture.symlink_to("/etc/passwd"),
-        lambda: picture.write_text("no picture"),
+        lambda: image.symlink_to(tmp_path / "elsewhere.png"), lambda: image.symlink_to("/etc/passwd"),
+        lambda: image.write_text("no picture"),
     ):  # fmt: skip
-        picture.unlink()
+        image.unlink()
         replace()
         with pytest.raises(InputError, match="raw-ONNX"):
             report.write(folder)

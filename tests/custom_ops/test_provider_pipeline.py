@@ -233,7 +233,7 @@ def test_pipeline_by_the_default_call(
     caplog: pytest.LogCaptureFixture,
     sd_ort: Cli,
 ) -> None:
-    """Captured and queued, nothing warned of, the CPU's picture; LoRAs change the prefetched weights under the open
+    """Captured and queued, nothing warned of, the CPU's image; LoRAs change the prefetched weights under the open
     session; what was tuned is kept and found again."""
     monkeypatch.setattr(weight_prefetch, "MIN_FILE", 0)
     monkeypatch.setattr(weight_prefetch, "MIN_TENSOR", 0)

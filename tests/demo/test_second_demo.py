@@ -71,9 +71,9 @@ def test_from_file_to_image(models: dict[str, torch.nn.Module], sd_ort: Cli, tmp
     pipeline: Any = torch_pipeline("demo")
     image = pipeline(PROMPT, num_inference_steps=2, guidance_scale=GUIDANCE, generator=noise, **size).images[0]
     image.save(tmp_path / "first.png")
-    picture = Image.open(out)
-    assert psnr(np.asarray(picture), by_night(tmp_path / "first.png")) > 40
-    assert picture.info["model"] == str(file)
+    decoded = Image.open(out)
+    assert psnr(np.asarray(decoded), by_night(tmp_path / "first.png")) > 40
+    assert decoded.info["model"] == str(file)
     assert "bit for bit" in sd_ort("verify", file, optimized)[1]
     code, output, _ = sd_ort("verify", "demo", optimized, "--json", "--component", "vae_decoder", "--component", "unet")
     assert code == 4

@@ -359,5 +359,5 @@ def test_image_of_any_mode(pristine: Path) -> None:
 
     processor = StableDiffusionPipeline.from_pretrained(pristine).image_processor
     for mode in ("L", "RGBA", "P", "1"):
-        picture = Image.fromarray(np.zeros((64, 64, 3), np.uint8)).convert(mode)
-        assert processor.preprocess(picture).shape == (1, 3, 64, 64)
+        image = Image.fromarray(np.zeros((64, 64, 3), np.uint8)).convert(mode)
+        assert processor.preprocess(image).shape == (1, 3, 64, 64)

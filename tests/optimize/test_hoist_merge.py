@@ -175,10 +175,10 @@ def test_merging_of_unsupported_folders_is_an_error(plain: Path, tmp_path: Path,
     assert (code, "as one model" in out) == (0, True), error
     code, _, error = sd_ort("merge", tmp_path / "merged", tmp_path / "again")
     assert (code, "is a merged pipeline" in error) == (2, True)
-    picture = tmp_path / "a.png"
+    image = tmp_path / "a.png"
     size = ("--height", 64, "--width", 64, "--steps", 2)
-    assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", picture)[0] == 0
-    assert picture.is_file()
+    assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", image)[0] == 0
+    assert image.is_file()
 
 
 def test_opset_of_a_merged_model() -> None:
@@ -304,14 +304,14 @@ def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, see
     config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
     scheduler = type(scheduler).from_config({**config, **DRAWING[name]})
     images = {"num_images_per_prompt": len(seeds)} if isinstance(seeds, list) else {}
-    pictures = []
+    outputs = []
     for looped in (False, True):
         generator = [torch.Generator().manual_seed(seed) for seed in seeds] if images else seeds
         arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
         pipeline = StableDiffusionPipeline.from_pretrained(plain, scheduler=scheduler, device_loop=looped)
-        pictures.append(draw(pipeline, **images, **arguments))
+        outputs.append(draw(pipeline, **images, **arguments))
         assert not looped or pipeline.loop.buffer_cache, "the loop ran on the host"
-    assert psnr(*pictures) > 80
+    assert psnr(*outputs) > 80
 
 
 def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
@@ -364,8 +364,8 @@ def test_threads_share_one_pipeline(plain: Path) -> None:
     alone = [one(job) for job in jobs]
     with ThreadPoolExecutor(8) as pool:
         images = list(pool.map(one, jobs))
-    for picture, expected in zip(images, alone, strict=True):
-        np.testing.assert_array_equal(picture, expected)
+    for image, expected in zip(images, alone, strict=True):
+        np.testing.assert_array_equal(image, expected)
 
 
 # --- Other commands on a hoisted folder -----------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_a_lora_beside_diffusers(float8: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     expected = np.asarray(diffusers_pipeline("night")(**CALL, generator=generator).images[0], np.float32)
     assert psnr(image, expected) > 30  # measured 33.0; the goal of 8 bits is 30
-    assert psnr(before, expected) < 12  # measured 6.2: the LoRA changes the picture
+    assert psnr(before, expected) < 12  # measured 6.2: the LoRA changes the image
     pipeline.set_adapters("night", 0.5)
     half = draw()
     assert psnr(half, image) < 40

@@ -115,7 +115,7 @@ def test_image_formats(pipeline: Any, reference: Any, kind: str) -> None:
     unit = pixels.astype(np.float32) / 255
     tensor = torch.from_numpy(unit).permute(2, 0, 1)[None]
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    picture, same = {
+    input_image, same = {
         "array": (unit, unit[None]),
         "bytes": (pixels, Image.fromarray(pixels)),
         "tensor": (tensor, tensor),
@@ -125,7 +125,7 @@ def test_image_formats(pipeline: Any, reference: Any, kind: str) -> None:
     theirs = diffusers.StableDiffusionImg2ImgPipeline(**reference.components)
     theirs.set_progress_bar_config(disable=True)
     ours = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)
-    image = draw(ours, image=picture, strength=0.7, height=None, width=None)
+    image = draw(ours, image=input_image, strength=0.7, height=None, width=None)
     settings = {name: value for name, value in SETTINGS.items() if name not in ("height", "width")}
     generator = torch.Generator().manual_seed(7)
     expected = theirs(PROMPT, image=same, strength=0.7, generator=generator, output_type="np", **settings).images

@@ -56,7 +56,7 @@ def test_tiled_encode_is_that_of_diffusers(small_export: Path, vae: Any) -> None
 
 
 def test_tiles_of_a_map_that_keeps_pixels() -> None:
-    """Blending equal pictures changes nothing, whatever the sizes."""
+    """Blending equal images changes nothing, whatever the sizes."""
     for height, width in ((16, 16), (17, 40), (64, 5), (33, 47)):
         x = np.random.default_rng(0).standard_normal((2, 3, height, width)).astype(np.float32)
         seen: list[tuple[int, ...]] = []
@@ -98,7 +98,7 @@ def test_low_memory_keeps_one_component(small_export: Path) -> None:
 
 
 def test_safety_checker(small_export: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A checker that flags the second picture of a batch; without the component, or switched off, none is checked."""
+    """A checker that flags the second image of a batch; without the component, or switched off, none is checked."""
     out = Path(shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns("vae_encoder")))
     (out / "safety_checker").mkdir()
     graph = helper.make_graph(
