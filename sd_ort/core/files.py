@@ -104,7 +104,7 @@ def code_hash(*packages: Path) -> str:
 
 
 def open_regular(path: Path, root: Path | None = None, limit: int | None = None) -> BinaryIO:
-    """Open a file that others wrote, for reading. FIFOs, devices and sockets, which block or never end, are refused.
+    """Open a file that others wrote, for reading. FIFOs, devices and sockets, which block or never end, are rejected.
 
     `root`: folder that must contain the file, links followed (see `paths.inside`). `limit`: bytes. Raises InputError
     for another kind of file, one outside of `root` or a larger one, and OSError as `open` does.

@@ -229,7 +229,7 @@ def check_size(size: Size, multiple: int) -> None:
 def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mapping[str, Any]) -> Request:
     """The request of a call; `defaults` take the place of None. `leaves`: names that this pipeline does not take.
 
-    Raises InputError for a name that is refused or unknown, with what to do.
+    Raises InputError for a name that is rejected or unknown, with what to do.
     """
     parameters = {f.name: f for f in fields(Request) if f.init}
     for name, value in arguments.items():

@@ -58,7 +58,7 @@ UNUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "split_image": (None,), "unet_on": (None,), "decode_on": (None,), "safety_checker": (None, True, False),
 }  # fmt: skip
 _NO_ADAPTER = "IP-Adapters of diffusion transformers are not supported: use diffusers"
-# Arguments that are refused unless they are None, with the reason.
+# Arguments that are rejected unless they are None, with the reason.
 UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
     "ip_adapter_image": _NO_ADAPTER, "ip_adapter_image_embeds": _NO_ADAPTER, "negative_ip_adapter_image": _NO_ADAPTER,
     "negative_ip_adapter_image_embeds": _NO_ADAPTER,
@@ -205,7 +205,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     CLASS = ""  # the model class of the transformer
     INDEX_CLASS = ""  # the pipeline class of the folder
     OTHER_INDEX_CLASSES: tuple[str, ...] = ()  # further classes, whose folders have the same models
-    ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others refuses the size
+    ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others rejects the size
     ROUNDS_UP = False  # with ROUNDS_SIZE: up to a multiple
     LONGEST_TEXT = LONGEST_TEXT  # largest max_sequence_length
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without

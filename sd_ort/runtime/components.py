@@ -214,7 +214,7 @@ class Components(MutableMapping[str, OrtModel]):
             return self.placement.open_partitions(name, self.opener)
         return self.opener.open_streamed(name) if name in self.opener.plans else self.opener.open(name)
 
-    def _refuse_streamed(self, name: str, label: str) -> None:
+    def _reject_streamed(self, name: str, label: str) -> None:
         if name in self.opener.plans:
             raise InputError(f"{name} is streamed from host memory, which {label} cannot: leave low_memory out.")
 
@@ -226,7 +226,7 @@ class Components(MutableMapping[str, OrtModel]):
         """
         key = f"{name} {label}"
         if key not in self.opened:
-            self._refuse_streamed(name, label)
+            self._reject_streamed(name, label)
             self.require(name)
             override = self.overrides.of_graph(name, make(self.files.model(name)))
             self.opened[key] = (self.opener.open if captured else self.opener.open_uncaptured)(name, override)
@@ -242,7 +242,7 @@ class Components(MutableMapping[str, OrtModel]):
         """
         key = f"{name} {label}"
         if key not in self.edited_graphs:
-            self._refuse_streamed(name, label)
+            self._reject_streamed(name, label)
             if name in self.placement.partitioned:
                 raise InputError(f"{name} runs on several devices, which {label} cannot: leave unet_on out.")
             self.require(name)

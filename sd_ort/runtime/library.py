@@ -30,7 +30,7 @@ PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}{_SUFFIX}" for vendor in ("
 
 
 class BuildError(InputError):
-    """The library cannot be built: something is missing, or a compiler refused."""
+    """The library cannot be built: something is missing, or a compiler failed."""
 
 
 @dataclass(frozen=True)

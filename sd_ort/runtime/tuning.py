@@ -4,7 +4,7 @@ A file holds `format`, `validators` (GPU architecture, driver and runtime versio
 ONNX Runtime), `operators` (operator -> signature of the call -> candidate, microseconds, default_microseconds, and
 `rejected`: faster candidates that failed or gave wrong results) and `onnxruntime` (what its own tunable operators
 found, as `InferenceSession.get_tuning_results` gives it). A file whose validators differ from this machine's is
-refused, with the reason. There is one file for each set of validators, in $SD_ORT_TUNING, or else in results/tuning and
+rejected with the reason. There is one file for each set of validators, in $SD_ORT_TUNING, or else in results/tuning and
 the cache folder; sessions load the one that fits, from there or from `tuning` in the folder of their model, without
 being asked to.
 
@@ -183,7 +183,7 @@ def check(path: Path, record: Record, validators: Mapping[str, str]) -> None:
         if record["validators"].get(key) != value
     ]
     if differences:
-        raise TuningError(f"{path} is refused: {'; '.join(differences)}. Tune again with sd-ort tune.")
+        raise TuningError(f"{path} is rejected: {'; '.join(differences)}. Tune again with sd-ort tune.")
 
 
 def merge(path: Path, record: Record) -> Record:

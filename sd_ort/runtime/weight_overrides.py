@@ -39,7 +39,7 @@ class WeightOverrides:
     def of_graph(self, name: str, graph: bytes) -> ModelOverride:
         """Return the override for an edited graph of a component.
 
-        It has only weights of which the graph has initializers: ONNX Runtime refuses others. None are shared, since an
+        It has only weights of which the graph has initializers: ONNX Runtime rejects others. None are shared, since an
         edited graph has other consumers.
         """
         override = replace(self.of(name), shared=(), graph=graph)

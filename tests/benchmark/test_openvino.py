@@ -36,5 +36,5 @@ def test_computes_in_float32_by_default(tmp_path: Path) -> None:
     actual = openvino.compile_model(tmp_path / "model.onnx", "float32", 1)({"x": x, "w": w})[0]
     np.testing.assert_allclose(actual, x @ w, rtol=1e-4, atol=1e-4)
     (tmp_path / "broken.onnx").write_bytes(b"no model")
-    with pytest.raises(SdOrtError, match="OpenVINO refuses"):
+    with pytest.raises(SdOrtError, match="OpenVINO rejects"):
         openvino.compile_model(tmp_path / "broken.onnx", "float32", None)

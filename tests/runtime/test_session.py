@@ -182,7 +182,7 @@ def test_external_data_through_a_link(model: Path, tmp_path: Path) -> None:
 
 def test_unknown_operator_is_one_line(tmp_path: Path) -> None:
     path = write_model(tmp_path, op="NoSuchOp", domain="nowhere")
-    with pytest.raises(InputError, match="ONNX Runtime refuses") as caught:
+    with pytest.raises(InputError, match="ONNX Runtime rejects") as caught:
         session.create_session(path)
     assert "\n" not in str(caught.value)
     assert "optimized for" not in str(caught.value)
