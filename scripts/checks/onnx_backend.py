@@ -135,7 +135,7 @@ def results(case: Any, targets: Iterable[str], work: Path) -> Iterator[tuple[str
             with cpu_equivalent(out) as (path, _):
                 actual = run_session(session(path), feeds)
         except SdOrtError as error:
-            invalid = "ONNX Runtime refuses" in str(error) and case.name not in INVALID
+            invalid = "ONNX Runtime rejects" in str(error) and case.name not in INVALID
             yield target, WRONG if invalid else REFUSED, summary(error).replace(f"{target} is", "the result is")
         except Exception as error:
             yield target, CRASH, summary(error)

@@ -8,8 +8,8 @@ import pytest
 
 from scripts.checks import onnx_backend
 
-# Reasons for which `optimize` refuses a case that ONNX Runtime runs.
-REFUSALS = ("is no tensor of numbers", "ONNX Runtime refuses")
+# Reasons for which `optimize` rejects a case that ONNX Runtime runs.
+REJECTIONS = ("is no tensor of numbers", "ONNX Runtime rejects")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -23,7 +23,7 @@ def test_a_quarter_of_the_cases_of_onnx(monkeypatch: pytest.MonkeyPatch) -> None
     for (_, verdict, reason), count in counts.items():
         verdicts[verdict] += count
         if verdict == onnx_backend.REFUSED:
-            assert any(refusal in reason for refusal in REFUSALS), reason
+            assert any(refusal in reason for refusal in REJECTIONS), reason
     assert verdicts[onnx_backend.EQUAL] > 1000, verdicts
     assert verdicts[onnx_backend.REFUSED] < 50, verdicts
 
