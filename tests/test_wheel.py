@@ -97,7 +97,7 @@ def test_a_machine_without_a_compiler_gets_a_wheel_and_one_line(tmp_path: Path) 
 
 
 def test_a_wheel_for_windows_has_its_libraries_and_tag(tmp_path: Path) -> None:
-    """Of a wheel for any system; pip reads RECORD, and refuses files that differ from it."""
+    """It is built from a wheel without compiled code; pip rejects files that differ from RECORD."""
     portable, record = tmp_path / "sd_ort-1.0.0-py3-none-any.whl", "sd_ort-1.0.0.dist-info/RECORD"
     with zipfile.ZipFile(portable, "w") as archive:
         archive.writestr("custom_ops/rocm.py", "import os\n")

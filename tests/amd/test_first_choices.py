@@ -1,4 +1,4 @@
-"""First choices of tiles on AMD cards: what the library answers on a simulated card, beside the roofline."""
+"""First choices of tiles on AMD cards: results of the library on a simulated card, and the roofline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLES = {card.target: title for title, card in CARDS.items()}
 
 
 def check(card: dict[str, Any]) -> None:
-    """What the roofline argues of a card's first choices."""
+    """Assert bounds of the roofline on a card's first choices."""
     multiprocessors = card["multiprocessors"]
     assert min(card["resident_blocks"].values()) >= 2  # else a second block would wait and hide no latency
     calls = card["convolutions"].values()

@@ -70,7 +70,7 @@ def test_kernels_belong_to_the_node_that_launched_them() -> None:
 
 
 def test_time_line_of_the_last_run() -> None:
-    """Of nodes with gaps between; without, if durations are not those of the nodes' clock."""
+    """It has nodes with gaps between them, and no gaps if durations are of another clock."""
     events = profile.node_events(ort_trace(), runs=2)
     parts = profile.time_line(events, sequential=False)
     assert parts == [

@@ -29,7 +29,7 @@ def model_of(preset: str) -> Any:
 
 @pytest.mark.parametrize("preset", [f"{name}-tiny" for name in TINY])
 def test_both_sides_have_the_same_output(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module that is exported computes what diffusers' forward does, on the inputs of the benchmark."""
+    """The exported module and diffusers' forward have equal outputs for the inputs of the benchmark."""
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     inputs = bench.random_inputs(preset, 128, 2)
     model = model_of(preset)

@@ -123,8 +123,10 @@ def test_a_norm_writes_float8(dtype: str, provider: str) -> None:
     "recipe", [["transpose", [1, 0], "q"], ["interleave", 2, *(["transpose", [1, 0], each] for each in "qkv")]]
 )
 def test_weights_with_deltas_are_quantized_on_the_device(provider: str, recipe: Any, magnitude: float) -> None:
-    """Elements and scales of float8 weights are NumPy's bit for bit: of sums that are exact, at scales of any binade,
-    those that float16 has as subnormals too."""
+    """Elements and scales of float8 weights equal NumPy's bit for bit, for exact sums.
+
+    Scales are of any binade, including those that are subnormal in float16.
+    """
     random, dtype = np.random.default_rng(0), np.float32
     expression, table = ["quantize", ["float8", None], recipe], {"q": 0, "k": 1, "v": 2}
     names = [name for name in table if name in weight_recipes.sources(expression)]

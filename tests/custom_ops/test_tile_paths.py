@@ -43,7 +43,7 @@ def has_flag(path: str) -> bool:
     ],
 )
 def test_int8_is_exact_on_each_path(folder: str, source: str, path: str, tmp_path: Path) -> None:
-    """Sums times 1 plus 0 are the integers that NumPy computes: nothing is rounded below 2^24."""
+    """Sums with scale 1 and zero point 0 equal NumPy's integers: float32 is exact below 2^24."""
     if not has_flag(path):
         pytest.skip(f"this processor has no {NEEDS[path]}")
     library = tmp_path / "paths.so"

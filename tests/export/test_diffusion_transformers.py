@@ -411,7 +411,7 @@ def test_schedule(preset, steps):
 
 
 def test_scheduler_is_one_object(folder):
-    """As in diffusers: it is the caller's, what `set_shift` sets is used, and another pipeline shares it."""
+    """The scheduler is the caller's object, settings of `set_shift` are used, and another pipeline shares it."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     pipeline = sd_ort_package.StableDiffusion3Pipeline.from_pretrained(folder(SD3), "cpu")

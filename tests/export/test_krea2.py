@@ -101,7 +101,7 @@ class TimeInFloat32(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own exporter
 def test_diffusers_still_needs_the_modules() -> None:
-    """If a line fails, exporters write that class as it is needed: remove what replaces it from krea2_modules.py."""
+    """If a line fails, exporters support that class: remove its replacement from krea2_modules.py."""
     model, encoder = built(FAMILY, "transformer"), built(FAMILY, "text_encoder")
     norm = next(module for module in model.modules() if isinstance(module, Krea2RMSNorm))
     weight = norm.weight.detach()

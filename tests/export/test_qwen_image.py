@@ -251,7 +251,7 @@ MAG = {"threshold": 0.3, "num_inference_steps": 12, "mag_ratios": [1.1, 0.9, 1.0
     (TaylorSeerCacheConfig(taylor_factors_dtype=torch.float32), "transformer_blocks.1.attn.to_q"),
 ], ids=["first-block", "mag", "taylor"])  # fmt: skip
 def test_caches(models: Models, hoisted: QwenImagePipeline, config: Any, module: str) -> None:
-    """As many full steps as diffusers' hook, of the prompt and of the negative prompt, and the same image."""
+    """The numbers of full steps of both prompts and the image equal those of diffusers' hook."""
     call = {**CALL, "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
     check_cache(models.theirs(FAMILY, KIND), hoisted, config, module, call)
 

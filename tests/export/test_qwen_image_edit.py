@@ -189,7 +189,7 @@ def test_image_and_positions_count(models: Models, monkeypatch: pytest.MonkeyPat
 
 
 def test_first_block_cache(models: Models, hoisted: QwenImageEditPipeline) -> None:
-    """As many full steps as diffusers' FirstBlockCache has, which is the first of each prompt, and the same image."""
+    """The numbers of full steps and the image equal those of diffusers' FirstBlockCache."""
     call = CALL | {"image": sample_image(90, 150), "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
     del call["generator"]
     config = FirstBlockCacheConfig(threshold=0.3)

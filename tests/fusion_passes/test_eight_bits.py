@@ -322,7 +322,7 @@ def test_convolutions_between_qdq_are_lowered(body: str, weights: str, attribute
     ],
 )
 def test_other_convolutions_are_not_lowered(reason: str, attributes: str, weight: str) -> None:
-    """They are not taken for the CPU either, so that the graph has no QDQ around a layer in float32."""
+    """They are rejected for the CPU too, so that the graph has no QDQ around a float32 layer."""
     model = model_of(f"y = Conv {attributes} (sample, k)", f"float[48,64,{weight}] k", "float[N,64,H,W] sample")
     (conv,) = model.graph
     sample = conv.inputs[0]
@@ -380,7 +380,7 @@ def float8_feed() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("reshape", ["", "r = Reshape (a, row)  "])
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_producers_write_float8(name: str, reshape: str) -> None:
-    """The same numbers by one node less; a Reshape before the quantization follows it."""
+    """Equal outputs with one node less; a Reshape before the quantization moves behind it."""
     end = f"{reshape}q = {FLOAT8} ({'r' if reshape else 'a'}, s)  y = DequantizeLinear (q, s)"
     model = float8_model(PRODUCERS[name], end)
     expected = run_with_bodies(model, float8_feed())

@@ -223,7 +223,7 @@ def test_a_session_with_tuning_on_measures(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_rejected_candidates_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """With its time it would have been chosen: nobody else would learn of it."""
+    """Saving and showing results report a faster candidate that gave wrong results."""
     results = results_of("a")
     results["GroupNorm"]["a"]["rejected"] = "default: wrong results"
     path = save(FakeOps(results=results))

@@ -225,7 +225,7 @@ def test_model_of_flux(transformers: Any, flux: Mapping[bool, TorchComponentSess
 
 
 def test_unsupported(transformers: Any, recorded: type[Recorded]) -> None:
-    """What changes blocks, a mask and other families are refused by name, in one line."""
+    """Block patches, masks and other families are rejected by name, in one line."""
     net = transformers.FluxNet(recorded("flux-dev"), Net())
     inputs = flux_inputs()
     for more, message in (

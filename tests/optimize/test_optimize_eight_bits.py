@@ -132,7 +132,7 @@ def test_the_decoder_in_8_bits(recorded: Path, reference: Path, tmp_path: Path) 
 
 
 def test_the_decoder_on_the_cpu(recorded: Path, reference: Path, tmp_path: Path) -> None:
-    """The kernels for int8 compute what QDQ does at the same layers."""
+    """The int8 kernels compute the same as QDQ at the same layers."""
     options: dict[str, Any] = {"eight_bits": "int8", "vae_decoder": True, "inputs": recorded}
     for target in ("cpu", "portable"):
         optimize("demo", tmp_path / target, target=target, components=[VAE_DECODER], **options)
@@ -374,7 +374,7 @@ def test_calibration_prompts_that_overflow(
 
 
 def test_a_range_that_has_no_scale() -> None:
-    """An activation whose scale float16 cannot hold: the error names it and what to do."""
+    """The scale of an activation exceeds float16: the error names the activation and a remedy."""
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["": 21]> g (float[1,4,64] sample, float[64,64] w) => (float[1,4,64] y)
         { z = MatMul (sample, w) y = Relu (z) }"""

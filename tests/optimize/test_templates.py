@@ -177,7 +177,7 @@ def test_no_component_of_an_edit_is_exported(name: str) -> None:
 
 
 def test_templates_of_a_family_are_one_archive(tmp_path: Path) -> None:
-    """Each is read as it was written; a file of its own is replaced, and a damaged archive is told."""
+    """Reading returns each written template, writing replaces one, and a damaged archive is an error."""
     contents = {"sd15.unet": b"one" * 1000, "sd15-lcm.unet": b"two" * 1000}
     assert write_group(tmp_path, "sd15.unet", {"sd15.unet": contents["sd15.unet"]}) == tmp_path / "sd15.unet.onnx.xz"
     archive = write_group(tmp_path, "sd15.unet", contents)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def reference(reference: Any) -> Any:
-    """With a scheduler that takes any schedule."""
+    """Return diffusers' pipeline with a scheduler that accepts any schedule."""
     reference.scheduler = diffusers.EulerDiscreteScheduler.from_config(reference.scheduler.config)
     return reference
 

@@ -69,7 +69,7 @@ def results(path: Path, edit: Callable[[Any], None] | None, arrays: Mapping[str,
 
 
 def test_bands_with_values_of_the_same_step(channels_last: Path) -> None:
-    """Bands that read what the whole image's graph returns in this step compute its rows, and offer what it returned.
+    """Bands with values of the complete graph from the same step compute the same rows and send the same values.
 
     Equal but for rounding: sums of other orders, and variances from mean squares, in float32.
     """
@@ -247,7 +247,7 @@ def test_generate(fused: Path, sd_ort: Callable[..., tuple[int, str, str]], tmp_
 
 @pytest.mark.parametrize("seed", range(10))
 def test_order_on_four_streams(seed: int) -> None:
-    """However four devices share their time, each step reads what all of them computed in this step.
+    """In any order of four devices, each step reads the values that all devices computed in this step.
 
     A band's rows are 10 x latents + its device's number, joined by a sum over its half; a step adds up both halves.
     """

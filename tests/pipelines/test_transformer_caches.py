@@ -73,7 +73,7 @@ def expected_image(theirs: Any, config: Any, module: str, **options: Any) -> tup
 
 @pytest.mark.parametrize("guidance", [{}, GUIDED])
 def test_mag_cache(guidance: dict[str, Any], pipeline: FluxPipeline, theirs: Any) -> None:
-    """As many full steps, with a cache of its own for each prompt, and the same image; then the first one again."""
+    """Full steps and image equal diffusers', with a cache for each prompt; then the first image returns."""
     first = draw(pipeline, **guidance)
     pipeline.enable_cache(MagCacheConfig(**MAG))
     cached = draw(pipeline, **guidance)
@@ -119,7 +119,7 @@ def test_steps_of_mag_cache() -> None:
     {"use_lite_mode": True, "max_order": 2, "cache_interval": 2},
 ])  # fmt: skip
 def test_taylor_seer(settings: dict[str, Any], pipeline: FluxPipeline, theirs: Any) -> None:
-    """As many full steps for each prompt, and the same image; the factors' rounding to bfloat16 is no linear one."""
+    """Full steps of each prompt and the image equal diffusers'; rounding factors to bfloat16 is not linear."""
     first = draw(pipeline, **GUIDED)
     pipeline.enable_cache(TaylorSeerCacheConfig(**settings))
     cached = draw(pipeline, **GUIDED)

@@ -137,7 +137,7 @@ def test_decoding_while_the_next_batch_is_generated(small_export: Path, monkeypa
 
 
 def test_host_works_while_the_next_batch_is_generated(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same bytes, made of pixels and of noise in another thread; finished images are returned before a failure."""
+    """Equal bytes with noise and conversion in another thread; finished images are returned before a failure."""
     pipeline = StableDiffusionPipeline.from_pretrained(small_export, device_loop=True)
     shared = {**SETTINGS, "num_inference_steps": 1, "output_type": "pil"}
     calls = [{**shared, "generator": [seed]} for seed in (1, 2, 2)] + [{**shared, "generator": 3, "output_type": "np"}]

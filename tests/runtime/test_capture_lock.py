@@ -158,7 +158,7 @@ class Stream:
     prefix, handle = "cuda", 1
 
     def __init__(self, device: Device, void: int = 0) -> None:
-        """`void`: how many captures fail."""
+        """void: number of captures that fail."""
         self.device, self.void = device, void
 
     def call(self, name: str, *_: Any) -> None:

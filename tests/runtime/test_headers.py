@@ -1,4 +1,4 @@
-"""ONNX Runtime's headers: where they come from on a machine that has none."""
+"""Sources of ONNX Runtime's headers on a machine without them."""
 
 from __future__ import annotations
 

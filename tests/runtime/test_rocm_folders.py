@@ -167,7 +167,7 @@ def test_device_libraries_older_than_the_compiler_are_named(nowhere: Path) -> No
 
 @pytest.mark.skipif(not CLANG, reason="clang 19 is not installed")
 def test_clang_without_device_libraries_is_refused(nowhere: Path) -> None:
-    """As clang itself says it: the driver looks for them when it only preprocesses."""
+    """The error is clang's own: it looks for device libraries even if it only preprocesses."""
     compiler = build.HipCompiler(CLANG, (f"--rocm-path={nowhere}",))
     with pytest.raises(BuildError, match="finds no ROCm device library, so it cannot build for gfx942: install"):
         build.check_compiler(compiler, ["gfx942"])
