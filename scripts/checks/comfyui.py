@@ -5,7 +5,7 @@
 CHECKOUT is ComfyUI's source, 0.33.0 or later, of which nothing is changed: models, nodes and pictures lie in a
 temporary folder. Its requirements must be installed beside sd-ort (einops, torchsde, comfy-aimdo, comfy-kitchen,
 aiohttp, av, ...; torchvision and torchaudio may be missing, they are stubbed). The demo model is optimized for the
-CPU, with a ControlNet and two LoRAs of made-up weights, and every workflow of sd_ort/integrations/comfyui/workflows
+CPU, with a ControlNet and two LoRAs with random weights, and every workflow of sd_ort/integrations/comfyui/workflows
 is run; text to image also on a small SDXL of random weights, on the demo model's checkpoint, which our node converts,
 and decoded in tiles. All but the tiles and the latent upscaling must draw what our own pipelines draw from the same
 noise (PSNR of the 8-bit pictures at least 40 dB). Inpainting is held against the same steps with the latents outside

@@ -6,7 +6,7 @@ CHECKOUT: its source, 1.10.1, or Forge of June 2025, with what its launcher clon
 stable-diffusion-webui-assets will do); nothing in it is changed (of Forge a copy is run, see `webui_forge`). PYTHON:
 one that has what its requirements_versions.txt pins, torch, and sd-ort's needs; torchvision, torchaudio and OpenAI's
 clip may be missing, they are stubbed. FOLDER: the demo model, optimized for the CPU. The demo checkpoint goes into a
-data folder of its own, with two LoRAs of made-up weights and a folder that is broken. Its API draws with its own UNet
+data folder of its own, with two LoRAs with random weights and a folder that is broken. Its API draws with its own UNet
 and with ours (Settings > SD Unet; Forge: a checkbox and a folder), without and with LoRA tags: at least 40 dB between
 the two, and less between with and without. With the broken folder the host's own UNet must draw, and say so. For the
 page: playwright, and a Chromium of this machine.

@@ -58,7 +58,7 @@ class Request:
     (N, S, C), `pooled_prompt_embeds` and its negative (N, D): in place of N prompts, or of their negatives.
     `prompt_syntax`: "plain", or "weights" for (word:1.3), [word], BREAK and long prompts (`pipeline.weighting`).
     `cross_attention_kwargs`: {"scale": s} weighs all LoRAs by s. `original_size`, `target_size` (height, width) and
-    `crops_coords_top_left`, each with a negative: what SDXL is told. `denoising_end`, `denoising_start`: part of the
+    `crops_coords_top_left`, each with a negative: SDXL's sizes. `denoising_end`, `denoising_start`: part of the
     schedule, 0..1, where a base model leaves off and a refiner begins. `control_image`: for the folder's ControlNet,
     one for all images or one a prompt; with several ControlNets a list of such. `ip_adapter_image`: for the folder's
     IP-Adapter, for all images: an image, [image], or several as [[a, b]]; a tensor is what its feature extractor

@@ -126,7 +126,7 @@ def test_recorded_inputs(source: Path, tmp_path: Path) -> None:
         tmp_path / "runs.npz", **{"vae_decoder/latent_sample/0": latent, "vae_decoder/latent_sample/1": latent[..., :3]}
     )
     result = verify(source, tmp_path / "out", inputs=tmp_path / "runs.npz", library=False)
-    assert [row["shape"][2:] for row in result["rows"]] == [[5, 7], [5, 3]]  # made-up runs are left out
+    assert [row["shape"][2:] for row in result["rows"]] == [[5, 7], [5, 3]]  # synthetic runs are left out
     assert result["passed"]
     with pytest.raises(InputError, match=r"numpy\.savez"):
         verify(source, tmp_path / "out", inputs=tmp_path / "none.npz")

@@ -1,4 +1,4 @@
-"""The provider that `auto` chooses, on machines that are made up: GPUs, wheels, builds and free memory."""
+"""The provider that `auto` chooses, on simulated machines: GPUs, wheels, builds and free memory."""
 
 from __future__ import annotations
 
