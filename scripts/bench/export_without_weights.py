@@ -105,8 +105,8 @@ def unfilled(config: dict[str, Any]) -> torch.nn.Module:
             setattr(torch.nn.init, name, function)
     with torch.no_grad():
         for parameter in model.parameters():
-            touched = parameter if parameter.numel() < UNTOUCHED else parameter[(slice(4),) * parameter.ndim]
-            touched.normal_(MARK)
+            values = parameter if parameter.numel() < UNTOUCHED else parameter[(slice(4),) * parameter.ndim]
+            values.normal_(MARK)
     return model.eval()
 
 

@@ -59,7 +59,7 @@ def checkpoint(preset: str, seed: int, folder: Path) -> None:
         model.half().save_pretrained(folder / name)
 
 
-def touched(folder: Path, component: str, convolutions: bool = False) -> Iterator[tuple[str, list[int]]]:
+def layers_with_loras(folder: Path, component: str, convolutions: bool = False) -> Iterator[tuple[str, list[int]]]:
     """Module and shape of what a LoRA usually changes: all that is linear in attention blocks and text encoders.
 
     With `convolutions` also the 3 x 3 convolutions of the UNet's residual blocks.
@@ -81,7 +81,7 @@ def make_lora(folder: Path, out: Path, seed: int, rank: int = RANK, convolutions
     xl = (folder / "text_encoder_2").is_dir()
     tensors: dict[str, torch.Tensor] = {}
     for component, prefix in NAMES.items():
-        for module, (wide, narrow, *kernel) in touched(folder, component, convolutions):
+        for module, (wide, narrow, *kernel) in layers_with_loras(folder, component, convolutions):
             name = ("lora_te1_" if xl and component == "text_encoder" else prefix) + module.replace(".", "_")
             tensors[f"{name}.lora_down.weight"] = torch.randn(rank, narrow, *kernel, generator=generator) / narrow**0.5
             up = torch.randn(wide, rank, *[1 for _ in kernel], generator=generator)

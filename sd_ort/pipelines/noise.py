@@ -39,8 +39,8 @@ class TorchNormalGenerator:
         """Sample in `executor` the noise for the first `draw` of this shape."""
 
         def draw() -> tuple[np.ndarray, TorchNormalGenerator]:
-            ahead = TorchNormalGenerator(self.seed)
-            return ahead.draw(shape), ahead
+            generator = TorchNormalGenerator(self.seed)
+            return generator.draw(shape), generator
 
         self.started = executor.submit(draw)
 
@@ -50,9 +50,9 @@ class TorchNormalGenerator:
         assert size >= BLOCK
         started, self.started = self.started, None
         if started is not None:
-            samples, ahead = started.result()
+            samples, generator = started.result()
             if samples.size == size:
-                self.twister = ahead.twister
+                self.twister = generator.twister
                 return samples.reshape(tuple(shape))
         samples = self._uniform(size)
         full = size // BLOCK * BLOCK

@@ -59,7 +59,7 @@ def as_declared(session: ort.InferenceSession, arrays: Mapping[str, np.ndarray])
     return {name: array.astype(model.dtype(name)) for name, array in arrays.items()}
 
 
-def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+def max_relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(actual.astype(np.float64) - expected).max() / np.abs(expected).max())
 
 
@@ -103,7 +103,7 @@ def test_bfloat16(provider: str, folder: Path) -> None:
     session = session_of(model, provider)
     arrays = random_arrays(raw)
     fed = {value.name: arrays[value.name.removesuffix(".float32")] for value in session.get_inputs()}
-    assert relative_error(session.run(None, fed)[0], raw.run(None, arrays)[0]) < BOUND["bfloat16"]
+    assert max_relative_error(session.run(None, fed)[0], raw.run(None, arrays)[0]) < BOUND["bfloat16"]
     assert assigned_operators(session).get("CPUExecutionProvider", Counter()).keys() <= SHAPES
 
 
@@ -122,7 +122,7 @@ def test_complete_component(provider: str, folder: Path, name: str, dtype: str) 
     arrays = random_arrays(raw)
     expected = raw.run(None, arrays)
     for actual, right in zip(session.run(None, as_declared(session, arrays)), expected, strict=True):
-        assert relative_error(actual, right) < BOUND[dtype]
+        assert max_relative_error(actual, right) < BOUND[dtype]
     elsewhere = set(assigned_operators(session).get("CPUExecutionProvider", ()))
     assert elsewhere <= SHAPES | (TOKENS if "text_encoder" in name else set())
     if "text_encoder" not in name:
@@ -143,7 +143,7 @@ def test_operators_of_transformers(provider: str, batch: int) -> None:
     session, bodies = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
     arrays = random_arrays(bodies, {"B": batch, "S": 7})
     for actual, expected in zip(session.run(None, arrays), bodies.run(None, arrays), strict=True):
-        assert relative_error(actual, expected) < BOUND["float32"]
+        assert max_relative_error(actual, expected) < BOUND["float32"]
     assert assigned_operators(session) == {"SdOrtSimulated": Counter(AdaptiveNorm=1, RotaryEmbedding=1)}
 
 
@@ -180,7 +180,7 @@ def test_heads_of_transformers(provider: str, text: int) -> None:
     arrays = random_arrays(bodies, {"B": 2, "S": 5, "T": text, "L": 5 + text})
     for _ in range(2):
         (actual,), (expected,) = session.run(None, arrays), bodies.run(None, arrays)
-        assert relative_error(actual, expected) < BOUND["float32"]
+        assert max_relative_error(actual, expected) < BOUND["float32"]
     assert assigned_operators(session) == {"SdOrtSimulated": Counter(Tanh=1, RotaryQkv=1)}
 
 
@@ -190,7 +190,7 @@ def test_changing_shapes(provider: str, folder: Path) -> None:
     raw = ort.InferenceSession(str(folder / name / "raw" / "unet" / MODEL))
     for size, batch in ((8, 1), (16, 2), (8, 3), (16, 1)):
         arrays = random_arrays(raw, {**SIZES, "height": size, "width": 2 * size, "batch": batch})
-        assert relative_error(session.run(None, arrays)[0], raw.run(None, arrays)[0]) < BOUND["float32"]
+        assert max_relative_error(session.run(None, arrays)[0], raw.run(None, arrays)[0]) < BOUND["float32"]
 
 
 class Bound:

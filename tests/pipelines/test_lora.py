@@ -220,12 +220,12 @@ def test_packed_and_hoisted_weights(
     target: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding;
+    """Updated initializers equal those of the optimized merged checkpoint up to rounding;
     the same where they are computed on the device, two LoRAs at once; without changes those on disk. The provider is
     told of each that is written, once it is."""
     written: list[tuple[int, bytes]] = []
-    renew = lambda provider: lambda value: written.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
-    monkeypatch.setattr("sd_ort.runtime.components.update_callback", renew)
+    record_update = lambda provider: lambda value: written.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
+    monkeypatch.setattr("sd_ort.runtime.components.update_callback", record_update)
     out = tmp_path / "out"
     optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoist=True, calibrate=False)
     loras = LoraManager(out)
@@ -239,17 +239,17 @@ def test_packed_and_hoisted_weights(
     models = Components(out)
     models.in_place = True
     assert loras.apply(models, changes)
-    touched = set()
+    updated_tensors = set()
     for part, numbers in changed.items():
         assert models.overrides.updatable[part].changed == numbers.keys()
         for name, array in numbers.items():
             recipe = loras.recipes["unet"][name]
-            touched |= set(recipes.sources(recipe))
+            updated_tensors |= set(recipes.sources(recipe))
             expected = recipes.evaluate(recipe, new.__getitem__)
             assert array.dtype == expected.dtype
             for actual in (array, models.overrides.updatable[part].values[name].numpy()):
                 np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), rtol=2e-3, atol=1e-3)
-    assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
+    assert {f"{module}.weight" for module in MODULES["unet"]} <= updated_tensors
     ort_values = [
         models.overrides.updatable[part].values[name] for part, numbers in changed.items() for name in numbers
     ]
@@ -291,9 +291,9 @@ def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
         assert adapter.unmatched == []
         for component, modules in adapters[0].modules.items():
             assert adapter.modules[component].keys() == modules.keys()
-            for name, correction in modules.items():
+            for name, module in modules.items():
                 np.testing.assert_allclose(
-                    adapter.modules[component][name].delta().dense(), correction.delta().dense(), rtol=1e-5, atol=1e-6
+                    adapter.modules[component][name].delta().dense(), module.delta().dense(), rtol=1e-5, atol=1e-6
                 )
 
 

@@ -101,8 +101,8 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
     pipeline.device_loop = False
     images.append(draw(pipeline))
     assert len(pipeline.models["unet"].partitions) == 3
-    for spread in images[1:]:
-        np.testing.assert_allclose(spread, images[0], atol=1e-5)
+    for image in images[1:]:
+        np.testing.assert_allclose(image, images[0], atol=1e-5)
 
 
 def test_what_is_not_split_is_said(small_export: Path, caplog: pytest.LogCaptureFixture) -> None:
