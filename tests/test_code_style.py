@@ -1,5 +1,5 @@
-"""Rules of the source tree: private names stay private, scripts import nothing from tests, and platform-specific C++ is
-in one header. `lint-imports` checks the layers."""
+"""Rules of the source tree: names are nouns, private names stay private, scripts import nothing from tests, and
+platform-specific C++ is in one header. `lint-imports` checks the layers."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def imports_of_ours() -> Iterator[tuple[str, str, ast.alias]]:
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
+
+
+def test_names_are_no_participles() -> None:
+    """A name says what a value is. CONTRIBUTING.md has the words."""
+    participles = set("asked drawn found given held kept known made said taken told wanted".split())
+    names = []
+    for path, node in nodes(ast.AST):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.append((path, node.id if isinstance(node, ast.Name) else node.attr))
+        elif isinstance(node, ast.arg | ast.FunctionDef):
+            names.append((path, node.arg if isinstance(node, ast.arg) else node.name))
+    assert [(path, name) for path, name in names if name.strip("_") in participles] == []
 
 
 def test_private_names_stay_in_their_module() -> None:
