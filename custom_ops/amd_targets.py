@@ -60,8 +60,8 @@ def covers(targets: Collection[str], device: str) -> bool:
 
 def kernel_targets(library: Path) -> list[str]:
     """Return the targets that a library has kernels for; [] if they are unknown, as in compressed bundles."""
-    found = set(re.findall(rb"hipv4-amdgcn-amd-amdhsa-(?:unknown)?-(gfx[0-9a-z-]+)", library.read_bytes()))
-    return sorted(target.decode() for target in found)
+    targets = set(re.findall(rb"hipv4-amdgcn-amd-amdhsa-(?:unknown)?-(gfx[0-9a-z-]+)", library.read_bytes()))
+    return sorted(target.decode() for target in targets)
 
 
 def simd(target: str) -> Simd:

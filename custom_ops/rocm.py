@@ -1,4 +1,4 @@
-"""ROCm installations of this machine: in the order of $ROCM_PATH, /opt/rocm, and the ROCm packages of pip.
+"""Find ROCm installations: first $ROCM_PATH, then /opt/rocm, then ROCm packages of pip.
 
 On Windows the variable is %HIP_PATH% and the libraries are in `bin`; drivers have a HIP runtime in the system's folder.
 pip's packages (TheRock) unpack `_rocm_sdk_core`, `_rocm_sdk_devel` and `_rocm_sdk_libraries*` into site-packages. Their
@@ -117,7 +117,7 @@ def loaded_runtime() -> str | None:
     if sys.platform == "win32":
         find = ctypes.windll.kernel32.GetModuleHandleW
         find.restype = ctypes.c_void_p
-        module = next((found for name in _RUNTIMES if (found := find(name))), None)
+        module = next((handle for name in _RUNTIMES if (handle := find(name))), None)
         return module and _path_of_module(ctypes.c_void_p(module))
     try:
         maps = Path("/proc/self/maps").read_text()

@@ -24,7 +24,7 @@ class ElementFormat:
     has_zero_point: bool = False
 
     def scale(self, span: np.ndarray | float, round_up: bool = False) -> np.ndarray:
-        """Return the scales whose largest element stands for `span`, float32. The scale of 0 is 1.
+        """Return float32 scales: `span` divided by the largest element of the format, 1 if `span` is 0.
 
         Rounded to float16: to nearest, or up, so that no element saturates. Raises ValueError for spans whose scale
         float16 does not represent.

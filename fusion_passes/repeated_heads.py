@@ -70,7 +70,7 @@ def shared_heads(node: ir.Node, axis: int) -> int | None:
 
 
 def single_keys(graph: ir.Graph, node: ir.Node, axis: int) -> list[ir.Value | None]:
-    """Return key and value of an attention before their heads are repeated; as they are if `shared_heads` is None.
+    """Return key and value of an attention before their heads are repeated, or its inputs if `shared_heads` is None.
 
     Heads at axis 2 are flattened: [B,L,M*D].
     """

@@ -45,17 +45,17 @@ def decibels(psnr: float | None) -> str:
     return "equal" if psnr >= EQUAL_DB else f"{psnr:.1f} dB"
 
 
-def save_findings(title: str, script: str, found: dict[str, Any], out: Path | None, **about: Any) -> None:
-    """Show `found` with the head of the run; with `out`, a .json, write it there and a page of it beside.
+def save_findings(title: str, script: str, findings: dict[str, Any], out: Path | None, **about: Any) -> None:
+    """Show `findings` with the head of the run. With `out`, a .json, write them there and a page beside it.
 
     `about`: settings of the run, for its head. `script`: what makes these files.
     """
     beginning = {name: value for name, value in head(script).items() if name != "command"} | about
-    print(json.dumps({**beginning, **found}, indent=1))
+    print(json.dumps({**beginning, **findings}, indent=1))
     if out is not None:
-        tables = (table(("", ""), _rows(values, "")) for values in (beginning, found))
+        tables = (table(("", ""), _rows(values, "")) for values in (beginning, findings))
         page = [f"# {title}", "", f"By `{script}`.", *(line for each in tables for line in ["", *each])]
-        save(out, {**beginning, **found}, "\n".join(page) + "\n")
+        save(out, {**beginning, **findings}, "\n".join(page) + "\n")
 
 
 def _rows(values: dict[str, Any], above: str) -> Iterator[tuple[str, str]]:

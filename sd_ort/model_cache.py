@@ -167,13 +167,13 @@ class Entry:
 
 def entries() -> list[Entry]:
     """Return the entries, the least recently used first."""
-    found = []
+    cached = []
     for lock in _folder().glob("*.lock"):
         folder = lock.with_suffix("")
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         if folder.is_dir():
-            found.append(Entry(folder, size, lock.stat().st_mtime))
-    return sorted(found, key=lambda entry: entry.last_use)
+            cached.append(Entry(folder, size, lock.stat().st_mtime))
+    return sorted(cached, key=lambda entry: entry.last_use)
 
 
 def trim(limit: int) -> list[Entry]:

@@ -57,7 +57,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; pytest-xdist hands them out in this order with --no-loadscope-reorder."""
-    order = {name: place for place, name in enumerate(LONG)}
+    order = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
 
 

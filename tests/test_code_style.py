@@ -1,5 +1,5 @@
-"""Rules of the source tree: private names stay private, scripts import nothing from tests, and platform-specific C++ is
-in one header. `lint-imports` checks the layers."""
+"""Rules of the source tree: names are nouns, private names stay private, scripts import nothing from tests, and
+platform-specific C++ is in one header. `lint-imports` checks the layers."""
 
 from __future__ import annotations
 
@@ -41,16 +41,28 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def test_names_are_no_participles() -> None:
+    """A name says what a value is. CONTRIBUTING.md has the words."""
+    participles = set("asked drawn found given held kept known made said taken told wanted".split())
+    names = []
+    for path, node in nodes(ast.AST):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.append((path, node.id if isinstance(node, ast.Name) else node.attr))
+        elif isinstance(node, ast.arg | ast.FunctionDef):
+            names.append((path, node.arg if isinstance(node, ast.arg) else node.name))
+    assert [(path, name) for path, name in names if name.strip("_") in participles] == []
+
+
 def test_private_names_stay_in_their_module() -> None:
-    found, imported = [], set()
+    violations, imported = [], set()
     for path, module, alias in imports_of_ours():
         imported.add((path, alias.asname or alias.name))
         if any(map(is_private, (alias.name, *module.split(".")))):
-            found.append(f"{path}: {alias.name} of {module}")
+            violations.append(f"{path}: {alias.name} of {module}")
     for path, node in nodes(ast.Attribute):
         if is_private(node.attr) and isinstance(node.value, ast.Name) and (path, node.value.id) in imported:
-            found.append(f"{path}: {node.value.id}.{node.attr}")
-    assert found == []
+            violations.append(f"{path}: {node.value.id}.{node.attr}")
+    assert violations == []
 
 
 def module_imports(tree: ast.Module, modules: Set[str]) -> set[str]:
@@ -79,9 +91,11 @@ def test_no_module_cycles() -> None:
 
 def test_scripts_import_nothing_from_tests() -> None:
     names = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"tests"}
-    found = [(path, node.module) for path, node in nodes(ast.ImportFrom) if (node.module or "").split(".")[0] in names]
-    found += [(path, alias.name) for path, node in nodes(ast.Import) for alias in node.names if alias.name in names]
-    assert [(path, module) for path, module in found if path.startswith("scripts/")] == []
+    imports = [
+        (path, node.module) for path, node in nodes(ast.ImportFrom) if (node.module or "").split(".")[0] in names
+    ]
+    imports += [(path, alias.name) for path, node in nodes(ast.Import) for alias in node.names if alias.name in names]
+    assert [(path, module) for path, module in imports if path.startswith("scripts/")] == []
 
 
 def test_kernels_wait_first() -> None:
@@ -99,9 +113,9 @@ def test_what_differs_by_system_is_in_one_header() -> None:
     headers = r"#include <(?:dlfcn|unistd|windows|pthread|io|direct|process|sys/\w+)\.h>"
     calls = rf"{headers}|\b(?:std::)?aligned_alloc\b|__declspec|\bvisibility\("
     sources = [path for kind in ("cc", "h", "hip") for path in (ROOT / "custom_ops").rglob(f"*.{kind}")]
-    found = {str(path.relative_to(ROOT / "custom_ops")) for path in sources if re.search(calls, path.read_text())}
+    paths = {str(path.relative_to(ROOT / "custom_ops")) for path in sources if re.search(calls, path.read_text())}
     # tiles.h asks Linux for its matrix units, and does without them elsewhere; glibc.cc is of glibc alone.
-    assert found == {"common/platform.h", "interface.h", "common/tiles.h", "common/glibc.cc"}
+    assert paths == {"common/platform.h", "interface.h", "common/tiles.h", "common/glibc.cc"}
 
 
 def test_scripts_do_not_patch_the_path() -> None:

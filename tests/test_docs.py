@@ -45,8 +45,8 @@ def test_commands(page: Path) -> None:
             continue
         command = cli.get_command(click.Context(cli), name)
         assert command is not None, line
-        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known | {"--help"}]
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in options | {"--help"}]
         assert unknown == [], line
 
 

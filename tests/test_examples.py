@@ -43,7 +43,7 @@ def test_example(example: Path, tmp_path: Path) -> None:
 def test_example_with_a_controlnet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a copy of the demo's U-Net as ControlNet, whose last convolutions are not zero.
+    """The ControlNet is a copy of the demo's U-Net with output convolutions that are not zero.
 
     By the faster exporter and in this process; tests/export has the default one, with ControlNets too.
     """

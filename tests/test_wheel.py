@@ -9,12 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import wheel_size
+from compiled_files import installed_wheel
 
 from scripts.checks import windows_wheel
 from sd_ort.demo import FOLDERS
@@ -28,15 +29,15 @@ def programs(folder: Path, *names: str) -> str:
     """A PATH of nothing but these programs."""
     folder.mkdir()
     for name in names:
-        if found := shutil.which(name):
-            (folder / name).symlink_to(found)
+        if path := shutil.which(name):
+            (folder / name).symlink_to(path)
     return str(folder)
 
 
 def run(*command: object, **environment: str) -> str:
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CXX", "CC")}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CXX", "CC")}
     result = subprocess.run(
-        [*map(str, command)], env=kept | environment, cwd=environment["TMPDIR"], capture_output=True, text=True
+        [*map(str, command)], env=inherited | environment, cwd=environment["TMPDIR"], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout + result.stderr
@@ -51,14 +52,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(wheel: Path, tmp_path: Path) -> Path:
-    """A fresh environment's `bin`: the wheel installed, its dependencies read from this one's site-packages."""
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", TMPDIR=str(tmp_path))
-    python = tmp_path / "venv/bin/python"
-    pip = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    run(sys.executable, *pip, wheel, TMPDIR=str(tmp_path))
-    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python.parent
+    """The folder of programs of an environment with the wheel."""
+    return installed_wheel(wheel, tmp_path, partial(run, TMPDIR=str(tmp_path)))
 
 
 def test_the_wheel_has_both_demo_models(wheel: Path) -> None:
@@ -86,23 +81,23 @@ def test_the_wheel_generates_with_its_own_library(installed: Path, small_export:
     assert Path(findings["op_library"]).is_relative_to(installed.parent)
     size = ["--height", 64, "--width", 64, "--steps", 1]
     out = tmp_path / "a.png"
-    said = run(installed / "sd-ort", "generate", "a cat", "--model", tmp_path / "fused", *size, "--out", out, **bare)
-    assert "no op library" not in said
+    output = run(installed / "sd-ort", "generate", "a cat", "--model", tmp_path / "fused", *size, "--out", out, **bare)
+    assert "no op library" not in output
     assert out.is_file()
 
 
 def test_a_machine_without_a_compiler_gets_a_wheel_and_one_line(tmp_path: Path) -> None:
     tools = programs(tmp_path / "bin", "cmake", "ninja", "make")
-    said = run(sys.executable, *PIP_WHEEL, "--wheel-dir", tmp_path / "made", ROOT, PATH=tools, TMPDIR=str(tmp_path))
-    (made,) = (tmp_path / "made").iterdir()
-    assert made.name.endswith("-py3-none-any.whl")
-    assert not [name for name in zipfile.ZipFile(made).namelist() if name.endswith(".so")]
-    assert "without its operator library" in said
-    assert "run `sd-ort build-ops`" in said
+    output = run(sys.executable, *PIP_WHEEL, "--wheel-dir", tmp_path / "made", ROOT, PATH=tools, TMPDIR=str(tmp_path))
+    (wheel,) = (tmp_path / "made").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert "without its operator library" in output
+    assert "run `sd-ort build-ops`" in output
 
 
 def test_a_wheel_for_windows_has_its_libraries_and_tag(tmp_path: Path) -> None:
-    """Of a wheel for any system; pip reads RECORD, and refuses files that differ from it."""
+    """It is built from a wheel without compiled code; pip rejects files that differ from RECORD."""
     portable, record = tmp_path / "sd_ort-1.0.0-py3-none-any.whl", "sd_ort-1.0.0.dist-info/RECORD"
     with zipfile.ZipFile(portable, "w") as archive:
         archive.writestr("custom_ops/rocm.py", "import os\n")

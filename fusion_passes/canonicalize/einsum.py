@@ -76,9 +76,9 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     assert parsed is not None
     batch, row, contracted, column = labels
     (a, b), out = parsed
-    left = _transposed(graph, node, 0, [a.index(label) for label in [*batch, row, contracted]])
+    a_rows = _transposed(graph, node, 0, [a.index(label) for label in [*batch, row, contracted]])
     right = _transposed(graph, node, 1, [b.index(label) for label in [*batch, contracted, column]])
-    matmul = ir.node("MatMul", [left, right])
+    matmul = ir.node("MatMul", [a_rows, right])
     order = [[*batch, row, column].index(label) for label in out]
     result, y = matmul.outputs[0], node.outputs[0]
     result.name, result.type = f"{y.name}.product", y.type

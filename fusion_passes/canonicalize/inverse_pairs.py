@@ -65,13 +65,13 @@ def equivalent_input(node: ir.Node) -> ir.Value | None:
 
 def _cut_part(cut: ir.Node) -> ir.Value | None:
     """Return the value that a Concat joined with others and the Slice `cut` cuts out again, or None."""
-    whole = cut.inputs[0]
-    concat = None if whole is None else whole.producer()
-    extent = None if whole is None else sliced_interval(cut, whole)
+    source = cut.inputs[0]
+    concat = None if source is None else source.producer()
+    extent = None if source is None else sliced_interval(cut, source)
     if concat is None or concat.op_type != "Concat" or extent is None:
         return None
     axis, start, end = extent
-    if concat.attributes["axis"].as_int() % len(values.dims(whole) or [0]) != axis:
+    if concat.attributes["axis"].as_int() % len(values.dims(source) or [0]) != axis:
         return None
     offset = 0
     for part in concat.inputs:

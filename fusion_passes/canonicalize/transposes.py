@@ -95,8 +95,8 @@ class UnflattenSpatial(Rule):
             return None
         if any(consumer.op_type == "Transpose" for consumer in values.consumers(out)):
             return "the result is transposed again: it has heads, it is not an image"
-        known = values.is_constant(shape) and isinstance(after[1], int)
-        return None if known else "the shape is neither constant nor the Shape of an equal tensor"
+        is_shape_of_x = values.is_constant(shape) and isinstance(after[1], int)
+        return None if is_shape_of_x else "the shape is neither constant nor the Shape of an equal tensor"
 
     def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, out: ir.Value, **_: Any) -> Any:
         source = shape.producer()

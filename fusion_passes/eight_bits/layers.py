@@ -74,7 +74,7 @@ def find_layers(
         conv_reject_reason: Returns why the target's kernel does not compute a convolution, or None.
         text_layers: Take layers of sequences that do not depend on the latents too: keys and values of the text.
     """
-    found = Layers()
+    layers = Layers()
     dependent = _dependent_on_latents(graph)
     last = _last_wide_convolution(graph)
     for node in graph:
@@ -88,10 +88,10 @@ def find_layers(
         if reason is None and node is last:
             reason = "it is the last convolution before the output's"
         if reason is None:
-            found.accepted.append(Layer(node, channel_axis(node)))
+            layers.accepted.append(Layer(node, channel_axis(node)))
         else:
-            found.rejections.append(Rejection(node, reason))
-    return found
+            layers.rejections.append(Rejection(node, reason))
+    return layers
 
 
 def _reject_reason(

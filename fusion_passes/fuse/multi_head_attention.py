@@ -133,7 +133,7 @@ def _graph(
 
 def _shared(more: str = "", outputs: str = "") -> str:
     """A layer with an IP-Adapter: the sum of two attentions with one query, to text and to image tokens."""
-    pictures = """
+    images = """
             k4p = Reshape (kp, ksplit)  khp = Transpose <perm = [0, 2, 3, 1]> (k4p)
             v4p = Reshape (vp, ksplit)  vhp = Transpose <perm = [0, 2, 1, 3]> (v4p)
             scoresp = MatMul (qh, khp)  scaledp = Mul (scoresp, s)  wp = Softmax <axis = -1> (scaledp)
@@ -141,7 +141,7 @@ def _shared(more: str = "", outputs: str = "") -> str:
             yp = Reshape (tp, merge)    y = Add (yt, yp)
         """
     graph = _graph(extra=", float[B,P,8] kp, float[B,P,8] vp", outputs=outputs)
-    return graph.replace("y = Reshape (t, merge)", f"yt = Reshape (t, merge){pictures}{more}")
+    return graph.replace("y = Reshape (t, merge)", f"yt = Reshape (t, merge){images}{more}")
 
 
 _SIZES = {"B": 2, "S": 5, "L": 3}

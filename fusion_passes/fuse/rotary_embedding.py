@@ -141,7 +141,7 @@ def _match_complex(out: ir.Value) -> Rotation | None:
 
 
 def _match_standard(out: ir.Value) -> Rotation | None:
-    """Match ai.onnx RotaryEmbedding of whole heads [B,N,S,D] with a row of tables for each token."""
+    """Match ai.onnx RotaryEmbedding of all elements of heads [B,N,S,D], with a row of cosines and sines per token."""
     node = _producer(out, "RotaryEmbedding")
     x, cos, sin, ids = (*node.inputs, None)[:4] if node is not None and len(node.inputs) > 2 else (None,) * 4
     if node is None or x is None or cos is None or sin is None or ids is not None or values.rank(x) != 4:

@@ -54,7 +54,7 @@ def bfloat16_layout(model: ir.Model) -> PassOutcome:
 
 
 def _quantizes_for(node: ir.Node) -> ir.Node | None:
-    """Return the QuantizeLinear whose elements only `node` reads, or None."""
+    """Return the QuantizeLinear whose output only `node` consumes, or None."""
     producer = None if node.inputs[0] is None else node.inputs[0].producer()
     alone = producer is not None and producer.op_type == "QuantizeLinear" and len(producer.outputs[0].uses()) == 1
     return producer if alone else None

@@ -1,4 +1,4 @@
-"""RMS normalization over the channels of images, as RMSNormalization over the last axis between Transposes.
+"""Replace RMS normalization over the channels of images by RMSNormalization between Transposes.
 
     x [N,C,H,W] / Clip(ReduceL2(x, axis 1), min) * sqrt(C) * gamma [C,1,1]
         =>  Transpose(RMSNormalization(Transpose(x), gamma [C]))

@@ -39,7 +39,7 @@ def float8_outputs(model: ir.Model) -> PassOutcome:
 
 
 def _before_reshapes(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.Node]]:
-    """Return the value whose elements `value` has, and the Reshape nodes between, the last one first."""
+    """Return the source of a chain of Reshape nodes that ends in `value`, and these nodes, the last one first."""
     reshapes: list[ir.Node] = []
     while value is not None and (producer := value.producer()) is not None and producer.op_type == "Reshape":
         reshapes.append(producer)

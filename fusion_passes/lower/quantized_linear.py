@@ -38,7 +38,7 @@ def lower_quantized(
     reject: Callable[[ir.Node], str | None],
     rewrite: Callable[[ir.Graph, ir.Node], None],
 ) -> PassOutcome:
-    """Rewrite the layers of `op_types` with a dequantized input as `rewrite_nodes` does; remove what nothing reads."""
+    """Lower the layers of `op_types` with a dequantized input, like `rewrite_nodes`, and remove unused nodes."""
 
     def is_candidate(node: ir.Node) -> bool:
         return node.op_type in op_types and node.domain in ("", DOMAIN) and any(map(dequantize, node.inputs[:2]))

@@ -55,8 +55,8 @@ def _rewrite(graph: ir.Graph, node: ir.Node, concat: ir.Node) -> None:
     product, weight = node.outputs[0], node.inputs[1]
     assert weight is not None
     columns = values.size(weight, 1) or 0
-    users = values.consumers(product)
-    add = users[0] if len(list(product.uses())) == 1 and not product.is_graph_output() else None
+    consumers = values.consumers(product)
+    add = consumers[0] if len(list(product.uses())) == 1 and not product.is_graph_output() else None
     bias = None
     if add is not None and add.op_type == "Add" and not add.domain:
         bias = next((each for each in add.inputs if each is not product and values.is_vector(each, columns)), None)

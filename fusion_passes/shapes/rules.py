@@ -91,13 +91,13 @@ def _concat(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     shapes = [info.shapes.get(v) for v in node.inputs if v is not None]
     if any(s is None for s in shapes):
         return None
-    known = [s for s in shapes if s is not None]
-    axis = normalize_axis(node.attributes["axis"].as_int(), len(known[0]))
-    total = sum((s[axis] for s in known[1:]), start=known[0][axis])
-    for other in known[1:]:
-        pairs = enumerate(zip(known[0], other, strict=True))
+    complete = [s for s in shapes if s is not None]
+    axis = normalize_axis(node.attributes["axis"].as_int(), len(complete[0]))
+    total = sum((s[axis] for s in complete[1:]), start=complete[0][axis])
+    for other in complete[1:]:
+        pairs = enumerate(zip(complete[0], other, strict=True))
         info.concat_equalities += [(a, b) for i, (a, b) in pairs if i != axis and a != b]
-    return [(*known[0][:axis], total, *known[0][axis + 1 :])]
+    return [(*complete[0][:axis], total, *complete[0][axis + 1 :])]
 
 
 def _split(node: ir.Node, info: ShapeInfo) -> list[Shape]:

@@ -38,8 +38,8 @@ class ShapeInfo:
         if value is None or value not in self.elements:
             return None
         elements = [element.value for element in self.elements[value]]
-        known = [n for n in elements if n is not None and -INT64_LIMIT <= n < INT64_LIMIT]
-        return known if len(known) == len(elements) else None
+        ints = [n for n in elements if n is not None and -INT64_LIMIT <= n < INT64_LIMIT]
+        return ints if len(ints) == len(elements) else None
 
 
 def broadcast(shapes: Sequence[Shape], info: ShapeInfo) -> Shape:
@@ -49,11 +49,11 @@ def broadcast(shapes: Sequence[Shape], info: ShapeInfo) -> Shape:
     for axis in range(rank):
         sizes = [s[axis - rank + len(s)] for s in shapes if axis - rank + len(s) >= 0]
         dims = [d for d in dict.fromkeys(sizes) if d != constant(1)]
-        known = [d for d in dims if d.value is not None]
+        constants = [d for d in dims if d.value is not None]
         if not dims:
             result.append(constant(1))
-        elif known or len(dims) == 1:
-            result.append(known[0] if known else dims[0])
+        elif constants or len(dims) == 1:
+            result.append(constants[0] if constants else dims[0])
         else:
             info.broadcast_equalities += [(dims[0], d) for d in dims[1:]]
             opaque = symbol("max(" + ", ".join(sorted(map(str, dims))) + ")")

@@ -73,8 +73,8 @@ def replace_rows(old: str, new: str) -> str:
     if heading != new[: new.index(rows(new)[0])]:
         raise ValueError("The tables have other columns. Run amd_resources.py without --sources.")
     templates = {row.split("<")[0] for row in rows(new)}
-    kept = [row for row in rows(old) if row.split("<")[0] not in templates]
-    return heading + "".join(f"{row}\n" for row in sorted([*kept, *rows(new)]))
+    other_rows = [row for row in rows(old) if row.split("<")[0] not in templates]
+    return heading + "".join(f"{row}\n" for row in sorted([*other_rows, *rows(new)]))
 
 
 def provider_library(wheel: Path, folder: Path) -> Path:

@@ -97,15 +97,17 @@ def _compiled() -> set[str]:
 
 
 def _operators(target: str) -> str:
-    """Return the runs and faults of every candidate of every operator; of RDNA2, whose instructions no emulator has, of
-    those that multiply, as gfx1100."""
+    """Return the runs and faults of all candidates of all operators on a target.
+
+    No emulator has the instructions of RDNA2: its entry is of the matrix multiplications, emulated as gfx1100.
+    """
     path, prefix = ROOT / f"results/amd/operators_{target}.txt", ""
     if covers(["gfx10-3-generic"], target):
         path, prefix = ROOT / "results/amd/dot_products.txt", "products, as gfx1100: "
     if not path.is_file():
         return "never"
-    found = re.findall(r"(\d+) runs, +\d+ candidates, (\d+) faults", path.read_text())
-    runs, faults = (sum(int(match[index]) for match in found) for index in (0, 1))
+    counts = re.findall(r"(\d+) runs, +\d+ candidates, (\d+) faults", path.read_text())
+    runs, faults = (sum(int(match[index]) for match in counts) for index in (0, 1))
     return f"{prefix}[{runs:,} runs, {faults} faults]({path.name})"
 
 
@@ -123,9 +125,9 @@ def _commands(target: str) -> str:
 
 def _expected() -> dict[str, str]:
     """Return the expected milliseconds of a target's card, from results/amd/expected.json."""
-    found = json.loads((ROOT / "results/amd/expected.json").read_text())
-    times = found["calls"][CALL]["expected_ms"]
-    return {card["target"]: f"{times[title]} ({title.split(' (')[0]})" for title, card in found["cards"].items()}
+    report = json.loads((ROOT / "results/amd/expected.json").read_text())
+    times = report["calls"][CALL]["expected_ms"]
+    return {card["target"]: f"{times[title]} ({title.split(' (')[0]})" for title, card in report["cards"].items()}
 
 
 if __name__ == "__main__":

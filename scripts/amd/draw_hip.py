@@ -25,7 +25,7 @@ class Artist:
         self.folder = folder
 
     def draw(self, name: str, height: int = 64, width: int = 64, seeds: tuple[int, ...] = (0,)) -> None:
-        """Write NAME-SEED.png for each seed, drawn as one batch."""
+        """Write NAME-SEED.png for each seed, generated as one batch."""
         request: dict[str, Any] = {
             "height": height,
             "width": width,
@@ -46,7 +46,7 @@ def sizes(artist: Artist) -> None:
 
 
 def threads(artist: Artist) -> None:
-    """Two sizes drawn in two threads, while a second pipeline is opened and draws."""
+    """Generate two sizes in two threads while a second pipeline is opened and generates."""
     failures: list[BaseException] = []
 
     def attempt(function: Any, *arguments: Any, **options: Any) -> None:

@@ -87,14 +87,14 @@ def layers(preset: str, component: str, batch: int, edge: int) -> list[Layer]:
     config = PRESETS[preset].models["unet" if component == "unet" else "vae"]
     with torch.device("meta"), torch.no_grad():
         model = getattr(diffusers, config["_class_name"]).from_config(config)
-        found: list[Layer] = []
+        of_model: list[Layer] = []
         for module in model.modules():
             if isinstance(module, torch.nn.Conv2d | torch.nn.Linear | torch.nn.GroupNorm | torch.nn.LayerNorm):
-                module.register_forward_hook(lambda *call: found.append(_of_layer(*call)))
+                module.register_forward_hook(lambda *call: of_model.append(_of_layer(*call)))
         attention = torch.nn.functional.scaled_dot_product_attention
 
         def counted(query: Any, key: Any, value: Any, *arguments: Any, **options: Any) -> Any:
-            found.append(_of_attention(query.shape, key.shape))
+            of_model.append(_of_attention(query.shape, key.shape))
             return attention(query, key, value, *arguments, **options)
 
         torch.nn.functional.scaled_dot_product_attention = counted
@@ -108,7 +108,7 @@ def layers(preset: str, component: str, batch: int, edge: int) -> list[Layer]:
                 model.decode(torch.zeros(batch, config["latent_channels"], edge, edge))
         finally:
             torch.nn.functional.scaled_dot_product_attention = attention
-    return found
+    return of_model
 
 
 def _of_layer(module: torch.nn.Module, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> Layer:
@@ -125,16 +125,16 @@ def _of_attention(query: Sequence[int], key: Sequence[int]) -> Layer:
     return Layer(4 * prod(query) * key[-2], HALF * (2 * prod(query) + 2 * prod(key)))
 
 
-def roofline_ms(found: Sequence[Layer], card: Card) -> float:
+def roofline_ms(layers: Sequence[Layer], card: Card) -> float:
     """Return the least milliseconds of a call on a card."""
-    return 1e3 * sum(max(each.operations / card.tflops / 1e12, each.bytes / card.gbs / 1e9) for each in found)
+    return 1e3 * sum(max(each.operations / card.tflops / 1e12, each.bytes / card.gbs / 1e9) for each in layers)
 
 
-def h200_factor(found: Sequence[Layer], result: str) -> float:
+def h200_factor(layers: Sequence[Layer], result: str) -> float:
     """Return measured time by roofline of our own provider on an H200."""
     rows = read_json(ROOT / f"results/gpu_provider/{result}.json")["rows"]
     measured: float = next(row["device_ms"] for row in rows if row["engine"] == "SdOrtCuda")
-    return measured / roofline_ms(found, H200)
+    return measured / roofline_ms(layers, H200)
 
 
 def expected() -> dict[str, Any]:
@@ -144,12 +144,12 @@ def expected() -> dict[str, Any]:
     """
     calls, factor = {}, 0.0
     for name, (preset, component, batch, edge, result) in CALLS.items():
-        found = layers(preset, component, batch, edge)
-        factor = h200_factor(found, result) if result else factor
-        rooflines = {title: roofline_ms(found, card) for title, card in CARDS.items()}
+        of_call = layers(preset, component, batch, edge)
+        factor = h200_factor(of_call, result) if result else factor
+        rooflines = {title: roofline_ms(of_call, card) for title, card in CARDS.items()}
         calls[name] = {
-            "tflop": round(sum(each.operations for each in found) / 1e12, 3),
-            "gb": round(sum(each.bytes for each in found) / 1e9, 2),
+            "tflop": round(sum(each.operations for each in of_call) / 1e12, 3),
+            "gb": round(sum(each.bytes for each in of_call) / 1e9, 2),
             "factor": round(factor, 2),
             "roofline_ms": {title: round(ms, 1) for title, ms in rooflines.items()},
             "expected_ms": {title: round(ms * factor, 1) for title, ms in rooflines.items()},
@@ -159,7 +159,7 @@ def expected() -> dict[str, Any]:
 
 
 def first_numbers(calls: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return the seconds of the parts of scripts/amd/first_numbers on a card, without the installation.
+    """Return the expected seconds of each step of scripts/amd/first_numbers on a card, without the installation.
 
     Parts that a CPU does are those measured on two cores, which eight are not slower than.
     """
@@ -185,24 +185,24 @@ def first_numbers(calls: Mapping[str, Any], card: str) -> dict[str, float]:
     return {name: round(seconds, 1) for name, seconds in parts.items()}
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(report: Mapping[str, Any]) -> str:
     """Return results/amd/expected.md."""
-    cards = " | ".join(f"{title} ({card['target']})" for title, card in found["cards"].items())
+    cards = " | ".join(f"{title} ({card['target']})" for title, card in report["cards"].items())
     lines = [
         "# Expected milliseconds on AMD GPUs", "",
         "**Nothing here was measured on an AMD GPU.** Roofline, and in bold the expected time: the roofline times what "
         "our kernels took of it on an H200. By `scripts/amd/expected.py`, which says how it counts.", "",
-        f"| | TFLOP | GB | factor on an H200 | {cards} |", "|---|" + "---|" * (3 + len(found["cards"])),
+        f"| | TFLOP | GB | factor on an H200 | {cards} |", "|---|" + "---|" * (3 + len(report["cards"])),
     ]  # fmt: skip
-    for name, call in found["calls"].items():
-        times = (f"{call['roofline_ms'][title]:.1f}, **{call['expected_ms'][title]:.1f}**" for title in found["cards"])
+    for name, call in report["calls"].items():
+        times = (f"{call['roofline_ms'][title]:.1f}, **{call['expected_ms'][title]:.1f}**" for title in report["cards"])
         lines.append(
             f"| {name} | {call['tflop']:.3f} | {call['gb']:.2f} | {call['factor']:.2f} | {' | '.join(times)} |"
         )
-    rates = " | ".join(f"{card['tflops']:g} TFLOP/s, {card['gbs']:g} GB/s" for card in found["cards"].values())
+    rates = " | ".join(f"{card['tflops']:g} TFLOP/s, {card['gbs']:g} GB/s" for card in report["cards"].values())
     lines += [f"| data sheet: dense float16, memory | | | | {rates} |", "", *NOTES, ""]
     titles = ("Radeon RX 7900 XTX", "Instinct MI300X")
-    parts = {title: found["first_numbers"][title] for title in titles}
+    parts = {title: report["first_numbers"][title] for title in titles}
     lines += [*FIRST_NUMBERS, "", f"| first_numbers, s | {' | '.join(titles)} |", "|---|---|---|"]
     lines += [
         f"| {name} | {' | '.join(f'{parts[title][name]:.1f}' for title in titles)} |" for name in parts[titles[0]]
@@ -228,18 +228,18 @@ FIRST_NUMBERS = (
 
 
 def compare(folder: Path, target: str, seconds: float | None = None) -> str:
-    """Return a line for each call that `first_numbers` timed, beside what was expected of cards of the target.
+    """Return a line for each call that `first_numbers` timed: its time, and the time expected of the target's cards.
 
     `seconds` of the whole run get a line too.
     """
-    found = read_json(EXPECTED)
-    cards = [title for title, card in found["cards"].items() if card["target"] == target]
+    report = read_json(EXPECTED)
+    cards = [title for title, card in report["cards"].items() if card["target"] == target]
     if not cards:
-        known = ", ".join(sorted({card["target"] for card in found["cards"].values()}))
-        return f"No time is expected of {target}, only of {known}."
+        targets = ", ".join(sorted({card["target"] for card in report["cards"].values()}))
+        return f"No time is expected of {target}, only of {targets}."
     lines = []
     for result, name in MEASURED.items():
-        path, call = folder / result / "benchmark.json", found["calls"][name]
+        path, call = folder / result / "benchmark.json", report["calls"][name]
         rows = read_json(path)["engines"] if path.is_file() else []
         rows = [row for row in rows if row.get("stage") == "optimize" and row["status"] == "ok" and row["batch"] == 1]
         if not rows:
@@ -261,8 +261,8 @@ def compare(folder: Path, target: str, seconds: float | None = None) -> str:
                     f"{roofline:.1f} ms: {verdict}."
                 )
     if seconds is not None:
-        whole = sum(found["first_numbers"][cards[0]].values())
-        lines.append(f"first_numbers: {seconds:.0f} s; expected with eight cores and a {cards[0]} {whole:.0f} s.")
+        expected_s = sum(report["first_numbers"][cards[0]].values())
+        lines.append(f"first_numbers: {seconds:.0f} s; expected with eight cores and a {cards[0]} {expected_s:.0f} s.")
     return "\n".join(lines)
 
 
@@ -274,9 +274,9 @@ def main() -> None:
     parser.add_argument("--target", default="gfx1100", help="its GPU [%(default)s]")
     options = parser.parse_args()
     if options.write:
-        found = expected()
-        write_json(EXPECTED, found)
-        write_text(EXPECTED.with_suffix(".md"), page(found))
+        report = expected()
+        write_json(EXPECTED, report)
+        write_text(EXPECTED.with_suffix(".md"), page(report))
     if options.compare:
         print(compare(options.compare, options.target, options.seconds))
 

@@ -94,7 +94,7 @@ class Convolution:
         return max(multiply, self.bytes / (card.gbs * 1e3)) + sums / (card.gbs * 1e3)
 
     def splits(self, candidate: str, workspace: int) -> int:
-        """Return the splits of a choice, whose workspace holds the sums of each."""
+        """Return the number of splits of a candidate by the size of its workspace, which holds each split's sums."""
         return max(1, workspace // (4 * self.elements)) if candidate == "split_tiles" else 1
 
 
@@ -103,24 +103,24 @@ def convolutions(answer: Mapping[str, Any], card: Card) -> dict[str, dict[str, A
 
     These are for the splits that it takes, for the fastest number of splits, and for one.
     """
-    found = {}
+    choices = {}
     for case in cases("nhwc_conv"):
         call = Convolution(case)
         splits = call.splits(*answer["choices"][f"nhwc_conv {case.name}"])
         times = {n: call.microseconds(n, card, answer["multiprocessors"]) for n in range(1, call.most_splits + 1)}
-        found[case.name] = {
+        choices[case.name] = {
             "blocks": call.blocks,
             "splits": splits,
             "first_us": round(times[splits], 2),
             "best_us": round(min(times.values()), 2),
             "unsplit_us": round(times[1], 2),
         }
-    return found
+    return choices
 
 
 def attentions(answer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return for each attention its kernel, its blocks, and the share of the time in which they fill the card."""
-    found = {}
+    choices = {}
     for case in cases("multi_head_attention"):
         choice, _ = answer["choices"][f"multi_head_attention {case.name}"]
         batch, sequence, *sizes = case.inputs["query"]
@@ -130,12 +130,12 @@ def attentions(answer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         blocks = batch * heads * ceil(sequence / QUERIES[choice])
         rounds = ceil(blocks / answer["multiprocessors"])
-        found[case.name] = {
+        choices[case.name] = {
             "choice": choice,
             "blocks": blocks,
             "busy": round(blocks / (rounds * answer["multiprocessors"]), 3),
         }
-    return found
+    return choices
 
 
 def resident_blocks(kernel: str, threads: int, target: str) -> int:
@@ -154,7 +154,7 @@ def resident_blocks(kernel: str, threads: int, target: str) -> int:
 
 
 def of_card(card: Card, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what results/amd/first_choices.json has of a card."""
+    """Return the entry of a card in results/amd/first_choices.json."""
     return {
         "target": card.target,
         "multiprocessors": answer["multiprocessors"],
@@ -164,12 +164,12 @@ def of_card(card: Card, answer: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(report: Mapping[str, Any]) -> str:
     """Return results/amd/first_choices.md."""
     head = ["card", "multiprocessors", *(f"blocks of {title}" for title in KERNELS)]
     head += ["us of all convolutions: first choice", "best splits", "no splits", "worst call", "attention"]
     lines = ["# First choices on AMD cards", "", *INTRODUCTION, "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for title, card in found["cards"].items():
+    for title, card in report["cards"].items():
         calls, attention = card["convolutions"], card["attentions"].values()
         sums = [sum(call[key] for call in calls.values()) for key in ("first_us", "best_us", "unsplit_us")]
         worst = max(calls, key=lambda name: calls[name]["first_us"] / calls[name]["best_us"])
@@ -182,7 +182,7 @@ def page(found: Mapping[str, Any]) -> str:
             f"{len(large)} by {small}, {min(large, default=1):.0%}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", *NOTES, "", f"Commit {found['commit']}."]
+    lines += ["", *NOTES, "", f"Commit {report['commit']}."]
     return "\n".join(lines) + "\n"
 
 
@@ -210,17 +210,17 @@ def main() -> None:
     if options.ask:
         print(json.dumps(ask(options.library.absolute())))
         return
-    found: dict[str, Any] = {"commit": machine.commit(), "cards": {}}
+    report: dict[str, Any] = {"commit": machine.commit(), "cards": {}}
     for title, card in CARDS.items():
         if card.target != "gfx908":  # which is not simulated
             answer = ask_on_simulated_card(options.library, card.target, ROOT / "out/first_choices")
-            found["cards"][title] = of_card(card, answer)
-    write_json(OUT, found)
-    write_text(OUT.with_suffix(".md"), page(found))
+            report["cards"][title] = of_card(card, answer)
+    write_json(OUT, report)
+    write_text(OUT.with_suffix(".md"), page(report))
 
 
 def ask_on_simulated_card(library: Path, target: str, folder: Path) -> dict[str, Any]:
-    """Return what `ask` returns on a simulated card. Raises SystemExit with the faults of a run that fails."""
+    """Run `ask` on a simulated card and return its result. Raises SystemExit with the faults if it fails."""
     simulation = Simulation(target, folder, ("--kernels", "skip"), {"SD_ORT_TUNING": str(folder / "tuning")})
     run = simulation.run(target, [sys.executable, Path(__file__), library.absolute(), "--ask"])
     if run.faults:

@@ -257,8 +257,8 @@ def main() -> None:
         run.list_cases()
     failed = []
     for run in runs:
-        wanted = options.cases or run.cases
-        failed += [f"{run.target}: {case}" for case in wanted if not run.cases[case]()]
+        cases = options.cases or run.cases
+        failed += [f"{run.target}: {case}" for case in cases if not run.cases[case]()]
         image = run.folder / "generate.png"
         if image.is_file():
             copy_pixels(image, options.out / f"rocm-{run.target}.png")

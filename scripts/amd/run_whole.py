@@ -1,4 +1,4 @@
-"""Run sd-ort on the simulated AMD GPU by the commands that an owner of one types, and keep what each did.
+"""Run sd-ort on the simulated AMD GPU by the commands of its documentation, and store the result of each.
 
     python scripts/amd/run_whole.py hip --arch gfx1100 gfx942 --dtype float16 --out results/amd
     python scripts/amd/run_whole.py hip --arch gfx1100 --without-hipblaslt --cases generate
@@ -135,10 +135,13 @@ class Whole:
 
     def generate(self) -> bool:
         """`sd-ort generate`, compared with the CPU provider in float32."""
-        image = self.folder / "generate.png"
+        return self._generate("generate", "generate")
+
+    def _generate(self, name: str, label: str) -> bool:
+        image = self.folder / f"{name}.png"
         command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "hip", *SIZE]
-        run = self.run("generate", [*command, "--overwrite", "--out", image])
-        return self.add("generate", run, **compare_with_reference(self.work, image, "square-0"))
+        run = self.run(name, [*command, "--overwrite", "--out", image])
+        return self.add(label, run, **compare_with_reference(self.work, image, "square-0"))
 
     def program(self, name: str) -> bool:
         """A program of draw_hip.py: each of its images is compared."""
@@ -159,15 +162,12 @@ class Whole:
         """`sd-ort tune` of the U-Net."""
         command = ["sd-ort", "tune", self.model, "--provider", "hip", "--height", 64, "--width", 64]
         run = self.run("tune", [*command, "--component", "unet"])
-        found = re.findall(r"\d+ (?:results|calls|shapes)[^\n]*", run.output)
-        return self.add("tune", run, note=found[-1:])
+        summary = re.findall(r"\d+ (?:results|calls|shapes)[^\n]*", run.output)
+        return self.add("tune", run, note=summary[-1:])
 
     def tuned(self) -> bool:
         """`sd-ort generate` with the results of `tune`."""
-        image = self.folder / "tuned.png"
-        command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "hip", *SIZE]
-        run = self.run("tuned", [*command, "--overwrite", "--out", image])
-        return self.add("generate, tuned", run, **compare_with_reference(self.work, image, "square-0"))
+        return self._generate("tuned", "generate, tuned")
 
     def first_numbers(self) -> bool:
         """scripts/amd/first_numbers in a new clone of the last commit, with what SHORTENED changes."""
@@ -211,13 +211,13 @@ def main() -> None:
     failed = []
     for target in options.arch:
         for dtype in options.dtype:
-            whole = Whole(
+            runs = Whole(
                 target, tuple(options.arch), dtype, not options.without_hipblaslt, options.work, table, options.timeout
             )
-            failed += [f"{target} {dtype}: {name}" for name in options.cases if not whole.case(name)]
-            image = whole.folder / "generate.png"
+            failed += [f"{target} {dtype}: {name}" for name in options.cases if not runs.case(name)]
+            image = runs.folder / "generate.png"
             if image.is_file():
-                copy_pixels(image, options.out / f"hip-{whole.folder.name}.png")
+                copy_pixels(image, options.out / f"hip-{runs.folder.name}.png")
     if failed:
         raise SystemExit("Failed: " + "; ".join(failed))
 

@@ -57,17 +57,17 @@ def table(wheel: Path) -> tuple[list[str], bool]:
 
 def main(wheels: Sequence[Path], out: Path = ROOT / "results/amd/wheel.md") -> int:
     """Write the sections of all wheels and return the exit status."""
-    found = {wheel.name: table(wheel) for wheel in wheels}
+    tables = {wheel.name: table(wheel) for wheel in wheels}
     texts = re.split(r"\n\n(?=\S+\.whl: )", out.read_text().rstrip())[1:] if out.is_file() else []
     sections = {text.split(": ")[0]: text for text in texts}
-    sections |= {name: "\n".join(lines) for name, (lines, _) in found.items()}
+    sections |= {name: "\n".join(lines) for name, (lines, _) in tables.items()}
     head = ["# The wheels with prebuilt kernels for AMD", "", "Made by `scripts/build_wheels --hip`, for Windows with"]
     lines = [*head, "`--windows` after it."]
     for _, section in sorted(sections.items()):
         lines += ["", section]
     out.write_text("\n".join(lines) + "\n")
     print(out.read_text())
-    return int(not all(is_small for _, is_small in found.values()))
+    return int(not all(is_small for _, is_small in tables.values()))
 
 
 if __name__ == "__main__":

@@ -56,11 +56,11 @@ class Run:
     @property
     def faults(self) -> list[str]:
         """Messages of the simulated runtime, and the last line of a command that failed."""
-        found = FAULT.findall(self.output)
+        faults = FAULT.findall(self.output)
         if self.status != 0:
             lines = self.output.strip().splitlines() or ["no output"]
-            found.append(f"exit status {self.status}: {lines[-1]}")
-        return found
+            faults.append(f"exit status {self.status}: {lines[-1]}")
+        return faults
 
     def total(self, count: str) -> int:
         """Sum of "launches", "waves" or "wave_instructions" over all kernels."""
@@ -249,7 +249,7 @@ class Table:
             self.write()
 
     def key(self, row: Mapping[str, Any]) -> list[Any]:
-        """Return the values that identify a row."""
+        """Return the values that identify a table row."""
         return [row.get(name) for name in self.keys]
 
     def write(self) -> None:

@@ -144,7 +144,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
 
 
 def captured_engine(name: str, net: torch.nn.Module, arguments: list[torch.Tensor], started: float) -> ComparedEngine:
-    """Return a module under one CUDA graph of ours; as it is without a GPU."""
+    """Return an engine that runs a module as one CUDA graph, or eagerly on the CPU."""
     if DEVICE != "cuda":
         last = [net(*arguments)]
         return ComparedEngine(name, lambda: last.__setitem__(0, net(*arguments)), lambda: last[0], 0.0)
@@ -276,12 +276,12 @@ def provider_engine(
 
 
 def our_engines(
-    wanted: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
+    numbers: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
 ) -> list[ComparedEngine]:
-    """Open the VARIANTS with the numbers `wanted`; one that fails is reported and left out."""
+    """Open the VARIANTS with these comma-separated numbers, or all. A variant that fails is reported and skipped."""
     engines = []
     for number, (label, variant) in enumerate(VARIANTS.items(), 1):
-        if wanted != "all" and str(number) not in wanted.split(","):
+        if numbers != "all" and str(number) not in numbers.split(","):
             continue
         try:
             engines.append(ort_engine(label, number, variant, raw, inputs, shape))

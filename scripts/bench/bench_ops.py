@@ -135,9 +135,9 @@ def ours(library: GpuLibrary, call: Call, every: bool) -> dict[str, float | str]
     names = library.candidates(number)
     default = names[library.default_candidate(number, params[0])]
     for candidate, name in enumerate(names):
-        wanted = every or name in (tuned, default)
+        is_selected = every or name in (tuned, default)
         slow = name == "generic" and name not in (tuned, default)
-        if not wanted or slow or not library.is_supported(number, candidate, params[0]):
+        if not is_selected or slow or not library.is_supported(number, candidate, params[0]):
             continue
         size = library.workspace_bytes(number, candidate, params[0])
         workspace = torch.empty(max(size, 1), device="cuda", dtype=torch.uint8)
@@ -217,8 +217,8 @@ def contrib_model(call: Call) -> bytes:
         names = [f"{n}_{0 if n in shared else index}" if n in case.inputs else "" for n in operator.inputs]
         while names and not names[-1]:
             names.pop()
-        wanted = [f"{n}_{index}" if n in call.outputs[0] else "" for n in operator.outputs]
-        nodes.append(helper.make_node(operator.name, names, wanted, domain="com.microsoft", **attributes))
+        output_names = [f"{n}_{index}" if n in call.outputs[0] else "" for n in operator.outputs]
+        nodes.append(helper.make_node(operator.name, names, output_names, domain="com.microsoft", **attributes))
         for name, shape in case.inputs.items():
             if name not in shared or index == 0:
                 kind = TensorProto.FLOAT if name in shared else TensorProto.FLOAT16

@@ -111,13 +111,13 @@ class Net(torch.nn.Module):
 
 
 def direct(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The output of a model whose forward takes the graph's inputs."""
+    """Return the output of a model whose forward has the arguments of the graph."""
     output: torch.Tensor = model(**inputs, return_dict=False)[0]
     return output
 
 
 def qwen_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Without a mask, as the pipeline calls it if each token is the prompt's; positions follow from the sizes."""
+    """Return the output of QwenImageTransformer2DModel without a mask, like diffusers' for prompts without padding."""
     rows, tokens = inputs["hidden_states"].shape[:2]
     named = {name: inputs[name] for name in ("hidden_states", "encoder_hidden_states")}
     named["timestep"] = inputs["timestep"].expand(rows)
@@ -125,7 +125,7 @@ def qwen_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def z_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Lists of latents and prompts, whose lengths are multiples of 32, so that diffusers pads nothing."""
+    """Return the output of ZImageTransformer2DModel. Lengths are multiples of 32, so diffusers adds no padding."""
     tokens, time = inputs["hidden_states"], inputs["timestep"]
     rows, edge = len(tokens), math.isqrt(tokens.shape[1])
     latents = (
@@ -137,7 +137,7 @@ def z_image(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def krea2(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Without a mask, as for prompts without padding."""
+    """Return the output of Krea2Transformer2DModel without a mask, like diffusers' for prompts without padding."""
     positions = torch.cat([inputs["txt_ids"], inputs["img_ids"]])
     named = {name: inputs[name] for name in ("hidden_states", "encoder_hidden_states")}
     rows = len(inputs["hidden_states"])
@@ -174,7 +174,7 @@ def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor
     positions = POSITIONS[config["_class_name"]](edge, text) if "img_ids" in axes else {}
     if edge * edge % TOKEN_MULTIPLE and config["_class_name"] == "ZImageTransformer2DModel":
         raise SystemExit(f"{pixels} pixels are padded, which this benchmark does not do: take a multiple of 128.")
-    known = {
+    arrays = {
         "timestep": np.array([500.0 if config["_class_name"].startswith("SD3") else 0.5]),
         "guidance": np.full(rows, 4.0),  # 4000 is a bfloat16, 3500 is not
         "encoder_hidden_states_mask": np.ones((rows, text)),
@@ -182,8 +182,8 @@ def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor
     }
     inputs = {}
     for name, shape in axes.items():
-        if name in known:
-            inputs[name] = torch.from_numpy(known[name]).to(DEVICE, torch.float32)
+        if name in arrays:
+            inputs[name] = torch.from_numpy(arrays[name]).to(DEVICE, torch.float32)
         else:
             size = [sizes[axis] if isinstance(axis, str) else axis for axis in shape]
             inputs[name] = torch.randn(size, generator=generator, device=DEVICE)
@@ -192,9 +192,11 @@ def random_inputs(preset: str, pixels: int, rows: int) -> dict[str, torch.Tensor
 
 def text_positions(tokens: int, axis: int | None, axes: int = 3, first: int = 0) -> np.ndarray:
     """Positions of text (tokens, axes): first, first + 1, .. on one axis, on all of them without `axis`."""
-    made = np.zeros((tokens, axes))
-    made[:, slice(None) if axis is None else axis] = np.arange(first, first + tokens).reshape(-1, *[1] * (axis is None))
-    return made
+    positions = np.zeros((tokens, axes))
+    positions[:, slice(None) if axis is None else axis] = np.arange(first, first + tokens).reshape(
+        -1, *[1] * (axis is None)
+    )
+    return positions
 
 
 def flux_positions(edge: int, text: int) -> dict[str, np.ndarray]:

@@ -165,7 +165,7 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
     uncaptured = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False)
     on_host = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False, device_loop=False)
 
-    def drawn(pipeline: Any, wait: bool = False) -> Callable[[], np.ndarray]:
+    def image_call(pipeline: Any, wait: bool = False) -> Callable[[], np.ndarray]:
         def draw() -> np.ndarray:
             pipeline.loop.wait = wait
             return np.asarray(pipeline(PROMPT, **arguments, generator=0, progress=False).images[0])
@@ -173,19 +173,19 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         return draw
 
     engines = {
-        "the plain call": drawn(plain),
-        "waited for": drawn(plain, wait=True),
-        "graph=False": drawn(uncaptured),
-        "graph=False, waited for": drawn(uncaptured, wait=True),
-        "graph=False, device_loop=False": drawn(on_host),
+        "the plain call": image_call(plain),
+        "waited for": image_call(plain, wait=True),
+        "graph=False": image_call(uncaptured),
+        "graph=False, waited for": image_call(uncaptured, wait=True),
+        "graph=False, device_loop=False": image_call(on_host),
         **diffusers_engines(options, arguments, device),
     }
-    pictures, report["engines"] = in_turn(engines, options.rounds)
-    base = pictures["the plain call"]
-    for name, picture in pictures.items():
+    images, report["engines"] = in_turn(engines, options.rounds)
+    base = images["the plain call"]
+    for name, image in images.items():
         row = report["engines"][name]
-        row["same_bytes_as_the_plain_call"] = bool(np.array_equal(picture, base))
-        row["psnr_db"] = metrics.psnr(picture, base)
+        row["same_bytes_as_the_plain_call"] = bool(np.array_equal(image, base))
+        row["psnr_db"] = metrics.psnr(image, base)
         say(f"{name:34} first {row['first_s']:7.2f} s  median {1e3 * row['median_s']:8.1f} ms  {row['psnr_db']:.1f} dB")
     report["parts"] = parts(plain, options, arguments)
     say(json.dumps(report["parts"]))
@@ -199,17 +199,17 @@ def first_image(ours: Path, options: argparse.Namespace, side: int) -> dict[str,
     code = FIRST.format(**values, steps=options.steps, side=side)
     start = time.time()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded, drawn = map(float, done.stdout.split()[-2:])
-    return {"loaded_s": loaded - start, "image_s": drawn - start}
+    loaded, finished = map(float, done.stdout.split()[-2:])
+    return {"loaded_s": loaded - start, "image_s": finished - start}
 
 
 def in_turn(engines: dict[str, Callable[[], np.ndarray]], rounds: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """One picture and the times of each engine: a first run, a second, then `rounds` in turn."""
-    pictures: dict[str, np.ndarray] = {}
+    """One image and the times of each engine: a first run, a second, then `rounds` in turn."""
+    images: dict[str, np.ndarray] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name, draw in engines.items():
         start = time.perf_counter()
-        pictures[name] = draw()
+        images[name] = draw()
         rows[name] = {"first_s": time.perf_counter() - start, "seconds": []}
         say(f"{name}: first in {rows[name]['first_s']:.2f} s")
         draw()
@@ -218,12 +218,12 @@ def in_turn(engines: dict[str, Callable[[], np.ndarray]], rounds: int) -> tuple[
     for _ in range(rounds):
         for name, draw in engines.items():
             start = time.perf_counter()
-            pictures[name] = draw()
+            images[name] = draw()
             rows[name]["seconds"].append(time.perf_counter() - start)
     gc.enable()
     for row in rows.values():
         row["median_s"] = median(row["seconds"])
-    return pictures, rows
+    return images, rows
 
 
 def diffusers_engines(
@@ -273,7 +273,7 @@ def assemble(source: Path, modules: dict[str, torch.nn.Module]) -> Any:
 
 
 def call(pipeline: Any, arguments: dict[str, Any], dtype: torch.dtype) -> Callable[[], np.ndarray]:
-    """One image from seed 0, its noise drawn in float32 as ours."""
+    """One image from seed 0, with noise sampled in float32 like ours."""
     side = arguments["height"] // pipeline.vae_scale_factor
     noise = torch.randn((1, 4, side, side), generator=torch.Generator().manual_seed(0))
     device = pipeline.unet.device
@@ -298,25 +298,25 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
             seconds.append(time.perf_counter() - start)
         return median(seconds)
 
-    whole = timed(lambda: pipeline(PROMPT, **arguments, generator=0, progress=False))
+    image_s = timed(lambda: pipeline(PROMPT, **arguments, generator=0, progress=False))
     buffers = next(reversed(pipeline.loop.buffer_cache.values())) if pipeline.loop.buffer_cache else None
-    found: dict[str, Any] = {"image_ms": 1e3 * whole}
+    times: dict[str, Any] = {"image_ms": 1e3 * image_s}
     if buffers is None:
-        return found
-    found["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
-    found["held_MB"], found["kept"] = pipeline.loop.buffer_bytes / 1e6, pipeline.loop.MAX_CACHED
+        return times
+    times["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
+    times["held_MB"], times["kept"] = pipeline.loop.buffer_bytes / 1e6, pipeline.loop.MAX_CACHED
 
-    found["unet_calls"] = len(buffers.schedule.arrays["timesteps"]) - 1  # PNDM makes 51 of 50 steps
+    times["unet_calls"] = len(buffers.schedule.arrays["timesteps"]) - 1  # PNDM makes 51 of 50 steps
 
     def unets() -> None:
-        for _ in range(found["unet_calls"] - 1):
+        for _ in range(times["unet_calls"] - 1):
             buffers.unet.run(False)
         buffers.unet.run()
 
-    found["unet_calls_alone_ms"] = 1e3 * timed(unets)
-    found["not_in_unet_ms"] = found["image_ms"] - found["unet_calls_alone_ms"]
+    times["unet_calls_alone_ms"] = 1e3 * timed(unets)
+    times["not_in_unet_ms"] = times["image_ms"] - times["unet_calls_alone_ms"]
     y, x = np.mgrid[: arguments["height"], : arguments["width"]]
-    picture = Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
+    image = Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
     mask = Image.fromarray(np.where((x > 64) & (y > 64), 255, 0).astype(np.uint8))
     ours = options.work / options.preset / "ours"
     tasks: dict[str, Any] = {
@@ -327,12 +327,12 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
     for name, (cls, more) in tasks.items():
         if (ours / "vae_encoder").is_dir():
             other = cls.from_pretrained(ours, options.provider)
-            draw = lambda other=other, more=more: other(PROMPT, image=picture, **settings, **more)  # noqa: E731
+            draw = lambda other=other, more=more: other(PROMPT, image=image, **settings, **more)  # noqa: E731
             draw()
-            found.setdefault("image_of_task_ms", {})[name] = 1e3 * timed(draw)
-            found["step_ms"][name] = 1e3 * other.loop.step_seconds
+            times.setdefault("image_of_task_ms", {})[name] = 1e3 * timed(draw)
+            times["step_ms"][name] = 1e3 * other.loop.step_seconds
             del other
-    return found
+    return times
 
 
 # --- fidelity -------------------------------------------------------------------------------------------------------
@@ -358,13 +358,13 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         latents = torch.cat(noise).to(reference.device)
         expected += [np.asarray(image) for image in reference(part, **common, **size, latents=latents).images]
     ours = StableDiffusionPipeline.from_pretrained(options.work / "demo" / "ours", options.provider)
-    pictures = [
+    images = [
         np.asarray(ours(prompt, **common, **size, generator=seed, progress=False).images[0])
         for seed, prompt in enumerate(prompts)
     ]
-    decibels = [metrics.psnr(a, b) for a, b in zip(pictures, expected, strict=True)]
-    right = {"torch fp32": score(prompts, expected).correct, "ours": score(prompts, pictures).correct}
-    found = {
+    decibels = [metrics.psnr(a, b) for a, b in zip(images, expected, strict=True)]
+    right = {"torch fp32": score(prompts, expected).correct, "ours": score(prompts, images).correct}
+    values = {
         "prompts": len(prompts),
         "right": right,
         "psnr_db": {"median": median(decibels), "min": min(decibels)},
@@ -372,8 +372,8 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         "hoisted": "unet_prompt" in ours.models,
         "queued": bool(ours.loop.buffer_cache) and not ours.loop.wait,
     }
-    say(json.dumps(found))
-    return found
+    say(json.dumps(values))
+    return values
 
 
 if __name__ == "__main__":

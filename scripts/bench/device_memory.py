@@ -55,7 +55,7 @@ model | weights | text encoders | U-Net | VAE | pixels | U-Net's call | VAE deco
 
 
 def weight_bytes(folder: Path, components: str) -> int:
-    """Return the size of the weights of the components whose names match a pattern."""
+    """Return the bytes of the weights of the components whose names match a pattern."""
     return sum(path.stat().st_size for path in folder.glob(f"{components}/{DATA}"))
 
 

@@ -105,24 +105,26 @@ def images(folder: Path, prompts: Sequence[str], cache: Path) -> np.ndarray:
     if cache.is_file():
         return np.load(cache)
     pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")
-    made: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
     for start in range(0, len(prompts), BATCH):
         part = list(prompts[start : start + BATCH])
         result = pipeline(
             part, height=demo.HEIGHT, width=demo.WIDTH, num_inference_steps=demo.STEPS, guidance_scale=demo.GUIDANCE,
             generator=[start + i for i in range(len(part))], progress=False,
         )  # fmt: skip
-        made += [np.asarray(image) for image in result.images]
-        print(f"{folder.name}: {len(made)} of {len(prompts)}", flush=True)
-    np.save(cache, np.stack(made))
-    return np.stack(made)
+        arrays += [np.asarray(image) for image in result.images]
+        print(f"{folder.name}: {len(arrays)} of {len(prompts)}", flush=True)
+    np.save(cache, np.stack(arrays))
+    return np.stack(arrays)
 
 
-def fidelity_row(label: str, prompts: Sequence[str], made: np.ndarray, reference: np.ndarray | None) -> dict[str, Any]:
+def fidelity_row(
+    label: str, prompts: Sequence[str], generated: np.ndarray, reference: np.ndarray | None
+) -> dict[str, Any]:
     """Return the entry of an engine: images read back as their prompt, and PSNR beside the reference."""
-    row: dict[str, Any] = {"label": label, "right": score(prompts, made).correct, "total": len(prompts)}
+    row: dict[str, Any] = {"label": label, "right": score(prompts, generated).correct, "total": len(prompts)}
     if reference is not None:
-        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(made, reference, strict=True)]
+        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(generated, reference, strict=True)]
         row |= {"median_db": median(values), "min_db": min(values), "tenth_db": float(np.percentile(values, 10))}
     return row
 
@@ -153,15 +155,15 @@ def measured_alone(
         if name in done:
             continue
         copy, copies = quantized_copy(model, layers, format_, ranges)
-        got = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds, prompt)
+        actual = _run(pipeline, folder, copy, copies if len(copies) == 1 else [], feeds, prompt)
         output = str(layers[0].node.outputs[0].name)
         rows.append(
             {
                 "name": name,
                 "op": layers[0].node.op_type if len(layers) == 1 else f"{len(layers)} layers",
-                "error": metrics.relative_l2_error(got[output], expected[output]) if len(layers) == 1 else None,
-                "unet_error": metrics.relative_l2_error(got["out_sample"], expected["out_sample"]),
-                "psnr_db": metrics.psnr(got["image"], expected["image"]),
+                "error": metrics.relative_l2_error(actual[output], expected[output]) if len(layers) == 1 else None,
+                "unet_error": metrics.relative_l2_error(actual["out_sample"], expected["out_sample"]),
+                "psnr_db": metrics.psnr(actual["image"], expected["image"]),
             }
         )
         rows_file.write_text(json.dumps(rows))
@@ -325,15 +327,15 @@ def layer_graph(path: Path) -> ir.Model:
 
 def layer_groups(model: ir.Model) -> tuple[dict[str, list[Layer]], dict[str, list[Layer]]]:
     """Return layers by group (all quantized ones; rejected ones by reason), and each quantized layer by its name."""
-    found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
-    groups: dict[str, list[Layer]] = {"all that are quantized": list(found.accepted)}
-    for rejection in found.rejections:
+    layers = find_layers(model.graph, CONVOLUTIONS | LINEARS)
+    groups: dict[str, list[Layer]] = {"all that are quantized": list(layers.accepted)}
+    for rejection in layers.rejections:
         weight = rejection.node.inputs[1]
         if weight is not None and weight.is_initializer() and not rejection.reason.startswith(NO_SHAPES):
             groups.setdefault(f"not quantized: {rejection.reason}", []).append(
                 Layer(rejection.node, channel_axis(rejection.node))
             )
-    return groups, {module_name(layer.node): [layer] for layer in found.accepted}
+    return groups, {module_name(layer.node): [layer] for layer in layers.accepted}
 
 
 def module_name(node: ir.Node) -> str:
@@ -353,7 +355,7 @@ def cached_ranges(
 
 
 def layer_folder(work: Path, format_: str) -> Path:
-    """Return a copy of the float32 folder whose sessions have the options of a folder in 8 bits."""
+    """Return a copy of the float32 folder with the session options of an 8-bit folder."""
     folder = work / "layer"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(work / "float32", folder)
@@ -420,11 +422,11 @@ def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:
     prompts = unseen_prompts(max(numbers) + 1, 0)
 
     def draw(seeds: Sequence[int]) -> list[np.ndarray]:
-        made = pipeline(
+        result = pipeline(
             [prompts[seed] for seed in seeds], height=demo.HEIGHT, width=demo.WIDTH, num_inference_steps=demo.STEPS,
             guidance_scale=demo.GUIDANCE, generator=list(seeds), progress=False,
         )  # fmt: skip
-        return [np.asarray(image) for image in made.images]
+        return [np.asarray(image) for image in result.images]
 
     expected = dict(zip(numbers, draw(numbers), strict=True))
 
@@ -432,8 +434,8 @@ def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:
         layers = [layer for name, each in singles.items() if name not in float32 for layer in each]
         copy, _ = quantized_copy(model, layers, "int8", ranges)
         pipeline.models["unet"] = run_graph(folder / "unet" / pipeline_folder.MODEL, copy, [], feeds[:1])[0]
-        made = draw(seeds)
-        return [metrics.psnr(image, expected[seed]) for seed, image in zip(seeds, made, strict=True)]
+        generated = draw(seeds)
+        return [metrics.psnr(image, expected[seed]) for seed, image in zip(seeds, generated, strict=True)]
 
     alone: list[tuple[str, float]] = []
     within = list(singles)
@@ -604,8 +606,8 @@ def main() -> None:
         cache = options.work / f"{folder.name}-{len(prompts)}.npy"
         if not cache.is_file():
             optimize("demo", folder, target=target, eight_bits=format_, inputs=runs, on_progress=print)
-        made = images(folder, prompts, cache)
-        result["rows"].append(fidelity_row(label, prompts, made, expected))
+        generated = images(folder, prompts, cache)
+        result["rows"].append(fidelity_row(label, prompts, generated, expected))
         print(result["rows"][-1], f"{time.perf_counter() - started:.0f} s", flush=True)
         write()
     for format_ in options.formats:

@@ -1,9 +1,9 @@
 """Does the demo model still draw what the prompt says after export, fusion and float16?
 
 Draws the same unseen prompts from the same seeds with torch fp32, the raw export, fused fp32, fp16 and bf16, and with
-a U-Net in 8 bits, calibrated on prompts of the training's combinations. Reads the pictures back
+a U-Net in 8 bits, calibrated on prompts of the training's combinations. Reads the images back
 (`sd_ort.demo.fidelity`) and compares each with torch's. Writes the shares and PSNRs to a JSON file as each engine ends,
-and a sheet with the first pictures, one row per engine. Exits with 1 when a bound below is broken.
+and a sheet with the first images, one row per engine. Exits with 1 when a bound below is broken.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sd_ort.pipelines.calibration_runs import record_runs
 from sd_ort.stages import optimize
 
 TORCH = "torch fp32"
-# (points of fidelity an engine may lose against torch, dB its median picture must reach): the project's bounds.
+# (points of fidelity an engine may lose against torch, dB its median image must reach): the project's bounds.
 BOUNDS = {
     "raw ONNX": (0.5, 40.0),
     "fused fp32": (0.5, 40.0),
@@ -80,9 +80,9 @@ def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
 
 
 def draw(pipeline: Any, prompts: Sequence[str], batch: int, steps: int) -> np.ndarray:
-    """Pictures (B, H, W, 3), uint8, prompt i drawn from seed i; `pipeline` is ours or diffusers'."""
+    """Images (B, H, W, 3), uint8, prompt i generated from seed i; `pipeline` is ours or diffusers'."""
     quiet = {"progress": False} if isinstance(pipeline, StableDiffusionPipeline) else {}
-    pictures: list[np.ndarray] = []
+    generated: list[np.ndarray] = []
     for start in tqdm(range(0, len(prompts), batch), unit="batch"):
         part = list(prompts[start : start + batch])
         images = pipeline(
@@ -94,13 +94,13 @@ def draw(pipeline: Any, prompts: Sequence[str], batch: int, steps: int) -> np.nd
             generator=[torch.Generator().manual_seed(start + i) for i in range(len(part))],
             **quiet,
         ).images
-        pictures += [np.asarray(image) for image in images]
-    return np.stack(pictures)
+        generated += [np.asarray(image) for image in images]
+    return np.stack(generated)
 
 
-def row(label: str, prompts: Sequence[str], pictures: np.ndarray, reference: dict[str, Any] | None) -> dict[str, Any]:
-    """An engine's entry: share drawn right in percent, the failures, and with `reference` the comparison with torch."""
-    fidelity = score(prompts, pictures)
+def row(label: str, prompts: Sequence[str], images: np.ndarray, reference: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the entry of an engine: percentage of right images, failures, and a comparison with `reference`."""
+    fidelity = score(prompts, images)
     entry: dict[str, Any] = {
         "label": label,
         "right": fidelity.correct,
@@ -109,7 +109,7 @@ def row(label: str, prompts: Sequence[str], pictures: np.ndarray, reference: dic
         "failures": [{"prompt": prompt, "reason": reason} for prompt, reason in fidelity.failures],
     }
     if reference is not None:
-        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(pictures, reference["pictures"], strict=True)]
+        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(images, reference["pictures"], strict=True)]
         points, decibel = BOUNDS[label]
         entry["psnr_db"] = {"median": median(values), "min": min(values)}
         entry["lost_points"] = reference["share_percent"] - entry["share_percent"]
@@ -118,9 +118,9 @@ def row(label: str, prompts: Sequence[str], pictures: np.ndarray, reference: dic
 
 
 def sheet(rows: Sequence[np.ndarray]) -> bytes:
-    """PNG of the pictures (B, H, W, 3) of each engine, one row per engine."""
+    """PNG of the images (B, H, W, 3) of each engine, one row per engine."""
     buffer = io.BytesIO()
-    Image.fromarray(np.concatenate([np.concatenate(list(pictures), axis=1) for pictures in rows])).save(buffer, "PNG")
+    Image.fromarray(np.concatenate([np.concatenate(list(images), axis=1) for images in rows])).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -130,12 +130,12 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200, help="unseen prompts (200)")
     parser.add_argument("--seed", type=int, default=0, help="which unseen prompts (0)")
     parser.add_argument("--steps", type=int, default=demo.STEPS, help=f"denoising steps ({demo.STEPS})")
-    parser.add_argument("--batch", type=int, default=10, help="prompts drawn at once (10)")
+    parser.add_argument("--batch", type=int, default=10, help="prompts generated at once (10)")
     parser.add_argument("--target", default="portable", help="target of the fused pipelines (portable)")
     parser.add_argument("--engines", nargs="+", choices=BOUNDS, default=list(BOUNDS)[:3], help="beside torch fp32")
     parser.add_argument("--work", type=Path, default=Path("out/evaluate_demo"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/demo_fidelity.json"), help="the result")
-    parser.add_argument("--sheet", type=Path, default=Path("results/demo_images.png"), help="the pictures")
+    parser.add_argument("--sheet", type=Path, default=Path("results/demo_images.png"), help="the images")
     arguments = parser.parse_args()
 
     prompts = unseen_prompts(arguments.prompts, arguments.seed)
@@ -155,12 +155,12 @@ def main() -> int:
             continue
         pipeline = open_engine()
         start = time.perf_counter()
-        pictures = draw(pipeline, prompts, arguments.batch, arguments.steps)
-        entry = row(label, prompts, pictures, reference)
+        images = draw(pipeline, prompts, arguments.batch, arguments.steps)
+        entry = row(label, prompts, images, reference)
         entry["seconds"] = time.perf_counter() - start
         if reference is None:
-            reference = {**entry, "pictures": pictures}
-        first_pictures.append(pictures[:8])
+            reference = {**entry, "pictures": images}
+        first_pictures.append(images[:8])
         report["engines"].append(entry)
         files.write_json(arguments.out, report)
         files.write_bytes(arguments.sheet, sheet(first_pictures))

@@ -76,8 +76,8 @@ def refer(value: ir.Value, weights: Mapping[bytes, str]) -> None:
     assert tensor is not None
     array = tensor.numpy()
     name = weights.get(beginning(array))
-    if name is None and array.ndim == 2 and (found := weights.get(beginning(array.T))):
-        name = f"{found}.T"
+    if name is None and array.ndim == 2 and (weight := weights.get(beginning(array.T))):
+        name = f"{weight}.T"
     if name is not None:
         value.const_value = ir.ExternalTensor(
             name, 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=str(value.name), base_dir=""
@@ -105,8 +105,8 @@ def unfilled(config: dict[str, Any]) -> torch.nn.Module:
             setattr(torch.nn.init, name, function)
     with torch.no_grad():
         for parameter in model.parameters():
-            touched = parameter if parameter.numel() < UNTOUCHED else parameter[(slice(4),) * parameter.ndim]
-            touched.normal_(MARK)
+            values = parameter if parameter.numel() < UNTOUCHED else parameter[(slice(4),) * parameter.ndim]
+            values.normal_(MARK)
     return model.eval()
 
 

@@ -94,7 +94,7 @@ def ours(pipeline: Any, config: Any, rounds: int, **arguments: Any) -> dict[str,
 
 
 def theirs(pipeline: Any, config: Any, rounds: int, **arguments: Any) -> dict[str, Any]:
-    """Return full steps and seconds of diffusers' pipeline, as `ours`."""
+    """Return the number of full steps and the seconds of diffusers' pipeline with a cache."""
     from diffusers import hooks
 
     runs: list[int] = []

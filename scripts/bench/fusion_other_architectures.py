@@ -121,8 +121,8 @@ def runs(target: str, domain: str, op_type: str) -> bool:
     if target == "portable":
         return not domain and onnx.defs.has(op_type)
     if target == "rocm":
-        made_wrong = (domain, op_type) == ("", "SimplifiedLayerNormalization")
-        return not made_wrong and (not domain or unsupported_reason(domain, op_type, NEWEST_OPSET) is None)
+        is_wrong = (domain, op_type) == ("", "SimplifiedLayerNormalization")
+        return not is_wrong and (not domain or unsupported_reason(domain, op_type, NEWEST_OPSET) is None)
     return target != "migraphx" or op_type not in ("FusedConv", "FusedMatMul")
 
 
@@ -164,7 +164,7 @@ def row(name: str) -> list[str]:
     attention = after["MultiHeadAttention"] + after["ScaledDotProductAttention"] + after["Attention"]
     norms = after["GroupNorm"] + after["SkipGroupNorm"]
     nodes = f"{before.total()} / {before['Transpose']}"
-    counts = [f"{found} of {there}" if there else "" for found, there in zip((attention, norms), sites, strict=True)]
+    counts = [f"{count} of {there}" if there else "" for count, there in zip((attention, norms), sites, strict=True)]
     cells += [total(attempt(session_nodes, start)), attempt(error, source, start)]
     return [name, nodes, *counts, *cells, *map(total, others)]
 

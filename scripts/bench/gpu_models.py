@@ -75,10 +75,10 @@ def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
                 raise ValueError(f"{graph}: its {tensor.name} is no {name} of the model; make the graph again")
             value = value.T if name.endswith(".T") else value
             data.seek(-data.tell() % 65536, 1)
-            place = {"location": pipeline_folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
+            location = {"location": pipeline_folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
             data.write(value.contiguous().cpu().numpy().tobytes())
             del tensor.external_data[:]
-            for key, entry in place.items():
+            for key, entry in location.items():
                 tensor.external_data.add(key=key, value=str(entry))
     (out / pipeline_folder.MODEL).write_bytes(model.SerializeToString())
 

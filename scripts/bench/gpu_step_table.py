@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tables from what scripts/bench/bench_gpu_step.py measured: those of results/gpu_step.md, and the README's.
+"""Write the tables of results/gpu_step.md and README.md from results of scripts/bench/bench_gpu_step.py.
 
     python scripts/bench/gpu_step_table.py results/gpu_step --out results/gpu_step.md
     python scripts/bench/gpu_step_table.py results/gpu_provider --page docs/explanation/speed.md  # puts it there

@@ -60,7 +60,7 @@ def checkpoint(preset: str, seed: int, folder: Path) -> None:
         model.half().save_pretrained(folder / name)
 
 
-def touched(folder: Path, component: str, convolutions: bool = False) -> Iterator[tuple[str, list[int]]]:
+def layers_with_loras(folder: Path, component: str, convolutions: bool = False) -> Iterator[tuple[str, list[int]]]:
     """Module and shape of what a LoRA usually changes: all that is linear in attention blocks and text encoders.
 
     With `convolutions` also the 3 x 3 convolutions of the UNet's residual blocks.
@@ -82,7 +82,7 @@ def make_lora(folder: Path, out: Path, seed: int, rank: int = RANK, convolutions
     xl = (folder / "text_encoder_2").is_dir()
     tensors: dict[str, torch.Tensor] = {}
     for component, prefix in NAMES.items():
-        for module, (wide, narrow, *kernel) in touched(folder, component, convolutions):
+        for module, (wide, narrow, *kernel) in layers_with_loras(folder, component, convolutions):
             name = ("lora_te1_" if xl and component == "text_encoder" else prefix) + module.replace(".", "_")
             tensors[f"{name}.lora_down.weight"] = torch.randn(rank, narrow, *kernel, generator=generator) / narrow**0.5
             up = torch.randn(wide, rank, *[1 for _ in kernel], generator=generator)
@@ -161,13 +161,13 @@ def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:
     """Return the medians of `rounds` changes of the strengths of two loaded LoRAs, by name."""
     first, second = pipeline.get_list_adapters()["unet"]
     use = pipeline.set_adapters
-    asked: dict[str, list[Callable[[], Any]]] = {
+    calls_by_name: dict[str, list[Callable[[], Any]]] = {
         "strength": [partial(use, first, 0.3 + 0.1 * i) for i in range(rounds)],
         "other LoRA": [partial(use, [second, first][i % 2], 0.8) for i in range(rounds)],
         "two LoRAs": [partial(use, [first, second], [0.8, -0.1 * i]) for i in range(rounds)],
         "strength 0": [partial(use, [first, second], 0.0)],
     }
-    return {name: median_times(name, calls, pipeline) for name, calls in asked.items()}
+    return {name: median_times(name, calls, pipeline) for name, calls in calls_by_name.items()}
 
 
 def measure(folder: Path, loras: list[Path], provider: str, side: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -249,8 +249,8 @@ def table(result: dict[str, Any]) -> str:
 @click.option("--preset", default="sd15", show_default=True)
 @click.option("--provider", default="cpu", show_default=True)
 @click.option("--float8", is_flag=True, help="Linears of the U-Net in float8, calibrated on random inputs.")
-@click.option("--steps", default=None, type=int, help="Of a picture; 20 on a GPU and 1 on a CPU when not given.")
-@click.option("--side", type=int, help="Pixels of a picture; the model's own when not given.")
+@click.option("--steps", default=None, type=int, help="Of an image; 20 on a GPU and 1 on a CPU when not given.")
+@click.option("--side", type=int, help="Pixels of an image; the model's own when not given.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--work", type=click.Path(path_type=Path), default=Path("out/lora_swap"), show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/lora.json"), show_default=True)

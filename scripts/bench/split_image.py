@@ -4,9 +4,9 @@
     split_image.py --quality                         unseen prompts of the demo model on the CPU, by how often all rows
                                                      are computed; writes results/split_image.{json,md}
 
-Images are drawn in turn: on one device, on two with guidance split and, with four devices or more, or without guidance,
-in bands. `whole_ms` and `band_ms` are U-Net calls for all rows and for a band on one device, `extrapolate_ms` what a
-band needs before, `sent_MB` what a device sends in a step: times by the device's own events.
+Images are generated in turn: on one device, on two with guidance split and, with four devices or more, or without
+guidance, in bands. `whole_ms` and `band_ms` are U-Net calls for all rows and for a band on one device, `extrapolate_ms`
+what a band needs before, `sent_MB` what a device sends in a step: times by the device's own events.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIDE = 128  # pixels of the demo's images in two bands: its U-Net has four level
 def measure(
     folder: Path, provider: str, arguments: Mapping[str, Any], rounds: int, devices: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the measurements of a folder. `arguments`: of each call; `rounds`: images of each kind."""
+    """Measure a folder. arguments: of each pipeline call; rounds: images of each configuration."""
     kinds: dict[str, dict[str, Any]] = {"one": {}}
     is_guided = arguments["guidance_scale"] > 1
     if is_guided:
@@ -77,18 +77,18 @@ def measure(
 def parts(loop: Any) -> dict[str, float]:
     """Return milliseconds of a step of all rows and of a band on the first device, and the number of bytes sent."""
     unet = newest(loop).band_unet
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     with loop.models.lock:
         for name, runs in {
             "whole_ms": unet.whole[:1],
             "band_ms": (unet.cut, unet.rows),
             "extrapolate_ms": unet.extrapolate[:1],
         }.items():
-            found[name] = 1e3 * device_seconds(loop, partial(run_all, runs), 20)
+            times[name] = 1e3 * device_seconds(loop, partial(run_all, runs), 20)
     others = [other.buffer_cache for other in loop.loops[1 : unet.band.count]]
     peers = [next(reversed(cache.values())).band_unet for cache in others]
-    found["sent_MB"] = sum(span.size for peer in peers for span, _ in unet.copies_to(peer)) / 1e6
-    return found
+    times["sent_MB"] = sum(span.size for peer in peers for span, _ in unet.copies_to(peer)) / 1e6
+    return times
 
 
 def run_all(runs: Sequence[Any]) -> None:
@@ -115,8 +115,8 @@ def quality(work: Path, prompts: int) -> list[dict[str, Any]]:
     make, rows = pipeline.loop._for_band, []
     for whole_steps, interval in VARIANTS:
 
-        def variant(*given: Any, first: int = whole_steps, every: int = interval) -> Any:
-            job = make(*given)
+        def variant(*arguments: Any, first: int = whole_steps, every: int = interval) -> Any:
+            job = make(*arguments)
             return replace(job, band=replace(job.band, whole_steps=first, interval=every))
 
         pipeline.loop._for_band = variant

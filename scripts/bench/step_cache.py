@@ -1,4 +1,4 @@
-"""Caches between steps on the demo models: what shallow steps save, and what they lose.
+"""Measure time and image quality of caches between steps on the demo models.
 
 Generates the same unseen prompts from the same seeds without and with `pipe.enable_cache(N)`, reads the images back
 (`sd_ort.demo.fidelity`) and compares each with the image of full steps. Times are the processor's of one thread: other
@@ -68,9 +68,9 @@ def shallow_weights(preset: str, branch: int) -> float:
     assert path is not None
     graph = templates.Template(path).graph(lambda name: np.empty(0, np.float32))
     sizes = {name: value.shape.numpy() for name, value in graph.graph.initializers.items() if value.shape is not None}
-    whole = sum(int(np.prod(shape)) for shape in sizes.values())
+    total = sum(int(np.prod(shape)) for shape in sizes.values())
     keep_shallow_part(graph, branch)
-    return sum(int(np.prod(sizes[name])) for name in graph.graph.initializers if name in sizes) / whole
+    return sum(int(np.prod(sizes[name])) for name in graph.graph.initializers if name in sizes) / total
 
 
 def transformer_rows(pipeline: Any) -> Iterator[str]:
@@ -188,7 +188,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200, help="unseen prompts (200)")
     parser.add_argument("--transformer", action="store_true", help="demo-dit and the caches of transformers")
-    parser.add_argument("--batch", type=int, default=10, help="prompts drawn at once (10)")
+    parser.add_argument("--batch", type=int, default=10, help="prompts generated at once (10)")
     parser.add_argument("--work", type=Path, default=Path("out/step_cache"), help="folder for the pipeline")
     parser.add_argument("--out", type=Path, default=Path("results/step_cache.json"), help="the result, and a .md page")
     parser.add_argument("--speed", type=Path, metavar="FOLDER", help="time a pipeline folder instead")

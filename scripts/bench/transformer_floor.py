@@ -195,8 +195,10 @@ def attention_launches(attention: Attention) -> dict[str, Callable[[int, int], o
 
     def tensors(shape: tuple[int, ...]) -> list[torch.Tensor]:
         batch, heads, tokens, size = shape
-        made = [torch.randn(batch, tokens, heads, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(SETS)]
-        return [each.transpose(1, 2) for each in made]
+        token_major = [
+            torch.randn(batch, tokens, heads, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(SETS)
+        ]
+        return [each.transpose(1, 2) for each in token_major]
 
     query, key, value = tensors(attention.query), tensors(attention.key), tensors(attention.key)
 

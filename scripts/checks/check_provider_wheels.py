@@ -77,15 +77,17 @@ def check(extra: str) -> dict[str, Any]:
         )
     if result.returncode:
         raise RuntimeError(f"the probe of {extra} failed:\n{result.stderr}")
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return found
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return report
 
 
-def is_right(found: dict[str, Any], ep: str) -> bool:
+def is_right(report: dict[str, Any], ep: str) -> bool:
     """Whether the provider is used, or the error names each library that is missing."""
-    if found["ok"]:
-        return ep in found["used"]
-    return bool(found["missing_libraries"]) and all(library in found["error"] for library in found["missing_libraries"])
+    if report["ok"]:
+        return ep in report["used"]
+    return bool(report["missing_libraries"]) and all(
+        library in report["error"] for library in report["missing_libraries"]
+    )
 
 
 def main() -> None:
@@ -95,12 +97,12 @@ def main() -> None:
     from sd_ort.runtime.provider_table import PROVIDERS
 
     results = {extra: check(extra) for extra in ("rocm", "migraphx")}
-    verdicts = {extra: is_right(found, PROVIDERS[extra].ep) for extra, found in results.items()}
-    for extra, found in results.items():
-        wheel = ", ".join(f"{name} {version}" for name, version in found["wheels"].items())
-        outcome = found["error"] or f"used {', '.join(found['used'])}"
+    verdicts = {extra: is_right(report, PROVIDERS[extra].ep) for extra, report in results.items()}
+    for extra, report in results.items():
+        wheel = ", ".join(f"{name} {version}" for name, version in report["wheels"].items())
+        outcome = report["error"] or f"used {', '.join(report['used'])}"
         print(f"{wheel}: {'right' if verdicts[extra] else 'WRONG'}: {outcome}")
-        print(f"    onnxruntime alone: {', '.join(found['onnxruntime_alone_uses'])}")
+        print(f"    onnxruntime alone: {', '.join(report['onnxruntime_alone_uses'])}")
     machine = {"system": platform.platform(), "python": platform.python_version()}
     out.write_text(json.dumps({"machine": machine, "wheels": results, "right": verdicts}, indent=1) + "\n")
     sys.exit(not all(verdicts.values()))

@@ -5,12 +5,12 @@
 CHECKOUT is ComfyUI's source, 0.33.0 or later, of which nothing is changed: models, nodes and pictures lie in a
 temporary folder. Its requirements must be installed beside sd-ort (einops, torchsde, comfy-aimdo, comfy-kitchen,
 aiohttp, av, ...; torchvision and torchaudio may be missing, they are stubbed). The demo model is optimized for the
-CPU, with a ControlNet and two LoRAs of made-up weights, and every workflow of sd_ort/integrations/comfyui/workflows
+CPU, with a ControlNet and two LoRAs with random weights, and every workflow of sd_ort/integrations/comfyui/workflows
 is run; text to image also on a small SDXL of random weights, on the demo model's checkpoint, which our node converts,
 and decoded in tiles. All but the tiles and the latent upscaling must draw what our own pipelines draw from the same
 noise (PSNR of the 8-bit pictures at least 40 dB). Inpainting is held against the same steps with the latents outside
-its mask put back exactly: pixels there are no measure, since the VAE decodes all of a picture at once. A latent is
-enlarged and drawn over.
+its mask put back exactly: pixels there are no measure, since the VAE decodes all of an image at once. A latent is
+enlarged and inpainted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def prepare(base: Path) -> None:
     (base / "input").mkdir()
     Image.fromarray(pixels).save(base / "input" / "picture.png")
     alpha = np.full((SIDE, SIDE), 255, np.uint8)
-    alpha[: SIDE // 2] = 0  # ComfyUI draws where a picture is transparent
+    alpha[: SIDE // 2] = 0  # ComfyUI draws where an image is transparent
     Image.fromarray(np.dstack([pixels, alpha])).save(base / "input" / "masked.png")
 
 
@@ -88,7 +88,7 @@ def prepare(base: Path) -> None:
 
 
 def in_tiles(prompt: dict[str, Any]) -> dict[str, Any]:
-    """The same workflow, decoded by the stock node in tiles of half the picture's side."""
+    """The same workflow, decoded by the stock node in tiles of half the image's side."""
     image: dict[str, Any] = json.loads(json.dumps(prompt))
     for node in image.values():
         if node["class_type"] == "VAEDecode":
@@ -121,18 +121,18 @@ def main(comfyui: Path, out: Path | None, work: Path | None) -> None:
         install_folder(base / "custom_nodes" / "sd_ort_nodes", CONTENT["comfyui"]())
         execution = start(comfyui.absolute(), base)
         folders, loras = base / "models" / "sd_ort", base / "models" / "loras"
-        picture = Image.open(base / "input" / "picture.png")
+        file = Image.open(base / "input" / "picture.png")
         upper = np.repeat(np.arange(SIDE // 8)[:, None] < SIDE // 16, SIDE // 8, axis=1)
         expected = {
             "text_to_image": lambda: ours(folders / "demo"),
-            "image_to_image": lambda: ours_from_picture(folders / "demo", picture),
+            "image_to_image": lambda: ours_from_picture(folders / "demo", file),
             "two_loras": lambda: ours(
                 folders / "demo", loras={loras / "one.safetensors": 0.8, loras / "two.safetensors": -0.5}
             ),
             "controlnet": lambda: ours(
-                folders / "demo-controlnet", control_image=picture, controlnet_conditioning_scale=0.7
+                folders / "demo-controlnet", control_image=file, controlnet_conditioning_scale=0.7
             ),
-            "inpainting": lambda: ours_inpainted(folders / "demo", picture, upper),
+            "inpainting": lambda: ours_inpainted(folders / "demo", file, upper),
             "sdxl": lambda: ours(folders / "sdxl-tiny", negative_prompt=""),
             "checkpoint": lambda: ours(folders / "demo"),
         }
@@ -140,34 +140,34 @@ def main(comfyui: Path, out: Path | None, work: Path | None) -> None:
         prompts["sdxl"] = with_model(prompts["text_to_image"], model="sdxl-tiny")
         prompts["checkpoint"] = with_model(prompts["text_to_image"], model="checkpoint.safetensors", provider="cpu")
         prompts["tiled"] = in_tiles(prompts["text_to_image"])
-        pictures = {name: run(execution, prompt, base / "output") for name, prompt in prompts.items()}
-        found = {name: round(psnr(pictures[name], make()), 1) for name, make in expected.items()}
+        images = {name: run(execution, prompt, base / "output") for name, prompt in prompts.items()}
+        psnrs = {name: round(psnr(images[name], make()), 1) for name, make in expected.items()}
         differs = {
-            name: round(psnr(pictures[name], pictures["text_to_image"]), 1)
+            name: round(psnr(images[name], images["text_to_image"]), 1)
             for name in ("two_loras", "controlnet", "inpainting")
         }
         findings = {
             "ComfyUI": importlib.import_module("comfyui_version").__version__,
-            "PSNR to our own pipelines, dB": found,
+            "PSNR to our own pipelines, dB": psnrs,
             "PSNR to text to image without them, dB": differs,
-            "PSNR of tiles to the whole, dB": round(psnr(pictures["tiled"], pictures["text_to_image"]), 1),
-            "latent upscale": list(pictures["latent_upscale"].shape),
+            "PSNR of tiles to the whole, dB": round(psnr(images["tiled"], images["text_to_image"]), 1),
+            "latent upscale": list(images["latent_upscale"].shape),
         }
         if work:
             shutil.rmtree(base / "compared", ignore_errors=True)
             (base / "compared").mkdir()
-            for name, image in pictures.items():
+            for name, image in images.items():
                 Image.fromarray(image).save(base / "compared" / f"{name}.png")
     save_findings(
         "Our nodes in ComfyUI, headless on a CPU", "scripts/checks/comfyui.py --comfyui CHECKOUT", findings, out
     )
-    assert all(value >= MIN_PSNR for value in found.values()), f"below {MIN_PSNR} dB"
+    assert all(value >= MIN_PSNR for value in psnrs.values()), f"below {MIN_PSNR} dB"
     assert all(value < MIN_PSNR for value in differs.values()), (
         "a LoRA, ControlNet or mask that changes nothing proves nothing"
     )
     tiled = findings["PSNR of tiles to the whole, dB"]
     assert MIN_TILED <= tiled < 100, "tiles see less of their surroundings, and no less than a little"
-    assert pictures["latent_upscale"].shape == (SIDE * 3 // 2, SIDE * 3 // 2, 3)
+    assert images["latent_upscale"].shape == (SIDE * 3 // 2, SIDE * 3 // 2, 3)
 
 
 if __name__ == "__main__":

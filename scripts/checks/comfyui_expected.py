@@ -47,8 +47,8 @@ def ours(folder: Path, provider: str = "cpu", **more: Any) -> np.ndarray:
     # ComfyUI begins with sqrt(1 + sigma^2) of the noise, diffusers' euler at these timesteps with sigma of it.
     arguments = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "height": SIDE, "width": SIDE}
     start = noise() * (1 + top**2) ** 0.5 / top
-    drawn = pipeline(PROMPT, latents=start, output_type="np", progress=False, **arguments, **more).images
-    return eight_bits(drawn[0])
+    images = pipeline(PROMPT, latents=start, output_type="np", progress=False, **arguments, **more).images
+    return eight_bits(images[0])
 
 
 def in_diffusers(folder: Path) -> Any:
@@ -61,39 +61,35 @@ def in_diffusers(folder: Path) -> Any:
     return pipeline
 
 
-def pixels_of(picture: Image.Image) -> torch.Tensor:
-    """(1, 3, H, W) in -1..1."""
-    return torch.from_numpy(np.asarray(picture, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
-
-
-def encoded(folder: Path, picture: Image.Image) -> torch.Tensor:
-    """The mean of the picture's unscaled latents, as ComfyUI encodes."""
-    moments = TorchComponentSessions(folder, "cpu").run("vae_encoder", sample=pixels_of(picture))["latent_parameters"]
+def encoded(folder: Path, image: Image.Image) -> torch.Tensor:
+    """The mean of the image's unscaled latents, as ComfyUI encodes."""
+    pixels = torch.from_numpy(np.asarray(image, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
+    moments = TorchComponentSessions(folder, "cpu").run("vae_encoder", sample=pixels)["latent_parameters"]
     return moments.chunk(2, 1)[0]
 
 
-def ours_from_picture(folder: Path, picture: Image.Image) -> np.ndarray:
-    """Image to image on the same components, from the picture's latents; uint8."""
+def ours_from_picture(folder: Path, image: Image.Image) -> np.ndarray:
+    """Image to image on the same components, from the image's latents; uint8."""
     pipeline = in_diffusers(folder)
-    latents = encoded(folder, picture) * pipeline.vae.config.scaling_factor
+    latents = encoded(folder, image) * pipeline.vae.config.scaling_factor
     generator = torch.Generator().manual_seed(SEED)
-    drawn = pipeline(
+    images = pipeline(
         PROMPT, image=latents, strength=0.5, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generator,
         output_type="np",
     ).images  # fmt: skip
-    return eight_bits(drawn[0])
+    return eight_bits(images[0])
 
 
 @torch.no_grad()
-def ours_inpainted(folder: Path, picture: Image.Image, mask: np.ndarray) -> np.ndarray:
-    """Return the image inpainted where `mask` (h, w) of its latents is 1, as ComfyUI does with an ordinary UNet; uint8.
+def ours_inpainted(folder: Path, image: Image.Image, mask: np.ndarray) -> np.ndarray:
+    """Return the image (uint8) inpainted where the latent mask (h, w) is 1, like ComfyUI with a standard UNet.
 
     Before each step the latents outside the mask are replaced by the image's with the step's noise, and after it by the
     image's.
     """
     pipeline = in_diffusers(folder)
     scale = pipeline.vae.config.scaling_factor
-    original, over, noised = encoded(folder, picture) * scale, torch.from_numpy(mask).float(), noise()
+    original, over, noised = encoded(folder, image) * scale, torch.from_numpy(mask).float(), noise()
     with_text, without_text = pipeline.encode_prompt(PROMPT, "cpu", 1, True, negative_prompt="")
     scheduler = pipeline.scheduler
     scheduler.set_timesteps(STEPS)
@@ -110,7 +106,7 @@ def ours_inpainted(folder: Path, picture: Image.Image, mask: np.ndarray) -> np.n
 
 
 def decoded(folder: Path, latents: torch.Tensor) -> np.ndarray:
-    """The picture of unscaled latents; uint8."""
+    """The image of unscaled latents; uint8."""
     decoded = (
         TorchComponentSessions(folder, "cpu")
         .run("vae_decoder", latent_sample=latents)["sample"][0]
@@ -120,9 +116,9 @@ def decoded(folder: Path, latents: torch.Tensor) -> np.ndarray:
     return eight_bits((decoded / 2 + 0.5).clip(0, 1))
 
 
-def eight_bits(picture: np.ndarray) -> np.ndarray:
-    """As ComfyUI saves pictures."""
-    return (255.0 * picture).clip(0, 255).astype(np.uint8)
+def eight_bits(image: np.ndarray) -> np.ndarray:
+    """As ComfyUI saves images."""
+    return (255.0 * image).clip(0, 255).astype(np.uint8)
 
 
 psnr = partial(metrics.psnr, min_std=10)

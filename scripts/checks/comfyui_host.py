@@ -19,7 +19,7 @@ from scripts.checks.stubs import stub_missing
 
 
 class Server:
-    """Stand-in for ComfyUI's server, whose messages nobody receives."""
+    """Replacement of ComfyUI's server that drops messages."""
 
     client_id = None
     last_node_id = None
@@ -47,7 +47,7 @@ def make_importable(checkout: Path, may_be_missing: Sequence[str], cpu: bool = T
 
 
 def start(checkout: Path, base: Path, cpu: bool = True) -> Any:
-    """ComfyUI's module `execution`, imported from its checkout, with models, custom nodes and pictures below `base`.
+    """ComfyUI's module `execution`, imported from its checkout, with models, custom nodes and images below `base`.
 
     `cpu`: as of `make_importable`.
     """
@@ -91,7 +91,7 @@ def as_prompt(workflow: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(execution: Any, prompt: dict[str, Any], output: Path) -> np.ndarray:
-    """The picture (H, W, 3), uint8, that a prompt saves, by ComfyUI's own check and executor."""
+    """The image (H, W, 3), uint8, that a prompt saves, by ComfyUI's own check and executor."""
     before = set(output.rglob("*.png"))
     name, server = str(uuid.uuid4()), Server()
     valid, error, outputs, why = asyncio.run(execution.validate_prompt(name, prompt, None))

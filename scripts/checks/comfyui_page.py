@@ -1,10 +1,10 @@
-"""ComfyUI's page in a browser with a workflow of ours, run from there: the picture beside the nodes' README.
+"""ComfyUI's page in a browser with a workflow of ours, run from there: the image beside the nodes' README.
 
     python scripts/checks/comfyui_page.py --comfyui CHECKOUT --work WORK [--out sd_ort/integrations/comfyui/graph.png]
 
 WORK is what `comfyui.py --work WORK` left: models and our nodes. Needs ComfyUI's requirements (its page is the package
 comfyui-frontend-package), `pip install playwright` and a Chromium. ComfyUI's own server is started on a port of this
-machine, the workflow is loaded and queued as a user would, and the page is taken once the picture is drawn. With
+machine, the workflow is loaded and queued as a user would, and the page is taken once the image is generated. With
 --without-browser the workflow is sent to its API, and no page is taken.
 """
 
@@ -29,7 +29,7 @@ from scripts.checks.comfyui_host import as_prompt
 from scripts.checks.stubs import stub_missing
 
 HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "integrations" / "comfyui"
-LARGEST = 200_000  # bytes of a picture in the repository
+LARGEST = 200_000  # bytes of an image in the repository
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def wait_for_picture(address: str) -> None:
 
 
 def queue(address: str, workflow: dict[str, Any]) -> None:
-    """Send a workflow to the server, and return once its picture is drawn. Raises ClickException when that failed."""
+    """Send a workflow to the server and return after its image is generated. Raises ClickException if it fails."""
     body = json.dumps({"prompt": as_prompt(workflow)}).encode()
     request = urllib.request.Request(f"{address}/prompt", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request).read()
@@ -92,7 +92,7 @@ def queue(address: str, workflow: dict[str, Any]) -> None:
 
 
 def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
-    """The page once the workflow was loaded, queued and its picture was there."""
+    """The page once the workflow was loaded, queued and its image was there."""
     with opened(address, 1440, 800, 300) as page:
         page.wait_for_function("window.app && window.app.graph && window.app.extensionManager")
         page.wait_for_timeout(5000)  # the page loads a workflow of its own first
@@ -101,7 +101,7 @@ def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
         wait_for_picture(address)
         page.mouse.click(700, 780)
         page.keyboard.press(".")  # the whole graph in view
-        page.wait_for_timeout(8000)  # for the picture to be shown
+        page.wait_for_timeout(8000)  # for the image to be shown
         page.screenshot(path=str(out))
 
 

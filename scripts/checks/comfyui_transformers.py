@@ -87,9 +87,9 @@ def own_net(host: Any, ours: Any, weights: Mapping[str, torch.Tensor]) -> Any:
     description.sampling_settings = ours.model.model_config.sampling_settings
     description.unet_config.pop("disable_unet_model_creation")
     model = host.__mro__[2](description, model_type=ours.model.model_type)
-    found = model.load_state_dict(theirs, strict=False)
-    missing = [name for name in found.missing_keys if not name.startswith("model_sampling.")]
-    assert (missing, found.unexpected_keys) == ([], [])
+    keys = model.load_state_dict(theirs, strict=False)
+    missing = [name for name in keys.missing_keys if not name.startswith("model_sampling.")]
+    assert (missing, keys.unexpected_keys) == ([], [])
     return model
 
 
@@ -185,7 +185,7 @@ def differences(ours: Any) -> dict[str, Any]:
 
 
 def lora(ours: Any, weights: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """Return ComfyUI's patches for a LoRA of rank 4 whose modules have diffusers' names."""
+    """Return ComfyUI's patches for a LoRA of rank 4 with diffusers' module names."""
     comfy_lora, generator = importlib.import_module("comfy.lora"), torch.Generator().manual_seed(SEED)
     key_map, tensors = comfy_lora.model_lora_keys_unet(ours.model, {}), {}
     for name, weight in weights.items():

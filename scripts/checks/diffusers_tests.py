@@ -300,8 +300,8 @@ def main() -> None:
     for name, theirs in results[0].items() if results else ():
         rows[name] = list(verdict(results[1].get(name, Result()), theirs))
     for name, (kind, reason) in rows.items():
-        if kind == "fails" and (known := matching_reason(f"{name} {reason}", REASONS)):
-            rows[name] = ["does not apply", known]
+        if kind == "fails" and (explanation := matching_reason(f"{name} {reason}", REASONS)):
+            rows[name] = ["does not apply", explanation]
     write_json(record, dict(sorted(rows.items())))
     counts = Counter(kind for kind, _ in rows.values())
     options.out.write_text(page(rows))

@@ -98,20 +98,20 @@ def table(before: dict[str, Any], after: dict[str, Any]) -> str:
     "--compare", type=click.Path(path_type=Path, exists=True), help="What this script wrote before the change."
 )
 def main(out: Path, only: str, compare: Path | None) -> None:
-    found: dict[str, Any] = {"commit": machine.commit(), "versions": machine.versions(), "graphs": {}}
-    if out.exists() and (last := json.loads(out.read_text()))["commit"] == found["commit"]:
-        found = last
+    report: dict[str, Any] = {"commit": machine.commit(), "versions": machine.versions(), "graphs": {}}
+    if out.exists() and (last := json.loads(out.read_text()))["commit"] == report["commit"]:
+        report = last
     before = json.loads(compare.read_text()) if compare else None
-    graphs = found["graphs"]
+    graphs = report["graphs"]
     for graph in (name for name in COMPONENTS if only in name):
         for target, dtype in itertools.product(TARGETS, ("float32", "float16")):
             name = f"{graph} {target} {dtype}"
             if name not in graphs and (before is None or name in before["graphs"]):
                 graphs[name] = fused(graph, target, dtype)
-        out.write_text(json.dumps(found) + "\n")
+        out.write_text(json.dumps(report) + "\n")
     if before is None:
         return
-    click.echo(table(before, found))
+    click.echo(table(before, report))
     sys.exit(any(difference(before["graphs"][name], graphs[name]) for name in graphs if name in before["graphs"]))
 
 

@@ -115,11 +115,11 @@ def change_proto(rng: random.Random, model: Message) -> None:
 
 
 def _messages(message: Message) -> list[Message]:
-    found = [message]
+    messages = [message]
     for field, value in message.ListFields():
         if field.type == FieldDescriptor.TYPE_MESSAGE:
-            found += [part for inner in (value if field.is_repeated else [value]) for part in _messages(inner)]
-    return found
+            messages += [part for inner in (value if field.is_repeated else [value]) for part in _messages(inner)]
+    return messages
 
 
 def change_tensors(rng: random.Random, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -154,8 +154,8 @@ def write_safetensors(rng: random.Random, path: Path, tensors: Mapping[str, np.n
     from safetensors.numpy import save
 
     kind = rng.randrange(3)
-    wanted = change_tensors(rng, tensors) if kind == 0 else tensors
-    data = save({name: np.ascontiguousarray(tensor) for name, tensor in wanted.items()}, metadata or None)
+    stored = change_tensors(rng, tensors) if kind == 0 else tensors
+    data = save({name: np.ascontiguousarray(tensor) for name, tensor in stored.items()}, metadata or None)
     if kind == 1:
         length = int.from_bytes(data[:8], "little")
         header = json.dumps(change_json(rng, json.loads(data[8 : 8 + length]))).encode()
@@ -209,7 +209,7 @@ def _copy(inputs: Inputs, work: Path, optimized: bool = False) -> Path:
 
 
 def folder_json(rng: random.Random, inputs: Inputs, work: Path) -> None:
-    """Configs, index and manifest of a folder that is opened and drawn with."""
+    """Configs, index and manifest of a folder that is opened and generates."""
     from sd_ort import StableDiffusionPipeline
 
     folder = _copy(inputs, work, optimized=True)
@@ -532,7 +532,7 @@ def arguments(rng: random.Random, inputs: Inputs, work: Path) -> None:
     too_long = (1 << 31, (1 << 63) - 1, 10**40)
     if any(changes.get(name) in (7, 99, *too_long) for name in ("num_images_per_prompt", "num_inference_steps")
            if isinstance(changes.get(name), int)):  # fmt: skip
-        changes["num_inference_steps"] = 10**40  # only what is refused: else it would be drawn
+        changes["num_inference_steps"] = 10**40  # only what is refused: else it would be generated
     inputs.pipeline(**{**valid, **changes})
 
 
@@ -617,7 +617,7 @@ def commands(rng: random.Random, inputs: Inputs, work: Path) -> None:
     (work / "results").mkdir()
     line = rng.choice(LINES).format_map(_Files(rng, work)).split()
     places = ("in", "in/unet/model.onnx", "out", "out.onnx", "results")
-    named = {"good": str(inputs.source), **{place: str(work / place) for place in places}}
+    named = {"good": str(inputs.source), **{name: str(work / name) for name in places}}
     arguments = [named.get(part, part) for part in line if part != "@"]
     command = cli.get_command(click.Context(cli), arguments[0])
     assert command is not None
@@ -685,13 +685,13 @@ def run_case(target: Target, number: int, inputs: Inputs) -> str | None:
 
 
 def _stamps(inputs: Inputs) -> list[tuple[str, int, int]]:
-    found = []
+    stamps = []
     for folder in (inputs.source, inputs.optimized):
-        for place, _, names in os.walk(folder):
+        for parent, _, names in os.walk(folder):
             for name in names:
-                status = os.lstat(os.path.join(place, name))
-                found.append((f"{place}/{name}", status.st_size, status.st_mtime_ns))
-    return sorted(found)
+                status = os.lstat(os.path.join(parent, name))
+                stamps.append((f"{parent}/{name}", status.st_size, status.st_mtime_ns))
+    return sorted(stamps)
 
 
 def main() -> None:
@@ -706,8 +706,8 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="File for the report [default: standard output].")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    wanted = [target for target in TARGETS if options.target in (None, target.__name__)]
-    counts = dict.fromkeys((target.__name__ for target in wanted), 0)
+    targets = [target for target in TARGETS if options.target in (None, target.__name__)]
+    counts = dict.fromkeys((target.__name__ for target in targets), 0)
     end, failures = time.monotonic() + 60 * options.minutes, 0
     command = shlex.join(["python", "scripts/checks/fuzz.py", *sys.argv[1:]])
     head = f"{machine()}\n{versions()}, commit {commit()}\n$ {command}"  # before the log changes a tracked file
@@ -718,7 +718,7 @@ def main() -> None:
         inputs = open_inputs(options.folder, Path(work))
         start = time.process_time()
         while time.monotonic() < end:
-            for target in wanted:
+            for target in targets:
                 number = options.first + counts[target.__name__]
                 counts[target.__name__] += 1
                 faulthandler.dump_traceback_later(HANG_S, exit=True)

@@ -25,12 +25,12 @@ def main() -> None:
     for seed in range(options.first, options.first + options.graphs):
         kind = (Graph, Mixed)[seed % 2]
         try:
-            found = difference(kind(seed))
+            fault = difference(kind(seed))
         except Exception as error:  # whatever it is, it is a finding
-            found = f"{type(error).__name__}: {error}"
-        if found:
+            fault = f"{type(error).__name__}: {error}"
+        if fault:
             wrong += 1
-            print(f"{kind.__name__}, seed {seed}: {found}", flush=True)
+            print(f"{kind.__name__}, seed {seed}: {fault}", flush=True)
     print(f"{options.graphs} graphs from seed {options.first} on, {wrong} differ")
     sys.exit(bool(wrong))
 

@@ -169,7 +169,7 @@ def webui(checkout: Path) -> HostDelta:
         own = {name.removeprefix(f"{NAME}."): tensor for name, tensor in tensors.items()}
         weights = SimpleNamespace(network_key=NAME, sd_key="unet", w=own, sd_module=layer)
         network = SimpleNamespace(unet_multiplier=strength, te_multiplier=strength, dyn_dim=None)
-        module = next(found for kind in kinds if (found := kind.create_module(network, weights)) is not None)
+        module = next(created for kind in kinds if (created := kind.create_module(network, weights)) is not None)
         result: torch.Tensor = module.calc_updown(weight.clone())[0].detach()
         return result.reshape(weight.shape)
 
@@ -188,13 +188,13 @@ def main() -> None:
         hosts["ComfyUI"] = comfyui(options.comfyui.resolve())
     if options.forge:
         hosts |= {"Forge": forge(options.forge.resolve()), "WebUI": webui(options.forge.resolve())}
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     failures = []
     for host, host_delta in hosts.items():
         for layer, shape in SHAPES.items():
             weight = torch.randn(shape, generator=torch.Generator().manual_seed(2))
             for kind, tensors in files(shape).items():
-                column = found.setdefault(f"{host}, {layer}", {})
+                column = columns.setdefault(f"{host}, {layer}", {})
                 try:
                     expected = [host_delta(tensors, weight, each).numpy() for each in STRENGTHS]
                 except RuntimeError as refusal:
@@ -211,7 +211,7 @@ def main() -> None:
     reasons = {f"{host}, {kind}": why for (host, kind), why in DEVIATIONS.items() if host in hosts}
     command = "scripts/checks/host_loras.py --comfyui CHECKOUT --forge CHECKOUT"
     title = "Deltas of LoRAs beside those of hosts: relative error, the larger of strengths 1 and 0.6"
-    save_findings(title, command, {**found, "differs by intention": reasons}, options.out)
+    save_findings(title, command, {**columns, "differs by intention": reasons}, options.out)
     if failures:
         sys.exit("\n".join(failures))
 

@@ -29,15 +29,15 @@ def main() -> None:
     print(f"{machine()}\n{versions()}, commit {commit()}")
     sources = {name: other_architectures.load(name) for name in options.names}
     sources = {name: model for name, model in sources.items() if len(model.graph.node) <= SMALL or len(sources) < 9}
-    wanted = {name: fused(ir.from_proto(model)) for name, model in sources.items()}
+    expected = {name: fused(ir.from_proto(model)) for name, model in sources.items()}
     names, wrong = list(sources), 0
     for seed in range(options.first, options.first + options.mutants):
         name = names[seed % len(names)]
         mutant, done = mutate(sources[name], seed)
-        found = fused(mutant)
-        if found != wanted[name]:
+        actual = fused(mutant)
+        if actual != expected[name]:
             wrong += 1
-            lost, more = wanted[name] - found, found - wanted[name]
+            lost, more = expected[name] - actual, actual - expected[name]
             print(f"{name}, seed {seed}: lost {dict(lost)}, more {dict(more)}: {'; '.join(done)}", flush=True)
     print(f"{options.mutants} mutants of {len(names)} graphs, {wrong} fused otherwise")
     sys.exit(bool(wrong))

@@ -95,11 +95,6 @@ def feed_value(value: Any, as_float32: bool) -> Any:
     return value.astype(np.float32) if as_float32 else value
 
 
-def is_random(graph: onnx.GraphProto) -> bool:
-    """Return whether a graph has an operator that draws random numbers."""
-    return any(node.op_type in RANDOM for node in graph.node)
-
-
 def are_equal(actual: Any, expected: Any) -> bool:
     """Return whether two outputs of ONNX Runtime, nested ones too, are of the same kind and as good as equal."""
     if isinstance(expected, list):
@@ -125,7 +120,7 @@ def results(case: Any, targets: Iterable[str], work: Path) -> Iterator[tuple[str
     model.ir_version = min(model.ir_version, IR_VERSION)
     onnx.save(model, source)
     try:
-        if is_random(model.graph):
+        if any(node.op_type in RANDOM for node in model.graph.node):
             raise ValueError("draws random numbers")
         feeds = inputs(case, model)
         reference = session(source)
@@ -140,7 +135,7 @@ def results(case: Any, targets: Iterable[str], work: Path) -> Iterator[tuple[str
             with cpu_equivalent(out) as (path, _):
                 actual = run_session(session(path), feeds)
         except SdOrtError as error:
-            invalid = "ONNX Runtime refuses" in str(error) and case.name not in INVALID
+            invalid = "ONNX Runtime rejects" in str(error) and case.name not in INVALID
             yield target, WRONG if invalid else REFUSED, summary(error).replace(f"{target} is", "the result is")
         except Exception as error:
             yield target, CRASH, summary(error)
@@ -183,7 +178,7 @@ def faults(counts: Counter[tuple[str, str, str]]) -> int:
     return sum(count for (_, verdict, _), count in counts.items() if verdict in (WRONG, CRASH))
 
 
-def report(counts: Counter[tuple[str, str, str]], seconds: float, found: list[str]) -> str:
+def report(counts: Counter[tuple[str, str, str]], seconds: float, messages: list[str]) -> str:
     """Return Markdown: verdicts by target, and reasons of refusals."""
     targets = list(dict.fromkeys(target for target, _, _ in counts))
     totals = Counter((target, verdict) for (target, verdict, _), count in counts.items() for _ in range(count))
@@ -207,7 +202,7 @@ def report(counts: Counter[tuple[str, str, str]], seconds: float, found: list[st
                 reasons[reason] += count
         lines += ["", f"{verdict}{' (all targets)' if verdict == REFUSED else ''}:", ""]
         lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
-    return "\n".join([*lines, *(["", "Faults:", "", *(f"- {line}" for line in found)] if found else [])]) + "\n"
+    return "\n".join([*lines, *(["", "Faults:", "", *(f"- {line}" for line in messages)] if messages else [])]) + "\n"
 
 
 def main() -> None:
@@ -218,15 +213,15 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{machine()}\n{versions()}, commit {commit()}")
     os.environ.update(UNRELEASED)
-    found: list[str] = []
+    messages: list[str] = []
 
     def say(line: str) -> None:
-        found.append(line)
+        messages.append(line)
         print(line, flush=True)
 
     started = time.process_time()
     counts = run(options.quarter, options.target, say)
-    text = report(counts, time.process_time() - started, found)
+    text = report(counts, time.process_time() - started, messages)
     print(text)
     if options.out:
         options.out.write_text(text)

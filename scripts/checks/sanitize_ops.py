@@ -58,20 +58,20 @@ def build(operators: Sequence[str], folder: Path) -> Path:
 
 def damaged(operator: CustomOperator, nodes: int) -> Iterator[OperatorCase]:
     """`nodes` cases with one or two things wrong; the same ones each time."""
-    drawn = random.Random(operator.name)
+    generator = random.Random(operator.name)
     cases = [case for case in operator.cases if not case.benchmark]
     for number in range(nodes):
-        case = drawn.choice(cases)
-        for _ in range(drawn.choice((1, 1, 2))):
-            if case.attributes and drawn.random() < 0.3:
-                name = drawn.choice(sorted(case.attributes))
+        case = generator.choice(cases)
+        for _ in range(generator.choice((1, 1, 2))):
+            if case.attributes and generator.random() < 0.3:
+                name = generator.choice(sorted(case.attributes))
                 odd = ODD if isinstance(case.attributes[name], int) else ODD_REAL
-                case = replace(case, attributes=case.attributes | {name: drawn.choice(odd)})
+                case = replace(case, attributes=case.attributes | {name: generator.choice(odd)})
                 continue
-            name = drawn.choice(sorted(case.inputs))
+            name = generator.choice(sorted(case.inputs))
             shape = list(case.inputs[name])
-            axis = drawn.randrange(len(shape)) if shape else 0
-            what = drawn.choice(("empty", "one", "longer", "drop", "add", "leave out"))
+            axis = generator.randrange(len(shape)) if shape else 0
+            what = generator.choice(("empty", "one", "longer", "drop", "add", "leave out"))
             if what == "leave out" and name != operator.inputs[0]:
                 case = replace(case, inputs={key: size for key, size in case.inputs.items() if key != name})
                 continue
@@ -80,7 +80,7 @@ def damaged(operator: CustomOperator, nodes: int) -> Iterator[OperatorCase]:
             elif shape and what == "drop":
                 del shape[axis]
             else:
-                shape.insert(axis, drawn.choice((0, 1, 2)))
+                shape.insert(axis, generator.choice((0, 1, 2)))
             case = replace(case, inputs=case.inputs | {name: tuple(shape)})
         yield replace(case, name=f"damaged {number}")
 

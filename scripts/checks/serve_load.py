@@ -2,7 +2,7 @@
 
 Sends the demo's unseen prompts from many clients at once, of two sizes and two numbers of steps, kills a replica's
 process after a third of the answers, and counts what came back. Some answers are compared, byte for byte, with the
-same image drawn alone in this process. --hostile sends hostile requests among them, each of which must be refused.
+same image generated alone in this process. --hostile sends hostile requests among them, each of which must be refused.
 Memory is measured 20 times: the last quarter may exceed the second by 5 % at most. Writes a JSON file; exits with 1
 if a request was lost or differs, a hostile one was not refused, or memory grew.
 """
@@ -39,14 +39,14 @@ from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 from sd_ort.stages import optimize
 
 
-def fields_of(place: int, prompt: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Request number `place`."""
-    side, steps = options.sides[place % 2], options.steps[place // 2 % 2]
-    return {"prompt": prompt, "seed": place, "size": f"{side}x{side}", "steps": steps, "guidance": demo.GUIDANCE}
+def fields_of(number: int, prompt: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Request number `number`."""
+    side, steps = options.sides[number % 2], options.steps[number // 2 % 2]
+    return {"prompt": prompt, "seed": number, "size": f"{side}x{side}", "steps": steps, "guidance": demo.GUIDANCE}
 
 
 def ask(address: str, fields: dict[str, Any]) -> tuple[int, bytes, float]:
-    """Status, picture and seconds of a request; a full queue is asked again when it says so."""
+    """Status, image and seconds of a request; a full queue is asked again when it says so."""
     start = time.perf_counter()
     body, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/images/generations", body, headers)
@@ -79,16 +79,16 @@ HOSTILE: list[tuple[str, bytes, dict[str, str], set[int]]] = [
 ]
 
 
-def attack(address: str, place: int) -> bool:
-    """Send hostile request number `place`; return whether it was refused in one line."""
+def attack(address: str, number: int) -> bool:
+    """Send hostile request number `number`; return whether it was refused in one line."""
     host, port = address.removeprefix("http://").split(":")
-    if place % (len(HOSTILE) + 2) >= len(HOSTILE):  # unfinished headers, or an unfinished body: left alone
+    if number % (len(HOSTILE) + 2) >= len(HOSTILE):  # unfinished headers, or an unfinished body: left alone
         with socket.create_connection((host, int(port)), 600) as client:
-            length = b"Content-Length: 9\r\n\r\n{" if place % 2 else b""
+            length = b"Content-Length: 9\r\n\r\n{" if number % 2 else b""
             client.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\n" + length)
             answer = client.recv(100)
         return answer == b"" or b" 4" in answer[:12]
-    kind, body, headers, statuses = HOSTILE[place % (len(HOSTILE) + 2)]
+    kind, body, headers, statuses = HOSTILE[number % (len(HOSTILE) + 2)]
     request = urllib.request.Request(f"{address}/v1/images/generations", body, {"Content-Type": kind, **headers})
     try:
         urllib.request.urlopen(request, timeout=600).close()
@@ -114,7 +114,7 @@ def actors(process: int) -> list[psutil.Process]:
 
 
 def numbers(address: str) -> dict[str, float]:
-    """Return the metrics of /metrics without histograms."""
+    """Return the counters and gauges of /metrics."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=600) as response:
         lines = [line.split() for line in response.read().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines if "bucket" not in name and "created" not in name}
@@ -142,9 +142,11 @@ def load(address: str, server: int, options: argparse.Namespace) -> Load:
     every = round(1 / options.hostile) if options.hostile else options.requests + 1
     start, memory = time.perf_counter(), []
     with ThreadPoolExecutor(options.clients) as pool, ThreadPoolExecutor(4) as attackers:
-        asked = [pool.submit(ask, address, fields_of(place, prompt, options)) for place, prompt in enumerate(prompts)]
+        futures = [
+            pool.submit(ask, address, fields_of(number, prompt, options)) for number, prompt in enumerate(prompts)
+        ]
         attacks = []
-        for count, _ in enumerate(as_completed(asked), 1):
+        for count, _ in enumerate(as_completed(futures), 1):
             if count % every == 0:
                 attacks.append(attackers.submit(attack, address, count // every))
             if count % (options.requests // 20) == 0:
@@ -153,22 +155,22 @@ def load(address: str, server: int, options: argparse.Namespace) -> Load:
                 victim = actors(server)[0]
                 victim.kill()
                 print(f"{count} answers; replica {victim.pid} is killed", flush=True)
-        answers, seconds = [each.result() for each in asked], time.perf_counter() - start
+        answers, seconds = [each.result() for each in futures], time.perf_counter() - start
         return Load(answers, seconds, [each.result() for each in attacks], memory)
 
 
 def differing(folder: Path, answers: list[tuple[int, bytes, float]], options: argparse.Namespace) -> list[int]:
-    """Places of those answers, of one in `options.compared`, that are not the image drawn alone."""
+    """Return the indices of the answers, of one in `options.compared`, that are not the image generated alone."""
     alone = PipelineReplica(ReplicaConfig(folder, {"provider": "cpu"}))
     prompts = unseen_prompts(len(answers), 0)
-    found = []
-    for place in range(0, len(answers), options.compared):
-        fields = fields_of(place, prompts[place], options)
+    indices = []
+    for number in range(0, len(answers), options.compared):
+        fields = fields_of(number, prompts[number], options)
         side = int(fields["size"].split("x")[0])
-        job = ImageJob(prompts[place], "", place, BatchSettings(side, side, fields["steps"], fields["guidance"]))
-        if alone.generate([job]) != [answers[place][1]]:
-            found.append(place)
-    return found
+        job = ImageJob(prompts[number], "", number, BatchSettings(side, side, fields["steps"], fields["guidance"]))
+        if alone.generate([job]) != [answers[number][1]]:
+            indices.append(number)
+    return indices
 
 
 def main() -> int:
@@ -180,7 +182,7 @@ def main() -> int:
     parser.add_argument("--sides", type=int, nargs=2, default=(128, 64), help="pixels, by turns (128 64)")
     parser.add_argument("--steps", type=int, nargs=2, default=(10, 5), help="by turns (10 5)")
     parser.add_argument("--hostile", type=float, default=0.0, help="share of hostile requests beside these (0)")
-    parser.add_argument("--compared", type=int, default=20, help="one in so many answers is drawn again alone (20)")
+    parser.add_argument("--compared", type=int, default=20, help="one in so many answers is generated again alone (20)")
     parser.add_argument("--work", type=Path, default=Path("out/serve_load"), help="folder for the model")
     parser.add_argument("--out", type=Path, default=Path("results/serving/load_demo_cpu.json"), help="the result")
     options = parser.parse_args()
@@ -199,7 +201,7 @@ def main() -> int:
         server.send_signal(signal.SIGTERM)
         server.wait()
         ended = time.perf_counter() - start
-        left = psutil.wait_procs(processes, timeout=60)[1]
+        alive = psutil.wait_procs(processes, timeout=60)[1]
     answers, seconds = loaded.answers, loaded.seconds
     statuses = Counter(status for status, _, _ in answers)
     wrong = differing(options.work / "fused", answers, options)
@@ -223,7 +225,7 @@ def main() -> int:
         "metrics": shown,
         "seconds_to_end": ended,
         "exit_code": server.returncode,
-        "processes_left": len(left),
+        "processes_left": len(alive),
     }  # fmt: skip
     files.write_json(options.out, report)
     lost = options.requests - statuses[200]
@@ -231,8 +233,8 @@ def main() -> int:
     print(f"{statuses[200]} of {options.requests} answered in {seconds:.0f} s, {batch:.1f} images a batch, "
           f"{shown['sd_ort_replica_restarts_total']:.0f} restart, {len(wrong)} differ, "
           f"{sum(loaded.refused)} of {len(loaded.refused)} hostile ones refused, memory {loaded.memory[0]:.0f} to "
-          f"{loaded.memory[-1]:.0f} MB, {len(left)} processes left after {ended:.1f} s: {options.out}")  # fmt: skip
-    return 1 if lost or wrong or left or not all(loaded.refused) or not loaded.is_flat else 0
+          f"{loaded.memory[-1]:.0f} MB, {len(alive)} processes left after {ended:.1f} s: {options.out}")  # fmt: skip
+    return 1 if lost or wrong or alive or not all(loaded.refused) or not loaded.is_flat else 0
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def write_templates(preset: str, out: Path) -> None:
 
 
 def add_templates(folder: Path, checkpoint: Path, options: CheckpointOptions) -> None:
-    """Copy the templates in `folder` to the cache, as those of `checkpoint`."""
+    """Copy the templates in `folder` to the cache as templates of `checkpoint`."""
     source = open_checkpoint(str(checkpoint), options)
     for component in ADAPTED:
         path = templates.cached_path(templates.component_key(source, component, DEFAULT_OPSET, "dynamo"))

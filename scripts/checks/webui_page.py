@@ -6,7 +6,7 @@ CHECKOUT: its source, 1.10.1, or Forge of June 2025, with what its launcher clon
 stable-diffusion-webui-assets will do); nothing in it is changed (of Forge a copy is run, see `webui_forge`). PYTHON:
 one that has what its requirements_versions.txt pins, torch, and sd-ort's needs; torchvision, torchaudio and OpenAI's
 clip may be missing, they are stubbed. FOLDER: the demo model, optimized for the CPU. The demo checkpoint goes into a
-data folder of its own, with two LoRAs of made-up weights and a folder that is broken. Its API draws with its own UNet
+data folder of its own, with two LoRAs with random weights and a folder that is broken. Its API draws with its own UNet
 and with ours (Settings > SD Unet; Forge: a checkbox and a folder), without and with LoRA tags: at least 40 dB between
 the two, and less between with and without. With the broken folder the host's own UNet must draw, and say so. For the
 page: playwright, and a Chromium of this machine.
@@ -125,14 +125,14 @@ def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]
         process.wait()
 
 
-def drawn(address: str, chosen: dict[str, Any], prompt: str = PROMPT) -> np.ndarray:
-    """The picture (H, W, 3), uint8, that its API draws with a UNet that was `chosen`."""
-    asked = {
+def generate(address: str, chosen: dict[str, Any], prompt: str = PROMPT) -> np.ndarray:
+    """The image (H, W, 3), uint8, that its API draws with a UNet that was `chosen`."""
+    fields = {
         "prompt": prompt, "seed": SEED, "steps": STEPS, "cfg_scale": GUIDANCE, "width": SIDE, "height": SIDE,
         "sampler_name": "Euler", **chosen,
     }  # fmt: skip
     request = urllib.request.Request(
-        f"{address}/sdapi/v1/txt2img", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        f"{address}/sdapi/v1/txt2img", json.dumps(fields).encode(), {"Content-Type": "application/json"}
     )
     try:
         answer = json.loads(urllib.request.urlopen(request, timeout=300).read())
@@ -147,14 +147,14 @@ def unet_of(folder: str) -> dict[str, Any]:
 
 
 def photographed(address: str, out: Path, forge: bool) -> None:
-    """The page once it has drawn the prompt as a user asks for it."""
+    """The page after it has generated the prompt."""
     with opened(address, 1100, 1100 if forge else 820, 180) as page:
         page.fill("#txt2img_prompt textarea", PROMPT)
         if forge:
             choose(page, "demo")
         page.click("#txt2img_generate")
         page.wait_for_selector("#html_info_txt2img:has-text('Steps:')")
-        page.wait_for_timeout(4000)  # for the picture to be shown and the progress bar to go
+        page.wait_for_timeout(4000)  # for the image to be shown and the progress bar to go
         page.evaluate("window.scrollTo(0, 0)")
         page.screenshot(path=str(out))
 
@@ -163,8 +163,8 @@ def pinned(python: Path) -> dict[str, str]:
     """Versions in the WebUI's Python."""
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {PINNED!r}}}))"
     answered = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(answered.stdout)
-    return found
+    report: dict[str, str] = json.loads(answered.stdout)
+    return report
 
 
 @click.command()
@@ -183,14 +183,14 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
         source = described(checkout, data / "forge") if is_forge(checkout) else checkout.absolute()
         prepare(source, folder, data)
         with served(source, python.absolute(), data, log) as address:
-            theirs, ours = (drawn(address, chosen(name)) for name in ("", "demo"))
-            theirs_lora, ours_lora = (drawn(address, chosen(name), PROMPT + LORAS) for name in ("", "demo"))
+            theirs, ours = (generate(address, chosen(name)) for name in ("", "demo"))
+            theirs_lora, ours_lora = (generate(address, chosen(name), PROMPT + LORAS) for name in ("", "demo"))
             warned = "sd-ort:" in log.read_text()
-            refused = drawn(address, chosen("broken"))
+            refused = generate(address, chosen("broken"))
             lines = [line for line in log.read_text().splitlines() if line.startswith("sd-ort:")]
             if page:
                 photographed(address, page, is_forge(checkout))
-    found = {
+    findings = {
         "checkout": checkout.name,
         "versions of the host": pinned(python),
         "PSNR of our UNet's picture to the host's, dB": round(psnr(ours, theirs), 1),
@@ -199,7 +199,7 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
         "a broken folder's picture to the host's": round(psnr(refused, theirs), 1),
         "said then": [line.replace(str(data), "DATA") for line in lines[:1]],
     }
-    save_findings("Our UNet in a WebUI, whole, on a CPU", "scripts/checks/webui_page.py", found, out)
+    save_findings("Our UNet in a WebUI, whole, on a CPU", "scripts/checks/webui_page.py", findings, out)
     assert not warned, "our UNet did not draw"
     assert len(lines) == 1, "a folder that cannot be used must be said, once"
     good = psnr(ours, theirs), psnr(ours_lora, theirs_lora), psnr(refused, theirs)

@@ -152,22 +152,22 @@ def check_hip(wine: Wine, compiler: list[str], headers: Path, work: Path) -> lis
         windows_sources.run(link)
         (folder / "hip.cc").write_text(HIP)
         places = {"sdk/bin/amdhip64_7.dll": 7, "path/amdhip64_6.dll": 6, "torch/amdhip64_7.dll": 7}
-        for place, number in places.items():
-            (folder / place).parent.mkdir(parents=True)
+        for location, number in places.items():
+            (folder / location).parent.mkdir(parents=True)
             build_library = [*compiler, "-shared", f"-DVERSION={number}", str(folder / "hip.cc")]
-            windows_sources.run([*build_library, "-o", str(folder / place)])
-        sdk, path, torch = (folder / place for place in places)
+            windows_sources.run([*build_library, "-o", str(folder / location)])
+        sdk, path, torch = (folder / library for library in places)
         root = windows_path(sdk.parents[1])
-        cases = {  # place -> what the program prints, the end of the library's path, error and number of GPUs
+        cases = {  # location -> what the program prints, the end of the library's path, error and number of GPUs
             "in %HIP_PATH%": (wine.run(program, HIP_PATH=root), f"bin/{sdk.name}", "0 7"),
             "on %PATH%": (wine.run(program, WINEPATH=windows_path(path.parent)), path.name, "0 6"),
             "in the process": (wine.run(program, torch, HIP_PATH=root), f"torch/{torch.name}", "0 7"),
             "nowhere": (wine.run(program), "set HIP_PATH to its folder.", "303 -1"),
         }
-        for place, (output, end, numbers) in cases.items():
+        for location, (output, end, numbers) in cases.items():
             library, *rest = output.replace("\\", "/").splitlines()
             if not library.endswith(end) or rest != [numbers]:
-                sys.exit(f"HIP runtime {place}: expected {end} and {numbers}, got {output!r}")
+                sys.exit(f"HIP runtime {location}: expected {end} and {numbers}, got {output!r}")
         return [f"HIP runtime {place}: {end}" for place, (_, end, _) in cases.items()]
 
 

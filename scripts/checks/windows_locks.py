@@ -1,4 +1,4 @@
-"""Locks, caches, replaced folders and Ctrl-C on Windows: what `python -m scripts.checks.windows_python` runs there.
+"""Check locks, caches, replaced folders and Ctrl-C on Windows. `python -m scripts.checks.windows_python` runs it.
 
 Prints a line for each thing that holds and exits with 1 at the first that does not.
 """

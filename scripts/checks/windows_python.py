@@ -194,11 +194,13 @@ def install_simulated_hip(wine: Wine, folder: Path) -> None:
     functions.write_text("".join(f"FORWARD({name})\n" for name in HIP_FUNCTIONS))
     spec.write_text("".join(f"@ cdecl {name}() windows_{name}\n" for name in HIP_FUNCTIONS))
     flags = ["-std=c++17", "-O1", "-fPIC", "-D__HIP_PLATFORM_AMD__", f'-DFUNCTIONS="{functions}"']
-    source, made = SOURCES / "windows_amdhip64.cc", folder / "bridge.o"
-    windows_sources.run(["g++", *flags, f"-I{windows_sources.hip_headers()}", "-c", str(source), "-o", str(made)])
-    windows_sources.run(["wineg++", "-shared", str(spec), str(made), str(runtime), "-o", str(builtin)])
-    place = wine.prefix / "drive_c/windows/system32/amdhip64_7.dll"  # which Wine takes for the one on WINEDLLPATH
-    fake = ["winebuild", "--dll", "--fake-module", "-m64", "-E", str(spec), "-F", place.name, "-o", str(place)]
+    source, object_file = SOURCES / "windows_amdhip64.cc", folder / "bridge.o"
+    windows_sources.run(
+        ["g++", *flags, f"-I{windows_sources.hip_headers()}", "-c", str(source), "-o", str(object_file)]
+    )
+    windows_sources.run(["wineg++", "-shared", str(spec), str(object_file), str(runtime), "-o", str(builtin)])
+    dll = wine.prefix / "drive_c/windows/system32/amdhip64_7.dll"  # which Wine takes for the one on WINEDLLPATH
+    fake = ["winebuild", "--dll", "--fake-module", "-m64", "-E", str(spec), "-F", dll.name, "-o", str(dll)]
     windows_sources.run(fake)
     wine.environment["WINEDLLPATH"] = str(folder)
 
@@ -206,10 +208,10 @@ def install_simulated_hip(wine: Wine, folder: Path) -> None:
 def check_hip(wine: Wine, home: Path, work: Path) -> list[str]:
     """Run the commands on the simulated GPU and return a line each."""
     doctor = wine.run(home / "python.exe", "-P", "-m", "sd_ort", "doctor", timeout=900).splitlines()
-    found = [line for line in doctor if line.startswith(("AMD ", "HIP ", "hip "))]
-    lines = [" ".join(line.replace(windows_path(home), "PYTHON").split()) for line in found]
+    lines_of_gpus = [line for line in doctor if line.startswith(("AMD ", "HIP ", "hip "))]
+    lines = [" ".join(line.replace(windows_path(home), "PYTHON").split()) for line in lines_of_gpus]
     target = os.environ["SIMULATED_HIP_TARGET"]
-    if not any(line.startswith("AMD GPU 0") and target in line for line in found):
+    if not any(line.startswith("AMD GPU 0") and target in line for line in lines_of_gpus):
         sys.exit(f"doctor does not name {target}:\n" + "\n".join(doctor))
     model = work / "demo-hip"
     words = ("-P", "-m", "sd_ort", "optimize", "demo", model, "--target", "hip", "--float16", "--overwrite")
@@ -230,10 +232,10 @@ def check(wine: Wine, home: Path, work: Path) -> list[str]:
     if "generate" not in python("-P", "-m", "sd_ort", "--help"):
         sys.exit("sd-ort --help does not list its commands")
     doctor = python("-P", "-m", "sd_ort", "doctor").splitlines()
-    found = [line for line in doctor if line.startswith(("op library", "cpu "))]
-    lines += [" ".join(line.replace(windows_path(home), "PYTHON").split()) for line in found]
-    if "libsd_ort_ops.dll" not in found[0]:
-        sys.exit(f"the wheel's library is not found: {found[0]}")
+    lines_of_library = [line for line in doctor if line.startswith(("op library", "cpu "))]
+    lines += [" ".join(line.replace(windows_path(home), "PYTHON").split()) for line in lines_of_library]
+    if "libsd_ort_ops.dll" not in lines_of_library[0]:
+        sys.exit(f"the wheel's library is not found: {lines_of_library[0]}")
     model = work / "demo"
     python("-P", "-m", "sd_ort", "optimize", "demo", model, "--target", "cpu", "--overwrite")
     return [*lines, compare_images(wine, home, model, "cpu")]

@@ -1,4 +1,4 @@
-"""Cross-compile custom_ops for Windows: what a system without Windows can say of the sources.
+"""Cross-compile custom_ops for Windows on Linux.
 
     pip install ziglang                                                     # clang with Windows' headers, 90 MB
     python -m scripts.checks.windows_sources --log results/windows_sources.txt           # 5 minutes; 2 later
@@ -68,7 +68,7 @@ def run(command: list[str]) -> str:
 
 
 def hip_host_compiler(compiler: list[str], headers: Path) -> list[str]:
-    """Return zig's clang, as `compiler` runs it for C++, but for HIP, which `zig c++` refuses.
+    """Return the command of zig's clang for HIP, which `zig c++` rejects, from the one for C++.
 
     `headers`: include folder of ROCm.
     """
@@ -130,10 +130,10 @@ def libraries(
     targets = [name.removeprefix("lib").removesuffix(".dll") for name in exports_of]
     run(["cmake", "--build", str(folder), "--parallel", "2", "--target", *targets])
     lines = []
-    for name, wanted in exports_of.items():
+    for name, symbols in exports_of.items():
         listing = run([shutil.which("llvm-objdump-19") or "objdump", "-p", str(folder / name)])
         exported, needed = exports(listing), set(re.findall(r"DLL Name: (\S+)", listing))
-        if missing := wanted - exported:
+        if missing := symbols - exported:
             sys.exit(f"{name} does not export {', '.join(sorted(missing))}")
         if foreign := {library for library in needed if not SYSTEM.fullmatch(library)}:
             sys.exit(f"{name} needs {', '.join(sorted(foreign))}, which Windows does not have")
@@ -151,13 +151,13 @@ def exports(listing: str) -> set[str]:
 def plain_sources(compiler: list[str], headers: Path, bindings: Path) -> list[str]:
     """Compile what the GPU libraries have in plain C++, for each vendor; a line each."""
     sources = ROOT / "custom_ops"
-    found = [
+    code_files = [
         *sources.glob("operators/*/launch_config.cc"),
         *sources.glob("operators/*/candidates.cc"),
         *sources.glob("provider/*.cc"),
     ]
     chosen = sorted(
-        {path for path in found if path.name != "device.cc" and not path.name.startswith("simulated_")}
+        {path for path in code_files if path.name != "device.cc" and not path.name.startswith("simulated_")}
         | {sources / "gpu_library.cc"}
     )
     lines = []

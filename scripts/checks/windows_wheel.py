@@ -42,7 +42,7 @@ def cross_compile(compiler: list[str], hip: Sequence[str] = ()) -> list[Path]:
 
 
 def portable_wheel(folder: Path) -> Path:
-    """Return a wheel without compiled libraries, made by pip in `folder`."""
+    """Build a wheel without compiled libraries with pip in `folder`, and return it."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     options = ["--no-build-isolation", "--config-settings=wheel.cmake=false", "--wheel-dir", str(folder)]
     subprocess.run([*pip, *options, str(ROOT)], check=True)

@@ -45,11 +45,11 @@ def compare_files(
             if turn >= warmup:
                 times.append(time.perf_counter() - started)
     rows = []
-    for path, times, got in zip(paths, seconds, outputs, strict=True):
-        if got.keys() != outputs[0].keys() or any(got[key].shape != outputs[0][key].shape for key in got):
+    for path, times, actual in zip(paths, seconds, outputs, strict=True):
+        if actual.keys() != outputs[0].keys() or any(actual[key].shape != outputs[0][key].shape for key in actual):
             raise InputError(f"{path} has other outputs than {paths[0]}: give files of one model.")
         ratio = median(own / first for own, first in zip(times, seconds[0], strict=True))
-        error = max(relative_l2_error(got[key], outputs[0][key]) for key in got)
+        error = max(relative_l2_error(actual[key], outputs[0][key]) for key in actual)
         rows.append({"file": str(path), "ms": 1e3 * median(times), "ratio": ratio, "error": error})
     return rows
 

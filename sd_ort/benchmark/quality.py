@@ -36,13 +36,13 @@ class AccuracyWeights:
     @classmethod
     def from_folder(cls, folder: Path) -> AccuracyWeights:
         """Return the weights that a folder has: CLIP, INCEPTION and STATISTICS. Raises InputError if it has none."""
-        found = [path if (path := folder / name).exists() else None for name in (CLIP, INCEPTION, STATISTICS)]
-        if not any(found):
+        paths = [path if (path := folder / name).exists() else None for name in (CLIP, INCEPTION, STATISTICS)]
+        if not any(paths):
             raise InputError(
                 f"{folder} has no weights for --accuracy-weights: put a CLIP model into {CLIP}/, and Inception's "
                 f"weights and the photographs' statistics into {INCEPTION} and {STATISTICS}."
             )
-        return cls(*found)
+        return cls(*paths)
 
     def check(self) -> None:
         """Raise InputError for unusable weights or statistics, before minutes of generation."""

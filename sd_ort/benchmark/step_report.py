@@ -1,4 +1,4 @@
-"""Sections of a report for JSON files of scripts/bench: time of one denoiser call, or of whole images, beside peers.
+"""Report sections from JSON files of scripts/bench: times of a denoiser call or of complete images, by engine.
 
 A file of calls has `rows` or `engines`, each with `engine` and `device_ms`, and beside them `limits` (measured rates of
 the device) and `tflop` (operations of one call). A file of images has the seconds of both sides in `rounds`.
@@ -22,14 +22,14 @@ CLASS_COLORS = dict(zip(CLASSES, KERNEL_COLORS, strict=True))
 
 
 def read_steps(folder: Path) -> dict[str, Row]:
-    """Return the measurements of calls and images in `folder` by file stem: JSON objects whose rows name engines."""
-    found = {}
+    """Return the measurements of calls and images in `folder` by file stem: JSON objects with rows of engines."""
+    reports = {}
     for path in sorted(folder.glob("*.json")):
         content = files.read_json(path)
         rows = _rows(content)
         if rows and all(isinstance(row, dict) and {"device_ms", "theirs_s"} & row.keys() for row in rows):
-            found[path.stem] = content
-    return found
+            reports[path.stem] = content
+    return reports
 
 
 def step_blocks(report: Row) -> list[Block]:
@@ -50,8 +50,8 @@ def step_blocks(report: Row) -> list[Block]:
 
 
 def _rows(content: Row) -> list[Row]:
-    found = (content.get(key) for key in ("rows", "engines"))
-    return next((rows for rows in found if isinstance(rows, list)), [])
+    values = (content.get(key) for key in ("rows", "engines"))
+    return next((rows for rows in values if isinstance(rows, list)), [])
 
 
 def _calls(report: Row) -> Iterator[plot.Bar]:

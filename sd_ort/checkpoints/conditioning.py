@@ -87,7 +87,7 @@ def token_ids(tokenizer: ClipTokenizer, prompts: Sequence[str], length: int) -> 
         if len(ids) > length:  # the end token stays
             rest = tokenizer.decode(ids[length - 1 : -1])
             rest = rest if len(rest) <= 200 else rest[:200] + "…"
-            log.warning("the prompt %r… is cut after %d tokens; not drawn: %r", prompt[:40], length - 2, rest)
+            log.warning("the prompt %r… is cut after %d tokens; ignored: %r", prompt[:40], length - 2, rest)
             ids = [*ids[: length - 1], ids[-1]]
         row[: len(ids)] = ids
     return rows

@@ -93,7 +93,7 @@ def open_folder(name: str, folder: Path) -> Checkpoint:
 
 
 def _reading_images(encoder: CheckpointModel) -> CheckpointModel:
-    """Return a vision-language model whose export has inputs for images."""
+    """Return a copy of a vision-language model that is exported with image inputs."""
 
     def load() -> torch.nn.Module:
         model: Any = encoder.load()

@@ -194,9 +194,9 @@ def encoder_mismatch(index: Config) -> str | None:
     """Return a phrase on the first text encoder of a model_index.json that its transformer cannot use, or None."""
     family = FAMILIES[index["transformer"][1]]
     for name, expected in family.text_encoders.items():
-        found = (index.get(name) or (None, None))[1]
-        if found not in expected and not (found is None and name in family.optional_encoders):
-            what = f"a {name} of class {found}" if found else f"no {name}"
+        class_name = (index.get(name) or (None, None))[1]
+        if class_name not in expected and not (class_name is None and name in family.optional_encoders):
+            what = f"a {name} of class {class_name}" if class_name else f"no {name}"
             return f"has {what}, but its {index['transformer'][1]} needs a {expected[0]}"
     return None
 

@@ -21,7 +21,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class ScaledNorm(torch.nn.Module):
-    """RMS normalization whose scale is 1 + a stored weight. `weight_recipes`: the recipe of the scale.
+    """RMS normalization with the scale 1 + weight. weight_recipes: the recipe of this scale.
 
     Replaces `Krea2RMSNorm`: exporters fold its sum to a constant of the graph.
     """

@@ -30,5 +30,5 @@ class MistralTokenizer(ChatTokenizer):
         self.pads_left = self.padding_side == "left"
 
     def encode(self, prompts: Sequence[str], length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and attention mask (B, length), int64, without tokens of images, as in diffusers."""
+        """Return token ids and attention mask (B, length), int64, like diffusers; image tokens are not supported."""
         return super().encode([prompt.replace(IMAGE_TOKEN, "") for prompt in prompts], length)

@@ -80,7 +80,7 @@ class Qwen3TextEncoder(torch.nn.Module):
             del model.lm_head
 
     def _stack(self) -> Any:
-        """Return the language model without its head: of some classes a part, a `Qwen3Model` is one."""
+        """Return the language model without its head: the model or, as in `Qwen3ForCausalLM`, a submodule."""
         model: Any = self.model
         return getattr(model, "language_model", None) or getattr(model, "model", model)
 
@@ -119,7 +119,7 @@ class MistralTextEncoder(Qwen3TextEncoder):
 def _zero_rows_without_keys(
     module: torch.nn.Module, args: Any, inputs: dict[str, Any], outputs: tuple[torch.Tensor, Any]
 ) -> tuple[torch.Tensor, Any]:
-    """Hook of an attention: its output (B, S, C), zero for tokens whose row of the additive mask has no 0."""
+    """Forward hook of an attention: zero the output (B, S, C) of tokens whose row of the additive mask has no 0."""
     attends = inputs["attention_mask"][:, 0].amax(-1, keepdim=True) == 0
     return outputs[0] * attends.to(outputs[0].dtype), outputs[1]
 

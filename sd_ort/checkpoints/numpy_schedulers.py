@@ -414,8 +414,8 @@ class _UniPc(_Multistep):
         if i > self.begin and i - 1 not in self.config["disable_corrector"]:
             latents = self.move(i - 1, self.order_before, self.before, self.history, image)
         self.history = [image, *self.history][: self.config["solver_order"]]
-        left = len(self.timesteps) - i if self.config["lower_order_final"] else 3
-        self.before, self.order_before = latents, min(len(self.history), left)
+        remaining_steps = len(self.timesteps) - i if self.config["lower_order_final"] else 3
+        self.before, self.order_before = latents, min(len(self.history), remaining_steps)
         return self.move(i, self.order_before, latents, self.history)
 
     def move(self, i: int, order: int, latents: Array, images: list[Array], after: Array | None = None) -> Array:
@@ -488,7 +488,7 @@ def _cached(name: str, config: str, steps: int, eta: float) -> _Scheduler | None
 
 
 def numpy_scheduler(name: str, config: Mapping[str, Any], steps: int, eta: float = 0.0) -> _Scheduler | None:
-    """Return diffusers' scheduler `name` with `config` after set_timesteps(steps), or None if it is not implemented.
+    """Return the NumPy implementation of diffusers' scheduler `name` after set_timesteps(steps), or None without one.
 
     Not implemented are unknown classes, options and values, and numbers of steps that diffusers rejects. The last 32
     results are cached.

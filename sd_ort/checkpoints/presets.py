@@ -448,7 +448,7 @@ QWEN_PREPROCESSOR: Config = {
 
 
 def _qwen_image_edit(pipeline: str, modulates_references: bool) -> Preset:
-    """Return a preset of Qwen-Image-Edit. modulates_references: reference images by timestep 0, as Edit-2511 does."""
+    """Return a preset of Qwen-Image-Edit. modulates_references: reference images have timestep 0, as in Edit-2511."""
     models = dict(_QWEN_IMAGE.models)
     models["text_encoder"] = _QWEN_VL_7B | {READS_IMAGES: True}
     models["transformer"] = models["transformer"] | {"zero_cond_t": modulates_references}

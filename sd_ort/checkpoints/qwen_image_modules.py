@@ -171,7 +171,7 @@ class QwenTextEncoder(torch.nn.Module):
         return self._states(hidden, mask, positions[..., None].float() * model.rotary_emb.inv_freq)
 
     def _states(self, hidden: torch.Tensor, mask: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states of embedded tokens (B, S, C). angles: of the rotary embedding (B, S, D / 2)."""
+        """Return the last hidden states of token embeddings (B, S, C). angles: rotary angles (B, S, D / 2)."""
         model: Any = self.model.model.language_model
         angles = torch.cat([angles, angles], dim=-1)
         for layer in model.layers:

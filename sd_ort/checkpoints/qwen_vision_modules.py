@@ -16,7 +16,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class PatchEmbedding(torch.nn.Linear):
-    """A convolution whose filters are as large as the patches (..., pixels), as a product.
+    """Patch embedding (a convolution with stride equal to its kernel size) as a MatMul of patches (..., pixels).
 
     Replaces `Qwen2_5_VisionPatchEmbed`. `weight_recipes`: the recipe of its weight.
     """

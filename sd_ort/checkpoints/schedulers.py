@@ -32,7 +32,7 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
         return cls.from_config(config)
     except ImportError as error:
         raise InputError(" ".join(str(error).split())) from error  # names the package and how to install it
-    except Exception as error:  # each scheduler has its own way to refuse a configuration, or other arguments
+    except Exception as error:  # each scheduler has its own way to reject a configuration, or other arguments
         raise InputError(
             f"{cls.__name__} cannot drive this UNet ({first_line(error)}): try euler, ddim or dpmsolver."
         ) from error
@@ -55,7 +55,7 @@ def set_timesteps(scheduler: Any, steps: int, **options: Any) -> int:
     options: `timesteps` or `sigmas` instead of `steps`, and LCM's `original_inference_steps` and `strength`; None for
     the default.
 
-    Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for, and for
+    Raises InputError for a number of steps that the scheduler rejects, such as more than LCM was distilled for, and for
     a schedule that it does not take.
     """
     options = {name: value for name, value in options.items() if value is not None}

@@ -136,7 +136,7 @@ def _t5_encoder(config: Mapping[str, Any]) -> Signature:
 
 
 def tapped_layers(config: Mapping[str, Any], penultimate: bool = False) -> tuple[int, ...]:
-    """Return the layers of a Qwen3, Qwen3-VL or Mistral text encoder whose outputs a transformer reads.
+    """Return the indices of the text encoder layers (Qwen3, Qwen3-VL or Mistral) whose outputs a transformer reads.
 
     `penultimate`: the last but one, which Z-Image reads. FLUX.2 klein reads 9, 18 and 27 of 36 layers, dev 10, 20 and
     30 of 40, as in diffusers; quarters of the layers of a smaller model, such as a tiny one. Krea 2 reads each third

@@ -93,7 +93,7 @@ def replace_vae(checkpoint: Checkpoint, file: Path, unsafe_pickle: bool = False)
     Raises InputError if the file has no VAE that fits the config of the checkpoint.
     """
     if checkpoint.random_weights:
-        raise InputError("--vae goes with a checkpoint, not with a preset: its weights are made up.")
+        raise InputError("--vae goes with a checkpoint, not with a preset: its weights are random.")
     tensors = select_tensors(meta_tensors(file, unsafe_pickle), "vae")
     if not any(name.endswith("decoder.conv_in.weight") for name in tensors):
         raise InputError(f"{file} holds no VAE: give a file with the weights of an AutoencoderKL.")

@@ -102,7 +102,7 @@ class ClipTokenizer:
         return text.replace("</w>", " ").strip()
 
     def ids(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """Return the token ids of each text without padding; `special`: with the start and the end token."""
+        """Return the token ids of each text without padding. special: add the start and end tokens."""
         if self._transformers is not None:
             encoded = self._transformers(list(texts), add_special_tokens=special, verbose=False).input_ids
             return [list(ids) for ids in encoded]

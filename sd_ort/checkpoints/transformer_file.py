@@ -127,8 +127,8 @@ def open_transformer_file(
     own: Recipes = {name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
     recipes = {"transformer": own if is_diffusers else original_recipes(config, shapes, prefix)}
     for name, cls in ((n, base.index[n][1]) for n in base.models if n.startswith("text_encoder")):
-        if found := _text_encoder_recipes(entries, name, cls, base.configs[name]):
-            recipes[name] = found
+        if encoder_recipes := _text_encoder_recipes(entries, name, cls, base.configs[name]):
+            recipes[name] = encoder_recipes
     readers: dict[str, TensorReader] = {name: RecipeTensorReader((path,), table) for name, table in recipes.items()}
     if any(name.startswith(("vae.", "first_stage_model.")) for name in entries):
         readers["vae"] = vae_reader(path, base)

@@ -186,7 +186,7 @@ def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
 
 
 def weight_parts(config: Config, names: Iterable[str]) -> dict[str, tuple[Part, ...]]:
-    """Return original name of a weight -> its parts, of the weights and biases `names` of modules that are known."""
+    """Return the parts of each original weight, for weights and biases `names` of known modules."""
     if config["_class_name"] == "QwenImageTransformer2DModel":
         return {name: (Part(name),) for name in names}
     modules, parts = original_modules(config), {}
@@ -223,7 +223,7 @@ def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], pref
 
 
 def split_parts(array: np.ndarray, parts: Sequence[Part]) -> dict[str, np.ndarray]:
-    """Return the values of each part's module, by its name, for those of an original weight."""
+    """Split the values of an original weight, and return them by module name."""
     return {part.module: _swapped(array[part.start : part.stop], part) for part in parts}
 
 
@@ -250,7 +250,7 @@ def original_prefix(names: Iterator[str] | Mapping[str, Any]) -> str | None:
     for name in names:
         # The last ones are Z-Image's, Qwen-Image's and Krea 2's.
         for first in ("double_blocks.0.", "joint_blocks.0.", "cap_pad_token", "txt_norm.", "txtfusion."):
-            head, found, _ = name.partition(first)
-            if found and head in ("", "model.diffusion_model.", "diffusion_model."):
+            head, separator, _ = name.partition(first)
+            if separator and head in ("", "model.diffusion_model.", "diffusion_model."):
                 return head
     return None

@@ -71,7 +71,7 @@ def _check_scale(path: Path, name: str, scale: Entry, weight: Entry) -> None:
 
 
 def _apply_mark(path: Path, name: str, mark: Entry, weight: Entry) -> None:
-    """Add `rotation` to a weight whose layer is marked so. Raises InputError for a layer in another format."""
+    """Add `rotation` to the recipe of a weight of a rotated layer. Raises InputError for layers in another format."""
     begin, end = mark["data_offsets"]
     data = np.fromfile(path, np.uint8, min(end - begin, MARK_LIMIT), offset=begin).tobytes()
     try:

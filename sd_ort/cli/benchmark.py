@@ -69,7 +69,7 @@ def _check_settings(folder: Path, component: str | None, *sides: int | None) -> 
 )
 @click.option("--engines", "names", default="", help="Instead of raw and torch: raw,ours,ort,torch-compile,... or all.")
 @click.option("--ablation", is_flag=True, help="Rows from the raw export on, one fusion switched on after another.")
-@click.option("--component", help="Time calls of one component on made-up inputs: unet, vae_decoder, vae_encoder.")
+@click.option("--component", help="Time calls of one component on synthetic inputs: unet, vae_decoder, vae_encoder.")
 @click.option("--unet-only", "component", flag_value="unet", help="The same as --component unet.")
 @click.option("--mlperf", is_flag=True, help="MLPerf's scenarios: SingleStream, Offline, Server; latency percentiles.")
 @click.option("--profile", is_flag=True, help="Where the time goes in one component of each folder.")
@@ -247,7 +247,7 @@ def command(
 
 
 def _options_on_command_line(ctx: click.Context, names: Collection[str]) -> list[str]:
-    """Return the options of `names` that are on the command line, as `--name`."""
+    """Return the options of `names` that are on the command line, in the form `--name`."""
     parameters = [
         p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE
     ]

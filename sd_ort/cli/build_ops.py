@@ -13,15 +13,15 @@ class SpreadCommand(click.Command):
     """`--hip A B` means `--hip A --hip B`, which is all that click itself takes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        spread: list[str] = []
+        expanded: list[str] = []
         option = ""
         for arg in args:
-            if not arg.startswith("-") and option and spread[-1] != option:
-                spread.append(option)
+            if not arg.startswith("-") and option and expanded[-1] != option:
+                expanded.append(option)
             elif arg.startswith("-"):
                 option = arg if arg in ("--hip", "--cuda") else ""
-            spread.append(arg)
-        return super().parse_args(ctx, spread)
+            expanded.append(arg)
+        return super().parse_args(ctx, expanded)
 
 
 @click.command(cls=SpreadCommand)

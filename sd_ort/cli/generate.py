@@ -62,7 +62,7 @@ class Devices(click.ParamType):
 )
 @click.option("--seed", type=click.IntRange(0), help="Seed of the first image, counting up [default: a random one].")
 @click.option("--num-images", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images drawn at once.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images generated at once.")
 @click.option("--negative", help="What the image must not show.")
 @click.option("--height", type=PIXELS, help="Pixels [default: the model's].")
 @click.option("--width", type=PIXELS, help="Pixels [default: the model's].")
@@ -145,7 +145,7 @@ class Devices(click.ParamType):
     "decode_on",
     type=click.IntRange(0),
     metavar="N",
-    help="Decode on device N while the next batch is drawn.",
+    help="Decode on device N while the next batch is generated.",
 )
 @click.option(
     "--low-memory",
@@ -327,8 +327,8 @@ def output_paths(out: Path, prompt: str, seeds: range, overwrite: bool) -> list[
     else:
         paths = [out / f"{slugify(prompt)}-{seed}.png" for seed in seeds]
     check_writable(paths[0])
-    if not overwrite and (taken := next((path for path in paths if path.exists()), None)):
-        raise OutputError(f"{taken} exists: choose another --out or pass --overwrite.")
+    if not overwrite and (existing := next((path for path in paths if path.exists()), None)):
+        raise OutputError(f"{existing} exists: choose another --out or pass --overwrite.")
     return paths
 
 

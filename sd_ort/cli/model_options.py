@@ -1,4 +1,4 @@
-"""Options that commands share: of a checkpoint, and of generating images: model, provider, LoRAs and embeddings."""
+"""Options shared by commands: checkpoint, model, provider, LoRAs, embeddings and arguments of generation."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def choose_provider(folder: Path, provider: str) -> str:
     from sd_ort.runtime.provider_choice import provider_for
 
     components(folder)
-    return _said(provider_for(folder, provider))
+    return _say_choice(provider_for(folder, provider))
 
 
-def _said(choice: ProviderChoice) -> str:
+def _say_choice(choice: ProviderChoice) -> str:
     if choice.reason:
         say(choice.line)
     return choice.provider
@@ -70,9 +70,9 @@ def resolve_pipeline_folder(
             raise InputError(f"--save-optimized and --config go with a checkpoint: {model} is none.")
         folder, choice = model_cache.open_model(model, provider)
         check_provider(choice.provider, allow_fallback=allow_fallback)
-        return folder, _said(choice)
+        return folder, _say_choice(choice)
     auto = provider == provider_choice.AUTO
-    provider = _said(provider_choice.choose_provider() if auto else provider_choice.resolve_device(provider))
+    provider = _say_choice(provider_choice.choose_provider() if auto else provider_choice.resolve_device(provider))
     check_provider(provider, allow_fallback=allow_fallback)
     if save_to is None:
         return model_cache.open_model(model, provider, config=config, on_progress=say)[0], provider
@@ -127,7 +127,7 @@ def load_adapters(
 
 
 def integer_if_whole(_: Any, __: Any, value: float | None) -> float | None:
-    """Return the value of an option as an integer if it is a whole number."""
+    """Return an integer option value as int, others unchanged."""
     return int(value) if value is not None and value.is_integer() else value
 
 

@@ -19,7 +19,9 @@ from sd_ort.runtime.provider_table import PROVIDERS
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free one.")
 @click.option("--allow-host", "names", multiple=True, help="A name of this server besides --host and IP addresses.")
 @click.option("--token", envvar="SD_ORT_TOKEN", help="What requests must carry [default: $SD_ORT_TOKEN, or none].")
-@click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images drawn at once, at most.")
+@click.option(
+    "--batch", type=click.IntRange(1), default=4, show_default=True, help="Images generated at once, at most."
+)
 @click.option("--queue", type=click.IntRange(1), default=64, show_default=True, help="Images that may wait.")
 @click.option("--timeout", type=Number(1, 86_400), default=600, show_default=True, help="Seconds for a request.")
 @click.option("--max-pixels", type=click.IntRange(1), help="Pixels of an image, at most [default: 2048 x 2048].")

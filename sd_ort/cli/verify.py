@@ -35,11 +35,11 @@ OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
 @click.option(
     "--inputs",
     type=click.Path(path_type=Path),
-    help="Recorded runs in place of made-up ones: an .npz of component/input[/run], or input[/run] of one file.",
+    help="Recorded runs in place of synthetic ones: an .npz of component/input[/run], or input[/run] of one file.",
 )
 @click.option("--provider", default="auto", help="Provider that runs OUT [default: its target's, if it runs here].")
 @click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the synthetic inputs.")
 @click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")
 @click.option("--ip-adapter", type=click.Path(path_type=Path), help="With a checkpoint: the IP-Adapter that OUT has.")
 @click.option("--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: the one beside it].")
@@ -61,7 +61,7 @@ def command(
     """Compare the weights of OUT, and the outputs of all its components, with those of IN, from which it was made.
 
     IN and OUT are pipeline folders, or .onnx files of any model. Every weight of OUT is made again from IN and compared
-    bit for bit. Then both run on the same inputs, made up as in use, at two shapes (batch 1 and 2, not square). IN may
+    bit for bit. Then both run on the same synthetic inputs at two shapes (batch 1 and 2, not square). IN may
     also be a checkpoint, as `optimize` takes it: then weights are compared and nothing is run: of the options
     --component, --config, --ip-adapter, --image-encoder and --json are for that.
 

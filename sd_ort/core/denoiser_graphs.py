@@ -80,13 +80,13 @@ class DenoiserGraphs(Generic[T]):
         return self._run(self.parts["time"], {**repeat(rest), "timestep": feed["timestep"]})
 
     def step_tensors(self, conditioning: Mapping[str, T], timestep: T) -> dict[str, T]:
-        """Return the conditioning and the outputs of both other graphs for one step. `timestep`: that of each row."""
+        """Return the conditioning of one step and the outputs of the other two graphs. timestep: one value per row."""
         tensors = {**conditioning, **self.prompt_outputs(conditioning)}
         return {**tensors, **self.time_outputs(tensors, timestep)}
 
 
 class ArrayModel(Protocol):
-    """A component as a function of NumPy arrays; `inputs`: by name."""
+    """Protocol of a component as a function of NumPy arrays. inputs: specs by name."""
 
     @property
     def inputs(self) -> Mapping[str, Any]: ...

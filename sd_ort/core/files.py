@@ -52,24 +52,24 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return the text of a JSON file: what fits into a line of `JSON_COLUMNS` stands on one."""
+    """Return a value as JSON text; values that fit into `JSON_COLUMNS` columns are on one line."""
     return (_json_text(value, JSON_COLUMNS - 1, "") + "\n").encode()
 
 
 def _json_text(value: Any, room: int, indent: str) -> str:
-    """Return the text of a value whose first line may have `room` more characters, the others behind `indent`."""
+    """Return a value as JSON text. room: columns left on its first line. indent: start of its other lines."""
     text = json.dumps(value)
     if not isinstance(value, (dict, list, tuple)) or len(text) <= room:
         return text
     lines: list[str] = []
     can_append = False
-    left = JSON_COLUMNS - len(indent) - 2
+    width = JSON_COLUMNS - len(indent) - 2
     items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
     for name, item in items:
         key = json.dumps({name: 0})[1:-2] if isinstance(value, dict) else ""
-        text = key + _json_text(item, left - len(key), indent + " ")
+        text = key + _json_text(item, width - len(key), indent + " ")
         is_scalar = not isinstance(item, (dict, list, tuple))
-        if can_append and is_scalar and len(lines[-1]) + len(text) + 2 <= left:
+        if can_append and is_scalar and len(lines[-1]) + len(text) + 2 <= width:
             lines[-1] += f", {text}"
         else:
             lines.append(text)
@@ -104,7 +104,7 @@ def code_hash(*packages: Path) -> str:
 
 
 def open_regular(path: Path, root: Path | None = None, limit: int | None = None) -> BinaryIO:
-    """Open a file that others wrote, for reading. FIFOs, devices and sockets, which block or never end, are refused.
+    """Open a file that others wrote, for reading. FIFOs, devices and sockets, which block or never end, are rejected.
 
     `root`: folder that must contain the file, links followed (see `paths.inside`). `limit`: bytes. Raises InputError
     for another kind of file, one outside of `root` or a larger one, and OSError as `open` does.

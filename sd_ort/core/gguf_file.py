@@ -105,8 +105,10 @@ def _read_entries(path: Path, header: _Header) -> tuple[dict[str, Entry], dict[s
     entries: dict[str, Entry] = {}
     for name, dimensions, number, offset in infos:
         if number not in TYPES:
-            known = ", ".join(dtype for dtype, *_ in TYPES.values())
-            raise InputError(f"{path}: {name[:80]} is of the type {number}, which sd-ort does not read (only {known}).")
+            supported = ", ".join(dtype for dtype, *_ in TYPES.values())
+            raise InputError(
+                f"{path}: {name[:80]} is of the type {number}, which sd-ort does not read (only {supported})."
+            )
         if name in entries:
             raise ValueError(f"{name[:80]!r} twice")
         entries[name] = _entry(name, dimensions, TYPES[number], start + offset, header)

@@ -20,7 +20,7 @@ def read_image(path: Path, root: Path | None = None) -> Image.Image:
     Raises InputError for a file that is no image, or a side of more than SIDE_LIMIT pixels.
     """
     with (
-        parsing(path, "a picture"),
+        parsing(path, "an image"),
         Image.open(io.BytesIO(read_regular(path, root, FILE_LIMIT)), formats=FORMATS) as file,
     ):
         if max(file.size) > SIDE_LIMIT:

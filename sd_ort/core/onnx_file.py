@@ -214,13 +214,13 @@ class _DataFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ends: dict[str, int] = {}
-        self._found: dict[str, tuple[Path, int]] = {}  # thousands of tensors lie in one file
+        self._paths: dict[str, tuple[Path, int]] = {}  # thousands of tensors lie in one file
 
     def check(self, location: str, end: int) -> Path:
         """Return the resolved path of a data file. Raises _Invalid for one that is missing or shorter than `end`."""
-        if location not in self._found:
-            self._found[location] = self._find(location)
-        path, size = self._found[location]
+        if location not in self._paths:
+            self._paths[location] = self._find(location)
+        path, size = self._paths[location]
         if end > size:
             raise _Invalid(f"needs more of {path} than there is, it is truncated: copy or export it again")
         self.ends[location] = max(end, self.ends.get(location, 0))

@@ -144,8 +144,8 @@ def compare(folder: Path, record: Mapping[str, FileRecord], before: FolderState 
         status = (folder / name).lstat()
         stamp = _stamp(status)
         same = stat.S_ISREG(status.st_mode) and status.st_size == record[name]["bytes"]
-        seen = before is not None and before.owned.get(name) == stamp
-        if same and (seen or sha256(folder / name) == record[name]["sha256"]):
+        is_unchanged = before is not None and before.owned.get(name) == stamp
+        if same and (is_unchanged or sha256(folder / name) == record[name]["sha256"]):
             state.owned[name] = stamp
         else:
             state.changed.append(name)

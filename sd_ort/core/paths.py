@@ -13,7 +13,7 @@ NAME_LIMIT = 255 - 32
 
 
 def real(path: Path) -> Path:
-    """Return an absolute path without links and `..`; parts that do not exist are kept as written."""
+    """Return an absolute path without links and `..`. Parts that do not exist stay in the path."""
     return Path(os.path.realpath(path))
 
 
@@ -24,14 +24,14 @@ def inside(path: Path, root: Path) -> Path:
     a root in a snapshot may read those blobs too. Raises InputError for a path that leads anywhere else.
     """
     try:
-        found, home = real(path), real(root)
+        target, home = real(path), real(root)
     except ValueError as error:  # a zero byte in a name that a file gave
         raise InputError(f"{root} names a file that cannot exist: do not trust it.") from error
     snapshots = (parent for parent in (home, *home.parents) if parent.parent.name == "snapshots")
     blobs = [snapshot.parent.parent / "blobs" for snapshot in snapshots]
-    if not any(allowed in found.parents for allowed in (home, *blobs)):
-        raise InputError(f"{path} leads outside its folder to {found}: do not trust it, or put the file itself there.")
-    return found
+    if not any(allowed in target.parents for allowed in (home, *blobs)):
+        raise InputError(f"{path} leads outside its folder to {target}: do not trust it, or put the file itself there.")
+    return target
 
 
 def output_path(output: Path, *sources: Path) -> Path:
@@ -54,7 +54,7 @@ def output_path(output: Path, *sources: Path) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OutputError if a file cannot be created, before the work whose result it stores."""
+    """Raise OutputError if a file cannot be created. Commands call this before long work."""
     folder = next(parent for parent in real(path).parents if os.path.exists(parent))
     if not os.path.isdir(folder):
         raise OutputError(f"cannot write {path}: {folder} is no folder.")

@@ -114,13 +114,13 @@ def components(folder: Path) -> list[str]:
         raise InputError(
             f"{folder} is not a folder: give one that `sd-ort export` or `optimize` wrote (sd-ort optimize MODEL OUT)."
         )
-    found = sorted(p.parent.name for p in folder.glob(f"*/{MODEL}"))
-    if not found or not (folder / "model_index.json").is_file():
+    names = sorted(p.parent.name for p in folder.glob(f"*/{MODEL}"))
+    if not names or not (folder / "model_index.json").is_file():
         raise InputError(
             f"{folder} is not a pipeline folder (no model_index.json with <component>/{MODEL}): "
             "make one with `sd-ort export MODEL OUT`, or name one .onnx file."
         )
-    return [c for c in COMPONENTS if c in found] + [c for c in found if c not in COMPONENTS]
+    return [c for c in COMPONENTS if c in names] + [c for c in names if c not in COMPONENTS]
 
 
 def check_not_merged(folder: Path, names: Iterable[str]) -> None:
@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_options(folder: Path) -> Mapping[str, Any]:
-    """Return the options in a folder's manifest, {} without one; it is parsed again only once it has changed."""
+    """Return the options in a folder's manifest, {} without a manifest. Cached until the file changes."""
     try:
         state = (folder / MANIFEST).stat()
     except OSError:
@@ -243,8 +243,8 @@ def standalone_model(path: Path) -> Path | None:
         return path
     if not path.is_dir() or (path / "model_index.json").is_file():
         return None
-    found = list(path.glob("*.onnx"))
-    return found[0] if len(found) == 1 else None
+    files = list(path.glob("*.onnx"))
+    return files[0] if len(files) == 1 else None
 
 
 def check_model(path: Path) -> Path:
@@ -268,8 +268,8 @@ def copy_configs(source: Path, target: Path, components: Iterable[str] = ()) -> 
     Of each folder the files that a pipeline needs and no others. Raises InputError for one that is a link to a file
     elsewhere, which could be anything on this machine, and for damaged JSON, also if nothing here reads it.
     """
-    wanted = ["model_index.json", *(f"{name}/{file}" for name in CONFIG_FOLDERS for file in CONFIG_FILES)]
-    for name in (*wanted, *(f"{component}/config.json" for component in components)):
+    configs = ["model_index.json", *(f"{name}/{file}" for name in CONFIG_FOLDERS for file in CONFIG_FILES)]
+    for name in (*configs, *(f"{component}/config.json" for component in components)):
         if (source / name).is_file():
             if name.endswith(".json"):
                 read_json(source / name, root=source)

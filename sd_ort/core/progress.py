@@ -25,7 +25,7 @@ announce = cache(print_line)  # once per process
 
 @contextmanager
 def step_bar(steps: Iterable[Any], is_visible: bool) -> Iterator[Any]:
-    """A bar over `steps`, to be iterated; closed on leaving, by an interrupt too, so that what is told next has a line.
+    """Iterable progress bar over `steps`. Leaving or an interrupt closes it, so the next output starts a line.
 
     tqdm's constructor draws, and an interrupt meanwhile leaves a bar that nobody closes: with a delay, here shorter
     than its clock can tell, it does not, and the first drawing comes once the bar is in `with`.

@@ -36,6 +36,6 @@ def schema_mismatch(value: Any, schema: Any) -> str | None:
     try:
         msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
-        place = re.search(r" - at `(?:key in )?\$\.?(.+)`$", str(error))
-        return place[1] if place else "the whole"
+        location = re.search(r" - at `(?:key in )?\$\.?(.+)`$", str(error))
+        return location[1] if location else "the whole"
     return None

@@ -330,8 +330,8 @@ def _export_components(
     try:
         run_interruptible(export_one, names, at_once=1)
     except KeyboardInterrupt:
-        if kept := finished.names():
-            on_progress(f"{', '.join(kept)}: kept in {finished.folder}, from where the same command goes on.")
+        if exported := finished.names():
+            on_progress(f"{', '.join(exported)}: kept in {finished.folder}, from where the same command goes on.")
         raise
     except Exception:
         finished.remove()

@@ -1,4 +1,4 @@
-"""Graphs of a transformer whose block outputs are reused in later steps, as by the caches of diffusers.
+"""Graphs of a transformer for caches of block outputs between steps, as in diffusers.
 
 FirstBlockCache:
 
@@ -50,14 +50,14 @@ SECOND_BLOCK = "transformer_blocks.1.attn"
 
 
 def keep_head(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Reduce a transformer to its head. `recipes`: of the initializers. Raises InputError for another transformer."""
+    """Reduce a transformer to its first block. recipes: of the initializers. Raises InputError for another model."""
     graph = model.graph
     cut = _Cut(graph, recipes)
     residual = _node(graph, "Sub", [cut.after_first, cut.before_first], f"{RESIDUAL}.now")
     last = add_input(graph, residual, LAST_RESIDUAL)
     later = add_input(graph, residual, LATER_RESIDUAL)
-    kept = _node(graph, "Add", [cut.after_first, later], "kept_stream")
-    ir.convenience.replace_all_uses_with(cut.after_last, kept)
+    cached_stream = _node(graph, "Add", [cut.after_first, later], "kept_stream")
+    ir.convenience.replace_all_uses_with(cut.after_last, cached_stream)
     numbers = [
         _node(graph, "Cast", [value], f"{value.name}.float32", {"to": ir.DataType.FLOAT}) for value in (residual, last)
     ]
@@ -99,23 +99,23 @@ def return_residual(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> Non
 
 
 def leave_blocks_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Remove the blocks of a transformer, whose residual becomes an input. Arguments and errors as of `keep_head`."""
+    """Replace the blocks of a transformer by a new input, their residual. Arguments and errors: see `keep_head`."""
     graph = model.graph
     ends = _Ends(graph, recipes)
     residual = add_input(graph, ends.before_first, BLOCKS_RESIDUAL)
-    kept = _node(graph, "Add", [ends.before_first, residual], "kept_stream")
-    ir.convenience.replace_all_uses_with(ends.after_last, kept)
+    cached_stream = _node(graph, "Add", [ends.before_first, residual], "kept_stream")
+    ir.convenience.replace_all_uses_with(ends.after_last, cached_stream)
     remove_unused_parts(model)
 
 
 def return_attentions(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Add what each attention computes to the outputs of a transformer. Arguments and errors as of `keep_head`."""
+    """Add the outputs of each attention to the outputs of a transformer. Arguments and errors: see `keep_head`."""
     for index, value in enumerate(_attentions(model.graph, recipes)):
         add_output(model.graph, value, ATTENTION.format(index))
 
 
 def leave_attentions_out(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Let a transformer read what its attentions compute. Arguments and errors as of `keep_head`."""
+    """Replace the attentions of a transformer by inputs with their outputs. Arguments and errors: see `keep_head`."""
     for index, value in enumerate(_attentions(model.graph, recipes)):
         replace_by_input(model.graph, value, ATTENTION.format(index))
     remove_unused_parts(model)
@@ -221,7 +221,7 @@ def _add_before(graph: ir.Graph, norm: ir.Node) -> None:
 def _node(
     graph: ir.Graph, op_type: str, inputs: list[ir.Value], name: str, attributes: dict[str, int] | None = None
 ) -> ir.Value:
-    """Append a node whose result has the shape of its first input, and return the result."""
+    """Append a node and return its output, which has the shape of the first input."""
     node = ir.node(op_type, inputs, attributes or {})
     value = node.outputs[0]
     is_cast = op_type == "Cast"

@@ -26,11 +26,11 @@ def only_consumer(
 
     input_index: the input of the node that the initializer must be; None for any.
     """
-    values, found = [*initializers], dict[ir.Node, None]()
+    values, consumers = [*initializers], dict[ir.Node, None]()
     for value in values:  # the list grows
         for node, index in value.uses():
             if node.op_type in forwarding_ops:
                 values.append(node.outputs[0])
             elif input_index in (None, index):
-                found[node] = None
-    return next(iter(found)) if len(found) == 1 else None
+                consumers[node] = None
+    return next(iter(consumers)) if len(consumers) == 1 else None

@@ -1,4 +1,4 @@
-"""The two graphs of a UNet whose image is split into bands of rows, one a device (patch parallelism).
+"""The two graphs of a UNet with patch parallelism: one band of image rows per device.
 
 As DistriFusion (Li et al., 2024): the first steps compute the whole image on each device, later ones a band. What a
 band needs of the others comes from earlier steps, since neighboring steps differ little:
@@ -78,7 +78,7 @@ def inputs_from(names: Iterable[str], band: Band, writer: int) -> list[str]:
 
 
 def return_borders(model: ir.Model, band: Band) -> None:
-    """Add the inputs of a band's graph to the outputs of the whole image's. Raises InputError as `compute_band`."""
+    """Add the values that a band's graph reads to the outputs of the complete graph. Errors: see `compute_band`."""
     _Editor(model, band).return_borders()
 
 
@@ -401,8 +401,8 @@ class _Editor:
 
 def _image_values(graph: ir.Graph) -> set[ir.Value]:
     """Return the values that depend on the sample, other than by its shape."""
-    found = {value for value in graph.inputs if value.name == "sample"}
+    image_values = {value for value in graph.inputs if value.name == "sample"}
     for node in graph:
-        if node.op_type != "Shape" and any(value in found for value in all_inputs(node)):
-            found.update(node.outputs)
-    return found
+        if node.op_type != "Shape" and any(value in image_values for value in all_inputs(node)):
+            image_values.update(node.outputs)
+    return image_values

@@ -29,7 +29,7 @@ def return_deep_features(model: ir.Model, branch: int) -> None:
 
 
 def keep_shallow_part(model: ir.Model, branch: int) -> None:
-    """Reduce a UNet to what a shallow step computes. Raises InputError if there is no such branch."""
+    """Reduce a UNet to the layers of a shallow step. Raises InputError if the UNet has no such branch."""
     graph = model.graph
     deep = _deep_value(graph, branch)
     source = replace_by_input(graph, deep, DEEP_FEATURES)
@@ -50,7 +50,7 @@ def add_output(graph: ir.Graph, value: ir.Value, name: str) -> None:
 
 
 def replace_by_input(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:
-    """Let the consumers of a value read a new graph input instead, and return what they read: of bfloat16 a cast."""
+    """Replace a value by a new graph input, with a Cast if it is bfloat16; return the value that its consumers read."""
     source = add_input(graph, value, name)
     ir.convenience.replace_all_uses_with(value, source)
     return source
@@ -107,17 +107,17 @@ def _image_concats(graph: ir.Graph) -> list[ir.Node]:
 
 def _ancestors(values: Iterable[ir.Value], through_shapes: bool = True) -> dict[ir.Value, None]:
     """Return `values` and all values that these are computed from. Without `through_shapes`, a Shape has no source."""
-    found = dict.fromkeys(values)
-    queue = list(found)
+    ancestors = dict.fromkeys(values)
+    queue = list(ancestors)
     for value in queue:  # the list grows
         producer = value.producer()
         if producer is None or (producer.op_type == "Shape" and not through_shapes):
             continue
         for operand in all_inputs(producer):
-            if operand not in found:
-                found[operand] = None
+            if operand not in ancestors:
+                ancestors[operand] = None
                 queue.append(operand)
-    return found
+    return ancestors
 
 
 def _move_shapes(graph: ir.Graph, features: ir.Value) -> None:

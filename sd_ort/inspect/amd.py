@@ -108,7 +108,7 @@ def examine(root: Path = Path("/")) -> dict[str, Any] | None:
 
 
 def ask_hip(library: Path | None = None) -> dict[str, Any]:
-    """Return what the HIP runtime says: "path", "version", "devices", "error" and "hipblaslt".
+    """Return the report of the HIP runtime: "path", "version", "devices", "error" and "hipblaslt".
 
     Without a runtime there is only "devices", an empty list. `library`: sd-ort's, which knows the "target" of device 0;
     Windows and WSL have no other place that names it.
@@ -240,10 +240,10 @@ def _install(root: Path, package: int) -> str:
         key, _, value = line.partition("=")
         release[key] = value.strip('"')
     names = [release.get("ID", ""), *release.get("ID_LIKE", "").split()]
-    known = next((_PACKAGES[name] for name in names if name in _PACKAGES), None)
-    if known is None:
+    packages = next((_PACKAGES[name] for name in names if name in _PACKAGES), None)
+    if packages is None:
         return f"install ROCm 6.4 or later ({INSTALL_GUIDE})"
-    command, repository = f"{known[0]} {known[package]}", known[3]
+    command, repository = f"{packages[0]} {packages[package]}", packages[3]
     return f"{command}, with AMD's repository ({repository})" if repository else command
 
 

@@ -127,7 +127,7 @@ def _graphs(path: Path) -> list[Path]:
 
 def sites(model: ir.Model) -> list[dict[str, Any]]:
     """Return the sites of a fused model in graph order: fused nodes, and nodes of UNFUSED_OPS with their reasons."""
-    found = []
+    report = []
     for node in model.graph:
         reason = UNFUSED_OPS[node.op_type][1] if node.op_type in LAYOUT_OPS else node.metadata_props.get(REASON)
         is_fused = reason is None and (node.domain == DOMAIN or node.op_type in UNFUSED_OPS)
@@ -135,8 +135,8 @@ def sites(model: ir.Model) -> list[dict[str, Any]]:
             continue
         site = {"scope": scope(node), "op": node.op_type, "fused": is_fused, "reason": reason}
         near = json.loads(node.metadata_props.get(NEAR_MISSES, "[]"))
-        found.append({**site, "value": node.outputs[0].name, **({"near_misses": near} if near else {})})
-    return found
+        report.append({**site, "value": node.outputs[0].name, **({"near_misses": near} if near else {})})
+    return report
 
 
 def _record_reasons(model: ir.Model, outcomes: Mapping[str, PassOutcome]) -> None:

@@ -41,7 +41,7 @@ def verify_folder(
     `verify.verify`.
 
     Raises:
-        InputError: for an invalid graph, one that ONNX Runtime refuses, and if nothing could be run.
+        InputError: for an invalid graph, one that ONNX Runtime rejects, and if nothing could be run.
         VerificationError: for a file that differs from its hash in the manifest, or that has none.
     """
     file = standalone_model(optimized)

@@ -99,13 +99,13 @@ def latent_sizes(
     """Return the distinct axis sizes of a component for `random_inputs`; text encoders have no image sizes."""
     step = pixels_per_latent(folder)
     rows = 2 if guidance and component.startswith(("unet", "controlnet")) else 1
-    found = []
+    axis_sizes = []
     for height, width in [(step, step)] if component.startswith("text_encoder") else sizes:
         for batch in batches:
             size = {"batch": batch * rows, "sequence": PROMPT_TOKENS, "height": height // step, "width": width // step}
-            if size not in found:
-                found.append(size)
-    return found
+            if size not in axis_sizes:
+                axis_sizes.append(size)
+    return axis_sizes
 
 
 def run_shapes(

@@ -40,7 +40,7 @@ from sd_ort.weights.recipes import Read, derived_weight, read_recipes
 
 @dataclass
 class WeightComparison:
-    """Numbers of a component's initializers: all, those that differ, and those that were not recomputed."""
+    """Counts of a component's initializers: total, different, and not recomputed."""
 
     weights: int = 0
     different: list[str] = field(default_factory=list)
@@ -169,13 +169,13 @@ def compare_weights(
         for (index, name), tensor in initializers(model):
             result.weights += 1
             if (like := expected.get((index, name))) is not None:
-                want = tensor_values(like)
+                values = tensor_values(like)
             elif recipes is not None and read is not None and name in recipes:
-                want = derived_weight(recipes[name], tensor, read)
+                values = derived_weight(recipes[name], tensor, read)
             else:
                 result.not_rebuilt.append(name)
                 continue
-            if not _are_equal(want, tensor_values(tensor)):
+            if not _are_equal(values, tensor_values(tensor)):
                 result.different.append(name)
     return result
 

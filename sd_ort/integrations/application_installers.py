@@ -39,8 +39,10 @@ def uninstall(host: str, path: Path) -> str:
         restore_classes(path)
         return f"Restored {path}/model_index.json."
     target = _target(host, path)
-    kept = uninstall_folder(target)
-    return f"Removed sd-ort's files from {target}; kept: {format_names(kept)}." if kept else f"Removed {target}."
+    remaining = uninstall_folder(target)
+    return (
+        f"Removed sd-ort's files from {target}; kept: {format_names(remaining)}." if remaining else f"Removed {target}."
+    )
 
 
 def _target(host: str, path: Path) -> Path:

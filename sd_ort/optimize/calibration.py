@@ -82,7 +82,7 @@ def calibrate(
     """
     name, inputs = source.name, list(model.graph.inputs)
     feeds = load_recorded_inputs(recorded, name, inputs)
-    kind = "recorded" if feeds else "made-up"
+    kind = "recorded" if feeds else "synthetic"
     reason = _skip_reason(model, enabled, bool(feeds))
     if reason is None and not feeds:
         try:

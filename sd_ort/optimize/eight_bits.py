@@ -128,22 +128,22 @@ def quantize(
     operators = {*TARGET_LAYERS[target], "Conv"} if int8_tiles else TARGET_LAYERS[target]
     kernel_reject_reason = quantized_conv.kernel_reject_reason if int8_tiles else None
     # A CPU that computes the text's keys and values in every step takes 4 % of it for them in float32.
-    found = find_layers(model.graph, operators, float32_nodes, kernel_reject_reason, text_layers=int8_tiles)
+    layers = find_layers(model.graph, operators, float32_nodes, kernel_reject_reason, text_layers=int8_tiles)
     assert eight_bits.find_ranges is not None or target in QDQ_TARGETS
     result = Quantization(eight_bits.format, dynamic_scales=eight_bits.find_ranges is None)
-    result.layers.update(layer.node.op_type for layer in found.accepted)
-    result.not_quantized.update(rejection.reason for rejection in found.rejections)
-    if not found.accepted:
+    result.layers.update(layer.node.op_type for layer in layers.accepted)
+    result.not_quantized.update(rejection.reason for rejection in layers.rejections)
+    if not layers.accepted:
         reasons = "; ".join(f"{count} times {reason}" for reason, count in result.not_quantized.most_common(3))
         raise InputError(f"no layer of this graph can be computed in 8 bits ({reasons or 'it has none'}).")
     if eight_bits.find_ranges is not None:
-        names = list(dict.fromkeys(str(layer.x.name) for layer in found.accepted))
+        names = list(dict.fromkeys(str(layer.x.name) for layer in layers.accepted))
         result.ranges = {name: float(value) for name, value in eight_bits.find_ranges(model, names).items()}
     ranges = None if result.dynamic_scales else result.ranges
     # BLAS libraries take one scale of a float8 matrix; its exponents hold small channels beside large ones.
     per_channel = target in QDQ_TARGETS or eight_bits.format == "int8"
     try:
-        insert_qdq(model.graph, found.accepted, FORMATS[eight_bits.format], ranges, per_channel)
+        insert_qdq(model.graph, layers.accepted, FORMATS[eight_bits.format], ranges, per_channel)
     except ValueError as error:
         raise InputError(
             f"{error}: leave out the calibration prompt that gives it, or --{eight_bits.format}."
@@ -151,7 +151,7 @@ def quantize(
     if target not in QDQ_TARGETS:
         lowered = quantized_linear.quantized_linear(model)
         lowered += quantized_conv.quantized_conv(model)
-        assert lowered.counts.total() == len(found.accepted), lowered.reason_counts()
+        assert lowered.counts.total() == len(layers.accepted), lowered.reason_counts()
     if int8_tiles:
         bfloat16_layout.bfloat16_layout(model)
     if target in FLOAT8_OUTPUT_TARGETS:

@@ -58,7 +58,7 @@ class OptimizeOptions:
 
     @property
     def eight_bit_components(self) -> frozenset[str]:
-        """Components whose layers are computed in 8 bits."""
+        """Names of the components with layers in 8 bits."""
         if self.eight_bits is None:
             return frozenset()
         return COMPONENTS | {VAE_DECODER} if self.vae_decoder else COMPONENTS

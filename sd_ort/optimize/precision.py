@@ -194,7 +194,7 @@ def inner_nodes(node: ir.Node) -> list[ir.Node]:
 
 
 def _exceeds(node: ir.Node, half: ir.DataType) -> bool:
-    """Return whether a constant of a node overflows in `half`, as Paddle's text detector's variance of 1e8 does."""
+    """Return whether a constant of a node overflows in `half`, such as the variance 1e8 in Paddle's text detector."""
     constants = [values for v in node.inputs if (values := value_queries.constant(v)) is not None]
     return any(np.abs(values).max(initial=0) > float(ml_dtypes.finfo(half.numpy()).max) for values in constants)
 

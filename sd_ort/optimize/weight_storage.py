@@ -54,7 +54,7 @@ class WeightStorage:
     vae: bool = False
 
     def of_component(self, name: str) -> WeightStorage | None:
-        """Return how the weights of a component are stored; None if they stay as they are."""
+        """Return the storage format for the weights of a component; None if they stay unchanged."""
         if name in VAES and self.vae:
             return replace(self, dtype="int8") if self.dtype == "int4" else self
         return self if name in COMPONENTS else None
@@ -87,8 +87,8 @@ def store_weights(model: ir.Model, storage: WeightStorage) -> int:
     Raises InputError, before anything is changed, for a product whose rows the group does not divide.
     """
     graph = model.graph
-    found = {value: argument for value in graph.initializers.values() if (argument := _argument(value, storage))}
-    for value, (_, axis, block, _) in found.items():
+    arguments = {value: argument for value in graph.initializers.values() if (argument := _argument(value, storage))}
+    for value, (_, axis, block, _) in arguments.items():
         assert value.const_value is not None
         length = int(value.const_value.shape.numpy()[axis])
         if block and length % block:
@@ -97,10 +97,10 @@ def store_weights(model: ir.Model, storage: WeightStorage) -> int:
             raise InputError(
                 f"{value.name} has {length} elements a row, which groups of {block} do not divide: {advice}."
             )
-    if found:
+    if arguments:
         graph.opset_imports[""] = max(graph.opset_imports.get("", 0), BLOCK_OPSET)
     first = next(iter(graph), None)
-    for value, argument in found.items():
+    for value, argument in arguments.items():
         uses = list(value.uses())
         inputs = [_derived(graph, value, argument, operation) for operation in _operations(argument)]
         attributes = {"axis": argument[1]} | ({"block_size": argument[2]} if argument[2] else {})
@@ -112,7 +112,7 @@ def store_weights(model: ir.Model, storage: WeightStorage) -> int:
         for consumer, index in uses:
             consumer.replace_input_with(index, output)
         del graph.initializers[str(value.name)]
-    return len(found)
+    return len(arguments)
 
 
 def _operations(argument: quantized_weights.StoredArgument) -> tuple[str, ...]:

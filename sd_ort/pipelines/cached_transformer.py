@@ -30,7 +30,7 @@ Read: TypeAlias = "Callable[[str], np.ndarray]"  # returns an output of a run by
 
 
 def check_steps(steps: int) -> None:
-    """Raise InputError for calls whose steps differ too much from each other."""
+    """Raise InputError for calls whose steps differ too much for the cache."""
     if steps < FEWEST_STEPS:
         raise InputError(
             f"{steps} steps are too few to keep blocks between them, as schnell and Turbo models take: give "
@@ -93,7 +93,7 @@ class CachedTransformer(ABC):
 
     @abstractmethod
     def step(self, cache: PromptCache, run_head: Callable[[], Read], run_rest: Callable[[], Read]) -> Read:
-        """Run a step, and return what reads its outputs. `run_rest` reads outputs of the head if it ran before."""
+        """Run one step and return a function that reads its outputs. run_rest reads outputs of the head if it ran."""
 
     def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
         """Run a step as `Model.run_with_shared` does."""

@@ -1,4 +1,4 @@
-"""Runs of a pipeline whose inputs of components are recorded, for the calibration of 8-bit activations."""
+"""Run a pipeline and record the inputs of its components, for the calibration of 8-bit activations."""
 
 from __future__ import annotations
 

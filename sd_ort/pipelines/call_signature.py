@@ -1,4 +1,4 @@
-"""`__call__` of diffusers' pipeline classes, made of the names of their arguments."""
+"""Build signatures of `__call__` as in diffusers' pipelines from argument names."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ def names(components: Any) -> list[str]:
     return names
 
 
-def by_controlnet(picture: Any, count: int) -> Any:
+def by_controlnet(image: Any, count: int) -> Any:
     """Return `readable` control images. A list of lists, each with one prompt's images, becomes one of each ControlNet.
 
     Raises InputError if a prompt's list does not have one image for each ControlNet.
     """
-    images = readable(picture, "control image")
+    images = readable(image, "control image")
     if not isinstance(images, list) or not isinstance(images[0], list):
         return images
     if any(not isinstance(each, list) or len(each) != count for each in images):

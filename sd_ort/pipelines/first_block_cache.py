@@ -32,11 +32,11 @@ class FirstBlockCacheConfig:
             raise InputError(f"threshold must be between 0 and 1, got {str(self.threshold)[:80]}.")
 
     def check(self, steps: int) -> None:
-        """Raise InputError for calls whose steps differ too much from each other."""
+        """Raise InputError for calls whose steps differ too much for the cache."""
         check_steps(steps)
 
     def open(self, models: Components) -> CachedTransformer:
-        """Return the transformer for the steps of one call, and close its whole graph, whose weights it has.
+        """Return the transformer for the steps of one call, and close the complete graph; it shares the weights.
 
         Raises InputError if its graph cannot be cut.
         """
@@ -47,7 +47,7 @@ class FirstBlockCacheConfig:
 
 
 class FirstBlockTransformer(CachedTransformer):
-    """Leaves the later blocks out in steps whose first block changed little.
+    """Transformer that skips the later blocks in steps where the first block's output changed little.
 
     On a GPU the host reads one number a step, from which it decides.
     """

@@ -1,6 +1,6 @@
 """Image to image, and inpainting with ordinary UNets and with UNets of 9 input channels.
 
-Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise. So the same seed gives the same image.
+Random numbers are sampled in diffusers' order: the VAE encoder's, then the noise. The same seed gives the same image.
 """
 
 from __future__ import annotations

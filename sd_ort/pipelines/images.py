@@ -43,21 +43,21 @@ def as_array(value: Any) -> np.ndarray:
     return np.asarray(value.detach().float().cpu().numpy() if is_tensor(value) else value, np.float32)
 
 
-def readable(picture: Picture | None, what: str = "image") -> Any:
+def readable(source: Picture | None, what: str = "image") -> Any:
     """Return an image as diffusers' image processor takes it; uint8 becomes 0..1. Raises InputError for no image."""
-    if isinstance(picture, (list, tuple)) and picture:
-        return [readable(image, what) for image in picture]
-    if isinstance(picture, np.ndarray) and picture.ndim in (2, 3, 4) and picture.size:
-        return picture.astype(np.float32) / 255 if picture.dtype == np.uint8 else picture
-    if is_tensor(picture) and picture.ndim in (2, 3, 4) and picture.numel():
-        return picture.float() / 255 if str(picture.dtype) == "torch.uint8" else picture.float()
-    if is_pil(picture):
-        return picture
+    if isinstance(source, (list, tuple)) and source:
+        return [readable(image, what) for image in source]
+    if isinstance(source, np.ndarray) and source.ndim in (2, 3, 4) and source.size:
+        return source.astype(np.float32) / 255 if source.dtype == np.uint8 else source
+    if is_tensor(source) and source.ndim in (2, 3, 4) and source.numel():
+        return source.float() / 255 if str(source.dtype) == "torch.uint8" else source.float()
+    if is_pil(source):
+        return source
     raise InputError(f"no {what} was given: pass a PIL image, an array, a tensor, or a list of them.")
 
 
 def finished(pixels: np.ndarray, output_type: str) -> Any:
-    """Return pixels (B, 3, H, W), float32, about -1..1, as images of `output_type`: "pil", "np", "pt" or "uint8"."""
+    """Convert pixels (B, 3, H, W), float32, about -1..1, to images of `output_type`: "pil", "np", "pt" or "uint8"."""
     unit = np.clip(pixels * np.float32(0.5) + np.float32(0.5), 0, 1)
     if output_type == "pt":
         import torch
@@ -70,9 +70,9 @@ def finished(pixels: np.ndarray, output_type: str) -> Any:
     return rounded if output_type == "uint8" else pil_images(rounded)
 
 
-def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
+def size_of(image: Any, latent_channels: int, factor: int) -> tuple[int, int]:
     """Return height and width in pixels of a `readable` image, or of the first one. A latent is `factor` pixels."""
-    first = picture[0] if isinstance(picture, list) else picture
+    first = image[0] if isinstance(image, list) else image
     if is_pil(first):
         return first.height, first.width
     if is_tensor(first):
@@ -83,9 +83,9 @@ def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def is_latents(picture: Any, latent_channels: int) -> bool:
+def is_latents(image: Any, latent_channels: int) -> bool:
     """Return whether a `readable` image is latents: a tensor with that number of channels."""
-    first = picture[0] if isinstance(picture, list) else picture
+    first = image[0] if isinstance(image, list) else image
     return is_tensor(first) and first.ndim > 2 and first.shape[-3] == latent_channels
 
 
@@ -141,7 +141,7 @@ def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
 
 
 def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
-    """Repeat rows up to the batch size, in turn and regardless of the prompts, as diffusers does.
+    """Repeat the rows in turn up to the batch size, independent of the prompts, as diffusers does.
 
     Raises InputError for a number of rows that does not divide the batch.
     """
@@ -150,15 +150,15 @@ def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
     return np.concatenate([x] * (request.batch // len(x)))
 
 
-def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
+def clip_pixels(image: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
     """Return CLIP's input for an image: its central square, resized and normalized, (3, size, size) float32. `config`:
     see `feature_extractor`."""
     from PIL import Image
 
-    sides = [max(size, size * side // min(picture.size)) for side in picture.size]
-    picture = picture.resize((sides[0], sides[1]), Image.Resampling.BICUBIC)
+    sides = [max(size, size * side // min(image.size)) for side in image.size]
+    image = image.resize((sides[0], sides[1]), Image.Resampling.BICUBIC)
     left, top = ((side - size) // 2 for side in sides)
-    pixels = np.asarray(picture.crop((left, top, left + size, top + size)), np.float32) / 255
+    pixels = np.asarray(image.crop((left, top, left + size, top + size)), np.float32) / 255
     normalized = (pixels - config.get("image_mean", CLIP_MEAN)) / config.get("image_std", CLIP_STD)
     return normalized.transpose(2, 0, 1).astype(np.float32)
 

@@ -150,7 +150,7 @@ class LoraMixin:
     ) -> None:
         """Keep the LoRAs in use, or `adapter_names`, in the weights of `components`, also after `unload_lora_weights`.
 
-        Scales are multiplied by `lora_scale` and stay so. `safe_fusing` changes nothing: weights with NaN are refused
+        Scales are multiplied by `lora_scale` and stay so. `safe_fusing` changes nothing: weights with NaN are rejected
         when they are loaded.
         """
         components = self.LORA_COMPONENTS if components is None else components

@@ -61,7 +61,7 @@ class MagCacheConfig:
             raise InputError(f"mag_ratios must be one number a step, got {len(ratios)} with others than numbers.")
 
     def check(self, steps: int) -> None:
-        """Raise InputError for calls of another number of steps, or whose steps differ too much from each other."""
+        """Raise InputError for calls with another number of steps, or whose steps differ too much for the cache."""
         check_steps(steps)
         if steps != self.num_inference_steps:
             raise InputError(
@@ -70,7 +70,7 @@ class MagCacheConfig:
             )
 
     def full_steps(self) -> list[bool]:
-        """Return for each step whether it computes all blocks: the decisions of diffusers' hook, made ahead."""
+        """Return for each step whether it computes all blocks: the decisions of diffusers' hook, before the call."""
         count = self.num_inference_steps
         if self.calibrate:
             return [True] * count
@@ -91,7 +91,7 @@ class MagCacheConfig:
         return full
 
     def open(self, models: Components) -> CachedTransformer:
-        """Return the transformer for the steps of one call, and close its own graph, whose weights it has.
+        """Return the transformer for the steps of one call, and close the original graph; it shares the weights.
 
         Raises InputError if its graph cannot be cut.
         """
@@ -102,7 +102,7 @@ class MagCacheConfig:
 
 
 def nearest(length: int, count: int) -> np.ndarray:
-    """Return the indices of `length` numbers that `count` numbers are, interpolated to the nearest."""
+    """Return the indices (count,) that resize `length` values to `count` by nearest interpolation."""
     if length == count:
         return np.arange(count)
     if count == 1:

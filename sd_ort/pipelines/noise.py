@@ -36,11 +36,11 @@ class TorchNormalGenerator:
         self.started: Future[tuple[np.ndarray, TorchNormalGenerator]] | None = None
 
     def start(self, shape: Sequence[int], executor: Executor) -> None:
-        """Draw in `executor` what the first `draw` returns if it is called with this shape."""
+        """Sample in `executor` the noise for the first `draw` of this shape."""
 
         def draw() -> tuple[np.ndarray, TorchNormalGenerator]:
-            ahead = TorchNormalGenerator(self.seed)
-            return ahead.draw(shape), ahead
+            generator = TorchNormalGenerator(self.seed)
+            return generator.draw(shape), generator
 
         self.started = executor.submit(draw)
 
@@ -50,9 +50,9 @@ class TorchNormalGenerator:
         assert size >= BLOCK
         started, self.started = self.started, None
         if started is not None:
-            samples, ahead = started.result()
+            samples, generator = started.result()
             if samples.size == size:
-                self.twister = ahead.twister
+                self.twister = generator.twister
                 return samples.reshape(tuple(shape))
         samples = self._uniform(size)
         full = size // BLOCK * BLOCK
@@ -90,8 +90,10 @@ def sources(generator: Any, started: list[TorchNormalGenerator] | None = None) -
 
 
 def start_noise(seeds: Any, shape: Sequence[int], executor: Executor) -> list[TorchNormalGenerator]:
-    """Return generators of a list of seeds, whose first samples of `shape` are drawn in `executor`; [] for other
-    requests, and where torch draws."""
+    """Return one generator for each seed, which samples its first noise of `shape` in `executor`.
+
+    Return [] if `seeds` is no list of seeds, if torch is loaded, or on other CPUs than x86.
+    """
     if not isinstance(seeds, list) or "torch" in sys.modules or not _is_x86():
         return []
     generators = [TorchNormalGenerator(seed) for seed in seeds if isinstance(seed, int)]
@@ -137,7 +139,7 @@ def to_normal(uniform: np.ndarray, wide: np.ndarray) -> None:
 
 
 def log(x: np.ndarray, wide: np.ndarray) -> np.ndarray:
-    """Return the natural logarithm of 0 < x <= 1, as Cephes' logf. `wide`: see `multiply_add`."""
+    """Return the natural logarithm of 0 < x <= 1 by the algorithm of Cephes' logf. wide: see `multiply_add`."""
     mantissa, integers = np.frexp(x)
     small = (mantissa < np.float32(0.707106781186547524)).astype(np.float32)
     exponent = integers.astype(np.float32)
@@ -157,7 +159,7 @@ def log(x: np.ndarray, wide: np.ndarray) -> np.ndarray:
 
 
 def cosine_sine(x: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosine and sine of 0 <= x <= 2 pi, as Cephes' cosf and sinf: octants, then a polynomial each.
+    """Return cosine and sine of 0 <= x <= 2 pi by the algorithms of Cephes' cosf and sinf: octants and polynomials.
 
     `wide`: see `multiply_add`.
     """
@@ -199,7 +201,7 @@ def _polynomial(x: np.ndarray, first: float, rest: Sequence[float], wide: np.nda
 
 
 def multiply_add(a: np.ndarray, b: Any, c: Any, wide: np.ndarray) -> None:
-    """Replace float32 `a` by a * b + c, for float32 numbers `b` and `c` in float64. `wide`: float64, overwritten.
+    """Replace float32 `a` by a * b + c, computed in float64; `b`, `c`: float32. wide: float64 scratch memory.
 
     The product is exact in float64, so the sum is rounded twice where torch rounds it once. That differs only if the
     first rounding ends half way between two float32 numbers; a test shows that no uniform sample gives another result.

@@ -1,4 +1,4 @@
-"""Checks of a call whose image is split into bands of rows, one a device (patch parallelism)."""
+"""Check calls with patch parallelism: one band of image rows per device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADVICE = "leave split_image (--split-image) out"
 
 
 def bands_of(models: Components, guidance: float | None) -> int:
-    """Return the number of bands of a call: with guidance, each half of it has half of the devices.
+    """Return the number of bands of a call. With guidance, each half has half of the devices.
 
     Raises InputError if the devices cannot be shared out.
     """
@@ -34,7 +34,7 @@ def bands_of(models: Components, guidance: float | None) -> int:
 
 
 def check(request: Request, scheduler: str, models: Components, size_multiple: int, edits: Sequence[str]) -> None:
-    """Raise InputError for a call whose image cannot be split."""
+    """Raise InputError for a call that does not support patch parallelism."""
     bands = bands_of(models, request.guidance)
     if edits:
         raise InputError(f"an image is not split with another graph of the UNet ({', '.join(edits)}): {ADVICE}.")

@@ -75,7 +75,7 @@ def read_png_text(path: Path) -> dict[str, str]:
     from PIL import Image
 
     try:
-        with parsing(path, "a picture"), Image.open(check_regular(path), formats=["PNG"]) as image:
+        with parsing(path, "an image"), Image.open(check_regular(path), formats=["PNG"]) as image:
             text = getattr(image, "text", {})
     except InputError:
         return {}

@@ -1,4 +1,4 @@
-"""Images in the prompts of Qwen2.5-VL: patches, windows and positions, as transformers computes them, in NumPy."""
+"""Image inputs of Qwen2.5-VL prompts in NumPy: patches, windows and positions, equal to those of transformers."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ UNSUPPORTED_ARGUMENTS = {
     "pag_applied_layers": "it is an option of from_pretrained of the PAG pipelines",
 }
 # Names that only some pipelines take, what they do, and the pipelines.
-_IMAGE = "changes a picture: use StableDiffusion"
+_IMAGE = "changes an image: use StableDiffusion"
 IMAGE_ARGUMENTS = {
     **dict.fromkeys(("strength", "denoising_start"), f"{_IMAGE}Img2ImgPipeline"),
     **dict.fromkeys(("mask_image", "masked_image_latents", "padding_mask_crop"), f"{_IMAGE}InpaintPipeline"),
@@ -54,14 +54,14 @@ class Request:
     `height`, `width`: pixels, multiples of the pipeline's `size_multiple`. `guidance_scale`: 1 or less turns guidance
     off. `pag_scale`, `pag_adaptive_scale`: scale of perturbed attention guidance, and its decrease per timestep.
     `generator`: a torch.Generator or an integer seed, a list of one per image, or None for torch's global one.
-    `latents`: (B, C, height/8, width/8) standard normal noise instead of drawn noise. `prompt_embeds` and its negative
+    `latents`: (B, C, height/8, width/8) standard normal noise of the caller. `prompt_embeds` and its negative
     (N, S, C), `pooled_prompt_embeds` and its negative (N, D): in place of N prompts, or of their negatives.
     `prompt_syntax`: "plain", or "weights" for (word:1.3), [word], BREAK and long prompts (`pipeline.weighting`).
     `cross_attention_kwargs`: {"scale": s} weighs all LoRAs by s. `original_size`, `target_size` (height, width) and
-    `crops_coords_top_left`, each with a negative: what SDXL is told. `denoising_end`, `denoising_start`: part of the
+    `crops_coords_top_left`, each with a negative: SDXL's sizes. `denoising_end`, `denoising_start`: part of the
     schedule, 0..1, where a base model leaves off and a refiner begins. `control_image`: for the folder's ControlNet,
     one for all images or one a prompt; with several ControlNets a list of such. `ip_adapter_image`: for the folder's
-    IP-Adapter, for all images: a picture, [picture], or several as [[a, b]]; a tensor is what its feature extractor
+    IP-Adapter, for all images: an image, [image], or several as [[a, b]]; a tensor is what its feature extractor
     gives. `ip_adapter_image_embeds`: what `prepare_ip_adapter_image_embeds` gives instead. `output_type`: "pil", "np"
     (float32, (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1), "uint8" (an array, (B, H, W, 3)) or "latent" (before
     scaling by the VAE's factor).
@@ -134,7 +134,7 @@ class Request:
     unet_on_device: bool = field(init=False, default=True)  # whether the loop on the device takes that UNet
     shallow_steps: Any = field(init=False, default=None)  # `ShallowSteps`; None if every step is a full one
     timetable: Any = field(init=False, default=None)  # the scheduler's, see `pipelines.scheduler`
-    pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
+    adapter_images: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # inputs of the IP-Adapter
 
     @property
     def batch(self) -> int:
@@ -229,24 +229,24 @@ def check_size(size: Size, multiple: int) -> None:
 def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mapping[str, Any]) -> Request:
     """The request of a call; `defaults` take the place of None. `leaves`: names that this pipeline does not take.
 
-    Raises InputError for a name that is refused or unknown, with what to do.
+    Raises InputError for a name that is rejected or unknown, with what to do.
     """
-    known = {f.name: f for f in fields(Request) if f.init}
+    parameters = {f.name: f for f in fields(Request) if f.init}
     for name, value in arguments.items():
         if name in UNSUPPORTED_ARGUMENTS and value is not None:
             raise InputError(f"{name} is not taken: {UNSUPPORTED_ARGUMENTS[name]}.")
         if name in leaves and value is not None:
             raise InputError(f"{name} {(IMAGE_ARGUMENTS | PAG_ARGUMENTS)[name]}.")
-        if name not in known and name not in UNSUPPORTED_ARGUMENTS:
-            near = difflib.get_close_matches(name, known, 1)
+        if name not in parameters and name not in UNSUPPORTED_ARGUMENTS:
+            near = difflib.get_close_matches(name, parameters, 1)
             raise InputError(f"{name} is no argument of a pipeline{f': {near[0]} is' if near else ''}.")
-    values = {name: value for name, value in arguments.items() if name in known}
+    values = {name: value for name, value in arguments.items() if name in parameters}
     for name, value in defaults.items():
         if values.get(name) is None:
             values[name] = value
     for name, value in values.items():  # in diffusers, None stands for the default
-        if value is None and known[name].default not in (None, MISSING):
-            values[name] = known[name].default
+        if value is None and parameters[name].default not in (None, MISSING):
+            values[name] = parameters[name].default
     request = Request(**values)
     check_types(request)
     return request

@@ -21,8 +21,8 @@ def check(model: OrtModel, folder: Path, images: np.ndarray) -> tuple[np.ndarray
     config = feature_extractor(folder)
     size = config.get("crop_size", SIZE)
     size = size["height"] if isinstance(size, dict) else size
-    pictures = pil_images((images * 255).round().astype(np.uint8))
-    clip = np.stack([clip_pixels(picture, size, config) for picture in pictures])
+    converted = pil_images((images * 255).round().astype(np.uint8))
+    clip = np.stack([clip_pixels(image, size, config) for image in converted])
     outputs = model(clip_input=clip, images=images)
     flagged = [bool(flag) for flag in np.ravel(outputs["has_nsfw_concepts"])]
     black = np.array(flagged).reshape(-1, 1, 1, 1)

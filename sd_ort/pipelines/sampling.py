@@ -78,7 +78,7 @@ class SamplingMixin(StepCacheMixin):
             if self.models.placement.peers:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
-            arrays |= request.pictures
+            arrays |= request.adapter_images
             perturbed = request.batch if request.is_perturbed else 0
             if perturbed:
                 arrays = {name: np.concatenate([value, value[-perturbed:]]) for name, value in arrays.items()}
@@ -102,7 +102,7 @@ class SamplingMixin(StepCacheMixin):
             SamplingJob(
                 latents,
                 (conditioning.conditioning if isinstance(conditioning, PromptTokens) else _arrays(conditioning))
-                | request.pictures,
+                | request.adapter_images,
                 schedule.shortened,
                 guidance=request.guidance,
                 rescale=request.guidance_rescale,

@@ -27,7 +27,7 @@ ADVICE = "disable_cache() or leave out --cache"
 
 
 def takes_few_steps(request: Request, scheduler: str) -> bool:
-    """Return whether a call is one of an LCM model, whose few steps differ much."""
+    """Return whether a call is of an LCM model, which has few steps that differ much."""
     return scheduler in FEW_STEP_SCHEDULERS or request.embedded_guidance is not None
 
 

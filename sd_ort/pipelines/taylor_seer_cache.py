@@ -1,4 +1,4 @@
-"""Steps of a transformer that extrapolate what earlier steps computed (TaylorSeer of diffusers)."""
+"""TaylorSeer cache of diffusers: steps that extrapolate attention outputs of earlier steps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TaylorSeerCacheConfig:
         return str(self.taylor_factors_dtype).removeprefix("torch.")
 
     def check(self, steps: int) -> None:
-        """Raise InputError for calls whose steps differ too much from each other."""
+        """Raise InputError for calls whose steps differ too much for the cache."""
         check_steps(steps)
 
     def is_full(self, step: int) -> bool:

@@ -1,6 +1,6 @@
 """Prompt -> image over ONNX components, with diffusers' argument names, schedulers and random numbers.
 
-This is what all pipelines share, and text to image; `pipelines.image_to_image` starts from an image. Latents are drawn
+Shared code of all pipelines, and text to image; `pipelines.image_to_image` starts from images. Latents are sampled
 and stepped in float32 whatever the precision of the graphs, so one seed means one image on every provider and
 precision, and the image that diffusers generates from the same seed.
 """
@@ -105,8 +105,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         )
         self.safety_checker = bool(options.safety_checker)
         self._started_noise: list[TorchNormalGenerator] = []  # of the next calls of `draw_each`
-        wanted = models.device != "cpu" or bool(models.placement.peers)
-        self.device_loop = wanted if options.device_loop is None else options.device_loop
+        default = models.device != "cpu" or bool(models.placement.peers)
+        self.device_loop = default if options.device_loop is None else options.device_loop
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
         self.is_sdxl = is_sdxl(self.unet_config)
@@ -287,7 +287,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return self._generate(locals())
 
     def _generate(self, call: Mapping[str, Any]) -> Any:
-        """Check the arguments of `__call__` by their names, generate, and return what the caller asked for."""
+        """Check the arguments of `__call__` by name, generate the images, and return the result of `__call__`."""
         named = {n: v for n, v in call.items() if n not in ("self", "kwargs") and not isinstance(v, DefaultNumber)}
         arguments = named | call.get("kwargs", {})
         rejected = (*self.REJECTED_ARGUMENTS, *(() if self.PAG else PAG_ARGUMENTS))
@@ -340,7 +340,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
                 except (Exception, KeyboardInterrupt):
                     self._started_noise.clear()
                     if before is not None:
-                        yield before.result()  # which is drawn already
+                        yield before.result()  # finished already
                     raise
                 if before is not None:
                     yield before.result()
@@ -360,11 +360,11 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if "vae_decoder" in self.models.placement.placed:
             latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
             return host.submit(self._finish, latents, Request(output_type=output_type))
-        made_by_host = (
+        is_converted_by_host = (
             output_type == "pil" and call.get("padding_mask_crop") is None
         )  # which lays PIL images over another
-        output = self(**{**call, "output_type": "uint8" if made_by_host else output_type, "return_dict": True})
-        if not made_by_host:
+        output = self(**{**call, "output_type": "uint8" if is_converted_by_host else output_type, "return_dict": True})
+        if not is_converted_by_host:
             return host.submit(lambda: output)
         return host.submit(lambda: replace(output, images=pil_images(output.images)))
 
@@ -410,7 +410,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         self._pag_scale, self._pag_adaptive_scale = request.pag_scale, request.pag_adaptive_scale
         self._prepare_unet(request)
         self._denoising_end, self._denoising_start = request.denoising_end, request.denoising_start
-        request.pictures = self.encode_ip_adapter_images(request)
+        request.adapter_images = self.encode_ip_adapter_images(request)
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
         output = self._draw(request)
@@ -453,7 +453,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         return request.batch, self.vae.latent_channels, height // side, width // side
 
     def _noise(self, request: Request, latents: Any = None) -> np.ndarray:
-        """Return standard normal noise (B, C, h, w), float32: the request's latents, checked, or diffusers' numbers."""
+        """Return standard normal noise (B, C, h, w), float32: the request's checked latents, or diffusers' noise."""
         shape = self._latent_shape(request)
         if latents is None:
             return draw_noise(shape, request.generator)

@@ -54,7 +54,7 @@ class TransformerCacheMixin:
     def enable_cache(self, config: Any = None, *, threshold: Any = None) -> None:
         """Compute less in some steps, until `disable_cache`. Images differ.
 
-        Each prompt and negative prompt has a cache of its own. Calls of few steps are refused.
+        Each prompt and negative prompt has a cache of its own. Calls of few steps are rejected.
 
         Args:
             config: `FirstBlockCacheConfig`, `MagCacheConfig` or `TaylorSeerCacheConfig`, ours or diffusers'; a number

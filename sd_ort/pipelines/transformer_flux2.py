@@ -108,7 +108,7 @@ class Flux2Pipeline(TransformerPipeline):
         return []
 
     def _latents(self, tokens: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return what `output_type="latent"` returns: diffusers' tokens (B, S, C). sample: the same, (B, C, h, w)."""
+        """Return the result of `output_type="latent"`: diffusers' tokens (B, S, C). sample: (B, C, h, w)."""
         return tokens
 
     @property
@@ -180,13 +180,13 @@ class Flux2KleinPipeline(Flux2Pipeline):
         if self.is_distilled:
             log.info("guidance_scale %s is ignored: the model is distilled.", call.guidance_scale)
             return []
-        given, length = call.negative_prompt_embeds, call.max_sequence_length
+        embeds, length = call.negative_prompt_embeds, call.max_sequence_length
         return list(
-            self._embedded(given, lambda: self.encode_prompt([""] * prompts, length), (), "negative_prompt_embeds")
+            self._embedded(embeds, lambda: self.encode_prompt([""] * prompts, length), (), "negative_prompt_embeds")
         )
 
     def _latents(self, tokens: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return the VAE's own latents (B, C / 4, 2h, 2w), not normalized, as diffusers' class does."""
+        """Return the VAE's latents (B, C / 4, 2h, 2w) without normalization, as diffusers' class does."""
         from sd_ort.weights.initializers import read_initializers  # imports onnx
 
         weights = read_initializers(check_component(self.folder, "vae_decoder"))

@@ -1,6 +1,6 @@
 """Image to image and inpainting with diffusion transformers: Stable Diffusion 3, FLUX.1 and Qwen-Image.
 
-Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise. So the same seed gives the same image.
+Random numbers are sampled in diffusers' order: the VAE encoder's, then the noise. The same seed gives the same image.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _ImageStart(TransformerPipeline):
         self, shape: tuple[int, ...], call: SimpleNamespace, schedule: FlowMatchSchedule, size: tuple[int, int]
     ) -> tuple[np.ndarray, InpaintBlend | None]:
         generator, latents, strength = call.generator, call.latents, call.strength
-        picture, masks = readable(call.image), None
+        image, masks = readable(call.image), None
         if latents is not None and (latents := as_array(latents)).shape != shape:
             raise InputError(f"latents of shape {latents.shape} were given where {shape} are needed.")
         if self.INPAINTS:
@@ -55,8 +55,8 @@ class _ImageStart(TransformerPipeline):
         if isinstance(generator, Sequence) and len(generator) != shape[0]:
             raise InputError(f"{len(generator)} generators were given for {shape[0]} images.")
         source = sources(generator)
-        pixels = preprocess(picture, *size, latent_channels=self.vae.latent_channels)
-        encoded = pixels if is_latents(picture, self.vae.latent_channels) else self.vae.to_latents(pixels, source)
+        pixels = preprocess(image, *size, latent_channels=self.vae.latent_channels)
+        encoded = pixels if is_latents(image, self.vae.latent_channels) else self.vae.to_latents(pixels, source)
         encoded = _repeated(encoded, shape[0], "images")
         noise = draw_noise(shape, source) if latents is None else latents
         starts_from_noise = latents is not None or (self.STARTS_FROM_NOISE and strength == 1)

@@ -66,19 +66,19 @@ class FluxKontextPipeline(FluxPipeline):
     def _references(self, call: SimpleNamespace, count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
         if call.image is None:
             return None, None
-        picture, channels = readable(call.image), self.vae.latent_channels
-        if is_latents(picture, channels):
-            encoded = preprocess(picture, 0, 0, latent_channels=channels)
+        image, channels = readable(call.image), self.vae.latent_channels
+        if is_latents(image, channels):
+            encoded = preprocess(image, 0, 0, latent_channels=channels)
         else:
             self.models.require("vae_encoder")
             multiple = self.size_multiple
-            height, width = (side // multiple * multiple for side in size_of(picture, channels, self.vae_scale_factor))
+            height, width = (side // multiple * multiple for side in size_of(image, channels, self.vae_scale_factor))
             if not height or not width:
                 raise InputError(f"image is smaller than {multiple} pixels.")
             if call._auto_resize:
                 _, width, height = min((abs(width / height - w / h), w, h) for w, h in TRAINED_SIZES)
             height, width = height // multiple * multiple, width // multiple * multiple
-            encoded = self.vae.to_latents(preprocess(picture, height, width), None, sample=False)
+            encoded = self.vae.to_latents(preprocess(image, height, width), None, sample=False)
         if count % len(encoded):
             raise InputError(f"{len(encoded)} images were given for {count} images: give one, or one an image.")
         encoded = np.concatenate([encoded] * (count // len(encoded)))

@@ -58,7 +58,7 @@ UNUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "split_image": (None,), "unet_on": (None,), "decode_on": (None,), "safety_checker": (None, True, False),
 }  # fmt: skip
 _NO_ADAPTER = "IP-Adapters of diffusion transformers are not supported: use diffusers"
-# Arguments that are refused unless they are None, with the reason.
+# Arguments that are rejected unless they are None, with the reason.
 UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
     "ip_adapter_image": _NO_ADAPTER, "ip_adapter_image_embeds": _NO_ADAPTER, "negative_ip_adapter_image": _NO_ADAPTER,
     "negative_ip_adapter_image_embeds": _NO_ADAPTER,
@@ -205,7 +205,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     CLASS = ""  # the model class of the transformer
     INDEX_CLASS = ""  # the pipeline class of the folder
     OTHER_INDEX_CLASSES: tuple[str, ...] = ()  # further classes, whose folders have the same models
-    ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others refuses the size
+    ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others rejects the size
     ROUNDS_UP = False  # with ROUNDS_SIZE: up to a multiple
     LONGEST_TEXT = LONGEST_TEXT  # largest max_sequence_length
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without
@@ -264,7 +264,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         config: str | None = None,
         **options: Any,
     ) -> Any:
-        """Load a pipeline folder or a checkpoint on a provider, as `StableDiffusionPipeline.from_pretrained` does.
+        """Load a pipeline folder or a checkpoint on a provider, like `StableDiffusionPipeline.from_pretrained`.
 
         `scheduler`: None for the folder's own, or a schedule for few steps: diffusers' FlowMatchEulerDiscreteScheduler,
         its config as a mapping, or the path of a scheduler_config.json.
@@ -342,7 +342,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
-        """Set the schedule, as `from_pretrained` takes it. Raises InputError for another class or unknown settings."""
+        """Set the schedule, like `from_pretrained`. Raises InputError for another class or unknown settings."""
         own = scheduler_config(self.folder) if scheduler is None else as_scheduler_config(scheduler)
         config = {"_class_name": flow_match.CLASS, **own}
         flow_match.check_config(config)
@@ -350,7 +350,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
-        """The settings of the schedule, as `flow_match.make_schedule` takes them."""
+        """Settings of the schedule: arguments of `flow_match.make_schedule`."""
         if isinstance(self._scheduler, Mapping):
             return self._scheduler
         return {**self._scheduler.config, flow_match.SET_SHIFT: self._scheduler.shift}
@@ -454,8 +454,8 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
             raise InputError(f"output_type {call.output_type!r} is unknown: use one of {', '.join(OUTPUT_TYPES)}.")
         names = call.callback_on_step_end_tensor_inputs or ()
         if unknown := [name for name in names if name not in self._callback_tensor_inputs]:
-            known = ", ".join(self._callback_tensor_inputs)
-            raise InputError(f"a callback of {kind} reads no {unknown[0]!r}: it reads {known}.")
+            readable = ", ".join(self._callback_tensor_inputs)
+            raise InputError(f"a callback of {kind} reads no {unknown[0]!r}: it reads {readable}.")
         self._check_attention_kwargs(getattr(call, "joint_attention_kwargs", None))
         self._interrupt, self._guidance_scale = False, call.guidance_scale
         return height, width, steps
@@ -481,16 +481,16 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
         Raises InputError if only some of the embeddings are given.
         """
-        given = [as_array(each) for each in (embeds, *others) if each is not None]
-        if not given:
+        arrays = [as_array(each) for each in (embeds, *others) if each is not None]
+        if not arrays:
             encoded: tuple[np.ndarray, ...] = encode()
             return encoded
-        if len(given) != 1 + len(others):
+        if len(arrays) != 1 + len(others):
             raise InputError(f"{what} goes with the pooled embeddings of the same prompts: give both.")
-        if {len(each) for each in given} != {len(given[0])} or given[0].ndim != 3:
-            shapes = " and ".join(str(each.shape) for each in given)
+        if {len(each) for each in arrays} != {len(arrays[0])} or arrays[0].ndim != 3:
+            shapes = " and ".join(str(each.shape) for each in arrays)
             raise InputError(f"embeddings of shape {shapes} do not fit together.")
-        return tuple(given)
+        return tuple(arrays)
 
     def _clip(self, name: str, prompts: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the outputs of a CLIP text encoder."""

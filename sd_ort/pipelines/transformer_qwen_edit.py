@@ -73,8 +73,8 @@ class QwenImageEditPipeline(QwenImagePipeline):
                               grids)  # fmt: skip
         dtype = self.models["text_encoder"].dtype("image_embeds")
         outputs = self.models["text_encoder"](**inputs, image_embeds=image_embeds.astype(dtype))
-        kept = inputs["attention_mask"][:, TEMPLATE_TOKENS:] == 1
-        return Embeddings(self._float32(outputs)["hidden_states"][:, TEMPLATE_TOKENS:], kept)
+        mask = inputs["attention_mask"][:, TEMPLATE_TOKENS:] == 1
+        return Embeddings(self._float32(outputs)["hidden_states"][:, TEMPLATE_TOKENS:], mask)
 
     def _images_in_chat(self, count: int) -> str:
         """Return the chat's text before the prompt."""

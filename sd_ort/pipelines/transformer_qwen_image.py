@@ -70,7 +70,7 @@ class Embeddings:
 
     @staticmethod
     def position_ids(tokens: np.ndarray, sizes: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of a prompt's tokens, numbers of its embeddings, and of the patches of all images."""
+        """Return the positions of prompt tokens (indices in the embeddings) and of the patches of all images."""
         text = (max(side // 2 for size in sizes for side in size) + tokens).astype(np.float32)
         images = [positions(*size, image) for image, size in enumerate(sizes)]
         return np.repeat(text[:, None], 3, 1), np.concatenate(images)
@@ -145,8 +145,8 @@ class QwenImagePipeline(TransformerPipeline):
         # Tokens attend to earlier ones alone, so the padding behind the longest prompt changes nothing.
         length = int(mask.sum(1).max())
         outputs = self.models["text_encoder"](input_ids=ids[:, :length], attention_mask=mask[:, :length])
-        kept = slice(TEMPLATE_TOKENS, min(length, TEMPLATE_TOKENS + max_sequence_length))
-        return Embeddings(self._float32(outputs)["hidden_states"][:, kept], mask[:, kept] == 1)
+        prompt_tokens = slice(TEMPLATE_TOKENS, min(length, TEMPLATE_TOKENS + max_sequence_length))
+        return Embeddings(self._float32(outputs)["hidden_states"][:, prompt_tokens], mask[:, prompt_tokens] == 1)
 
     __call__ = transformer_call(
         "prompt negative_prompt true_cfg_scale height width {steps} guidance_scale {draw} {masked_embeds} "
@@ -219,11 +219,11 @@ class QwenImagePipeline(TransformerPipeline):
         if prompt is not None:
             raise InputError(f"{prefix}prompt and {prefix}prompt_embeds were both given: give one of them.")
         states, mask = as_array(embeds), getattr(call, f"{prefix}prompt_embeds_mask")
-        kept = None if mask is None else as_array(mask) != 0
-        made = self._checked_embeddings(states, kept, prefix, count, call.max_sequence_length)
-        if (kept is not None and kept.shape != states.shape[:2]) or not made.mask.any(1).all():
+        bool_mask = None if mask is None else as_array(mask) != 0
+        embeddings = self._checked_embeddings(states, bool_mask, prefix, count, call.max_sequence_length)
+        if (bool_mask is not None and bool_mask.shape != states.shape[:2]) or not embeddings.mask.any(1).all():
             raise InputError(f"{prefix}prompt_embeds_mask must be {states.shape[:2]}, with a token in each row.")
-        return made
+        return embeddings
 
     def _encode(self, call: SimpleNamespace, prompt: Prompt | None, count: int | None) -> Embeddings:
         """Return the embeddings of prompts or negative prompts of a call."""
@@ -239,15 +239,15 @@ class QwenImagePipeline(TransformerPipeline):
     def _checked_embeddings(
         self, states: np.ndarray, mask: np.ndarray | None, prefix: str, count: int | None, length: int
     ) -> Embeddings:
-        """Return embeddings that were given, with their mask, of at most `length` tokens.
+        """Return embeddings of the caller and their mask, cut to `length` tokens.
 
         Raises InputError for other shapes.
         """
         width = self.transformer_config["joint_attention_dim"]
         if states.ndim != 3 or states.shape[2] != width or count not in (None, len(states)):
             raise InputError(f"{prefix}prompt_embeds of shape {states.shape} are no ({count or 'B'}, T, {width}).")
-        kept = np.ones(states.shape[:2], bool) if mask is None else mask
-        return Embeddings(states[:, :length], kept[:, :length])
+        bool_mask = np.ones(states.shape[:2], bool) if mask is None else mask
+        return Embeddings(states[:, :length], bool_mask[:, :length])
 
 
 def positions(rows: int, columns: int, image: int = 0) -> np.ndarray:

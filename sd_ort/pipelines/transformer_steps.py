@@ -43,7 +43,7 @@ class TransformerSteps:
         model = self.models["transformer"]
         if not self.shared:
             names = [name for name in model.inputs if name != "hidden_states" and name not in changing[0]]
-            keep = names if self.is_hoisted else list(self.prompts[0])  # a name that the graph lacks is refused
+            keep = names if self.is_hoisted else list(self.prompts[0])  # a name that the graph lacks is rejected
             self.shared = [{name: prompt[name] for name in keep} for prompt in self.prompts]
         calls = zip(self.shared, changing, strict=True)
         outputs = [model.run_with_shared(shared, hidden_states=hidden_states, **inputs) for shared, inputs in calls]

@@ -175,10 +175,10 @@ class ZImagePipeline(TransformerPipeline):
         """Return given embeddings as arrays, None without any. Raises InputError for other shapes."""
         if embeds is None:
             return None
-        width, given = self.transformer_config["cap_feat_dim"], [as_array(each) for each in embeds]
-        if not given or any(each.ndim != 2 or not len(each) or each.shape[1] != width for each in given):
+        width, arrays = self.transformer_config["cap_feat_dim"], [as_array(each) for each in embeds]
+        if not arrays or any(each.ndim != 2 or not len(each) or each.shape[1] != width for each in arrays):
             raise InputError(f"{name} must be a list with an array (tokens, {width}) for each prompt.")
-        return given
+        return arrays
 
 
 def token_groups(embeddings: Embeddings, rows: int, columns: int) -> list[StepGroup]:

@@ -251,9 +251,9 @@ def check_compiler(compiler: HipCompiler, targets: Sequence[str]) -> None:
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if result.returncode == 0:
             continue
-        if found := re.search(r"cannot find (ROCm device library.*?);", result.stderr):
+        if match := re.search(r"cannot find (ROCm device library.*?);", result.stderr):
             raise BuildError(
-                f"{compiler.path} finds no {found[1]}, so it cannot build for {target}: install a newer ROCm, "
+                f"{compiler.path} finds no {match[1]}, so it cannot build for {target}: install a newer ROCm, "
                 "or set HIPCXXFLAGS=--rocm-path= to the folder of one."
             )
         raise BuildError(

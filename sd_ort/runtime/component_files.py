@@ -10,7 +10,7 @@ from sd_ort.core.pipeline_folder import MODEL, check_component, components
 
 
 class ComponentFiles:
-    """Locations of the files of each component. `names`: of all components.
+    """Locations of the files of each component. names: all component names.
 
     `others`: ControlNets by name, each the component `controlnet` of another folder.
     """
@@ -35,7 +35,7 @@ class ComponentFiles:
         return sum(path.stat().st_size for path in self.model(name).parent.iterdir() if path.is_file())
 
     def require(self, *names: str) -> None:
-        """Check that components are there and whole, before minutes go into the others. Raises InputError."""
+        """Raise InputError if files of components are missing or truncated, before sessions are opened."""
         for name in names:
             if name not in self.names:
                 raise InputError(

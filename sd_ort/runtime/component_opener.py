@@ -1,4 +1,4 @@
-"""Sessions of a pipeline's components on one device: whole graphs, edited ones, and graphs with streamed weights."""
+"""Open sessions of a pipeline's components on one device: unchanged graphs, edited graphs, and streamed weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ComponentOpener:
     _pinned: dict[str, PinnedWeights] = field(default_factory=dict)
 
     def open(self, name: str, override: ModelOverride | None = None) -> OrtModel:
-        """Open a component; on a GPU as one whose runs are captured, if it is of every step and this can be."""
+        """Open a component. On a GPU, runs are captured if the component runs in each step and supports this."""
         override = self.overrides.of(name) if override is None else override
         if self.target.name != "cpu" and self.graph is not False and runs_every_step(name):
             try:
@@ -67,7 +67,7 @@ class ComponentOpener:
         return self.open_uncaptured(name, override)
 
     def open_uncaptured(self, name: str, override: ModelOverride, unfolded: bool = False) -> OrtModel:
-        """Open a component whose runs are not captured."""
+        """Open a component without GPU graphs."""
         return OrtModel(self.session(name, override, unfolded=unfolded), self.target.lock)
 
     def open_edited(self, name: str, edited: EditedGraph) -> OrtModel:
@@ -103,7 +103,7 @@ class ComponentOpener:
     # --- Weights in host memory -------------------------------------------------------------------------------------
 
     def plan_stream(self, name: str, cut: Cut) -> None:
-        """Keep a component's weights in pinned host memory from now on, if they do not fit beside what a step computes.
+        """Plan to stream a component's weights from pinned host memory if device memory does not suffice for a step.
 
         Only providers of sd-ort stream weights. Raises InputError if runs are to be captured.
         """

@@ -1,4 +1,4 @@
-"""Where the components of a pipeline run that do not run whole, and alone, on its own device."""
+"""Placement of components on other devices, or on several."""
 
 from __future__ import annotations
 

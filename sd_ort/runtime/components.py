@@ -71,7 +71,7 @@ class Components(MutableMapping[str, OrtModel]):
 
     @property
     def overrides(self) -> WeightOverrides:
-        """What the sessions read instead of their files."""
+        """Overrides of the components' files in sessions."""
         return self.opener.overrides
 
     @property
@@ -101,7 +101,7 @@ class Components(MutableMapping[str, OrtModel]):
 
     @property
     def lock(self) -> Any:
-        """Held while a session runs."""
+        """Lock for runs of sessions."""
         return self.target.lock
 
     def activation_bytes(self, name: str, arena_bytes: int = 0) -> float:
@@ -147,7 +147,7 @@ class Components(MutableMapping[str, OrtModel]):
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether open sessions follow weight updates (`make_updatable`): on a GPU whose provider supports it.
+        """Whether open sessions use weight updates (`make_updatable`): on a GPU whose provider supports it.
 
         The CPU's kernels want prepacked weights: without, a step of SD 1.5 takes 1.07 times as long at 64 x 64 latents
         and 1.12 at 32 x 32. Without the op library, weights of `sd_ort`'s operators are folded into other constants.
@@ -161,7 +161,7 @@ class Components(MutableMapping[str, OrtModel]):
 
     @cached_property
     def transposed_operations(self) -> frozenset[str]:
-        """Operations whose kernels read weights in another layout than the graph's: these are not shared."""
+        """Operations whose kernels read weights in another layout than the graph's. Such weights are not shared."""
         if self.device == "cpu" or is_plugin(self.provider):
             return frozenset()
         return frozenset() if self.target.supports_in_place_update("NhwcConv") else frozenset({"NhwcConv"})
@@ -196,7 +196,7 @@ class Components(MutableMapping[str, OrtModel]):
         """
         every = sorted({*names, *self.closed}, key=lambda name: (runs_every_step(name), name))
         memory = nullcontext() if self.provider != "cpu" else retain_heap() if self.closed else return_heap()
-        was_kept, self.closed = bool(self.closed), set()
+        had_closed, self.closed = bool(self.closed), set()
         concurrent = [] if self.low_memory else every[:-1]
         with memory, ThreadPoolExecutor(max(1, len(concurrent))) as threads:
             opening = [threads.submit(self.__getitem__, name) for name in concurrent]
@@ -204,7 +204,7 @@ class Components(MutableMapping[str, OrtModel]):
                 self[name]
             for opened in opening:
                 opened.result()
-        if was_kept and not self.overrides.weights:
+        if had_closed and not self.overrides.weights:
             trim_heap()
 
     def _open(self, name: str) -> OrtModel:
@@ -214,7 +214,7 @@ class Components(MutableMapping[str, OrtModel]):
             return self.placement.open_partitions(name, self.opener)
         return self.opener.open_streamed(name) if name in self.opener.plans else self.opener.open(name)
 
-    def _refuse_streamed(self, name: str, label: str) -> None:
+    def _reject_streamed(self, name: str, label: str) -> None:
         if name in self.opener.plans:
             raise InputError(f"{name} is streamed from host memory, which {label} cannot: leave low_memory out.")
 
@@ -226,7 +226,7 @@ class Components(MutableMapping[str, OrtModel]):
         """
         key = f"{name} {label}"
         if key not in self.opened:
-            self._refuse_streamed(name, label)
+            self._reject_streamed(name, label)
             self.require(name)
             override = self.overrides.of_graph(name, make(self.files.model(name)))
             self.opened[key] = (self.opener.open if captured else self.opener.open_uncaptured)(name, override)
@@ -242,7 +242,7 @@ class Components(MutableMapping[str, OrtModel]):
         """
         key = f"{name} {label}"
         if key not in self.edited_graphs:
-            self._refuse_streamed(name, label)
+            self._reject_streamed(name, label)
             if name in self.placement.partitioned:
                 raise InputError(f"{name} runs on several devices, which {label} cannot: leave unet_on out.")
             self.require(name)

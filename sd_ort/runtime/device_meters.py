@@ -145,10 +145,10 @@ def amd_device(cards: Path = Path("/sys/class/drm")) -> Path:
     if not devices:
         raise OSError(f"no amdgpu device in {cards}")
     address = devices[0].name if len(devices) == 1 else hip_pci_address()
-    found = next((device for device in devices if device.name == address), None)
-    if found is None:
+    match = next((device for device in devices if device.name == address), None)
+    if match is None:
         raise OSError(f"HIP's first GPU is {address or 'unknown'}, and {cards} has several")
-    return found
+    return match
 
 
 # hipDeviceGetPCIBusId of device 0, by the first of the libraries named in the arguments that loads.

@@ -50,7 +50,7 @@ class Mallinfo2(ctypes.Structure):
 
 
 def mallinfo() -> Mallinfo2:
-    """Return what malloc counts; zeros without glibc 2.33."""
+    """Return the statistics of malloc; zeros without glibc 2.33."""
     function = getattr(_LIBC, "mallinfo2", None)
     if function is None:
         return Mallinfo2()

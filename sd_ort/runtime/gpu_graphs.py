@@ -86,7 +86,7 @@ class GpuGraph:
 
 
 def capture_graph(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
-    """Return the graph of what `run` enqueues on `stream`, which is called again if a capture fails.
+    """Capture the work that `run` enqueues on `stream` as a GPU graph. A failed capture is repeated.
 
     Raises NotCapturable after CAPTURE_ATTEMPTS.
     """

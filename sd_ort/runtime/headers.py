@@ -58,13 +58,13 @@ def find_headers(folder: Path | None = None, on_progress: ProgressCallback = ign
     """
     folder = folder or (Path(os.environ["ORT_INCLUDE_DIR"]) if os.environ.get("ORT_INCLUDE_DIR") else None)
     if folder is not None:
-        found = _folder_of_header([folder], api)
-        if found is None:
+        include = _folder_of_header([folder], api)
+        if include is None:
             raise BuildError(f"{folder} has no {HEADER} of API {api} or later; give the include folder of ONNX Runtime")
-        return found
-    found = _folder_of_header(SYSTEM_FOLDERS, api)
-    if found is not None:
-        return found
+        return include
+    include = _folder_of_header(SYSTEM_FOLDERS, api)
+    if include is not None:
+        return include
     sources = [source for source in _sources() if source.api >= api]
     for source in sources:
         cached = _cached(source)

@@ -30,7 +30,7 @@ PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}{_SUFFIX}" for vendor in ("
 
 
 class BuildError(InputError):
-    """The library cannot be built: something is missing, or a compiler refused."""
+    """The library cannot be built: something is missing, or a compiler failed."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Build:
 
 def builds() -> list[Build]:
     """Return the builds in the cache, the least recently used first."""
-    found = []
+    entries = []
     for record in list_files(cache_folder() / "ops", "*/build.json"):
         with suppress(OSError):
             size = sum(path.stat().st_size for path in record.parent.iterdir())
-            found.append(Build(record.parent, size, record.stat().st_mtime))
-    return sorted(found, key=lambda build: build.last_use)
+            entries.append(Build(record.parent, size, record.stat().st_mtime))
+    return sorted(entries, key=lambda build: build.last_use)
 
 
 def trim_builds(limit: int, keep: Path | None = None) -> list[Build]:
@@ -88,7 +88,7 @@ def library_path(name: str = LIBRARY) -> Path | None:
     One with GPU kernels beside it comes before one without, which may be newer: it has the same CPU kernels, and
     sessions look for the others there. Runs no compiler and no Python import of ORT.
     """
-    found = []
+    candidates = []
     for record in list_files(cache_folder() / "ops", "*/build.json"):
         library = record.parent / name
         with suppress(InputError, OSError):  # a damaged record is a build that was not finished
@@ -98,9 +98,9 @@ def library_path(name: str = LIBRARY) -> Path | None:
                 and is_complete(record.parent, name)
             ):
                 has_gpu = any((record.parent / gpu).is_file() for gpu in (HIP_LIBRARY, CUDA_LIBRARY))
-                found.append((has_gpu, record.stat().st_mtime_ns, library))
-    if found:
-        return max(found)[-1]
+                candidates.append((has_gpu, record.stat().st_mtime_ns, library))
+    if candidates:
+        return max(candidates)[-1]
     return SOURCES / name if (SOURCES / name).is_file() else None
 
 

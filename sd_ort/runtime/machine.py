@@ -53,8 +53,8 @@ def gpus() -> list[str]:
     for query, parse in queries:
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             result = subprocess.run(query.split(), capture_output=True, text=True, timeout=30, check=True)
-            if found := [name.strip() for name in parse(result.stdout) if name.strip()]:
-                return found
+            if names := [name.strip() for name in parse(result.stdout) if name.strip()]:
+                return names
     return []
 
 
@@ -62,8 +62,8 @@ def amd_smi_gpus(output: str) -> list[str]:
     """Return name and driver of the GPUs in what `amd-smi static --json` prints. Raises ValueError for other text."""
     report = json.loads(output)
     entries = report.get("gpu_data", []) if isinstance(report, dict) else report  # a list before ROCm 7
-    found = [(entry.get("asic", {}).get("market_name"), entry.get("driver", {}).get("version")) for entry in entries]
-    return [", ".join(filter(None, names)) for names in found]
+    pairs = [(entry.get("asic", {}).get("market_name"), entry.get("driver", {}).get("version")) for entry in entries]
+    return [", ".join(filter(None, names)) for names in pairs]
 
 
 def rocm_smi_gpus(output: str) -> list[str]:
@@ -91,11 +91,11 @@ def versions() -> dict[str, str]:
 
     from sd_ort.runtime.ort_wheel import installed_wheels
 
-    found = {"python": platform.python_version()}
+    version_of = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found | installed_wheels()
+            version_of[package] = metadata.version(package)
+    return version_of | installed_wheels()
 
 
 def commit() -> str | None:

@@ -18,7 +18,7 @@ def op_library(library: Path | bool, provider: str) -> Path | None:
 
     `library`: its path, True for the newest build, False for none. A library without kernels for a GPU provider is not
     registered: ONNX Runtime would run each fused node on the CPU, between two copies. Nor is one for our own provider,
-    which has the kernels: the library's schemas have the dtypes of its CPU kernels alone, and ONNX Runtime would refuse
+    which has the kernels: the library's schemas have the dtypes of its CPU kernels alone, and ONNX Runtime would reject
     a graph in bfloat16.
     """
     if library is True and is_plugin(provider):

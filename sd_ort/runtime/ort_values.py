@@ -26,6 +26,11 @@ EXTENDED_DTYPES = {
 }
 
 
+def as_integers(array: np.ndarray) -> np.ndarray:
+    """Return an array as ONNX Runtime reads it from NumPy: EXTENDED_DTYPES as integers, others unchanged."""
+    return array.view(EXTENDED_DTYPES[array.dtype][0]) if array.dtype in EXTENDED_DTYPES else array
+
+
 @cache
 def _any_session() -> Any:
     """Return a session with an output to bind."""
@@ -78,17 +83,21 @@ def host_value(array: np.ndarray) -> Any:
     """Return an OrtValue over a contiguous host array, which must outlive it, of any dtype that weights have."""
     value = import_onnxruntime().OrtValue
     if array.dtype in EXTENDED_DTYPES:
-        integers, element_type = EXTENDED_DTYPES[array.dtype]
-        return value.ortvalue_from_numpy_with_onnx_type(array.view(integers), element_type)
+        return value.ortvalue_from_numpy_with_onnx_type(as_integers(array), EXTENDED_DTYPES[array.dtype][1])
     return value.ortvalue_from_numpy(array)
 
 
-def unowned(value: Any) -> Any:
-    """Return an OrtValue over the memory of `value` that does not count as its owner, as `AddInitializer` wants it.
+def initializer_value(value: Any, device: str, dtype: np.dtype) -> Any:
+    """Return an OrtValue over the memory of `value` for `AddInitializer`, which rejects values that own theirs.
 
-    The public OrtValue.from_dlpack is missing in onnxruntime-rocm 1.22.2.
+    dtype: of the initializer, for a `value` of integers in its place.
     """
-    c_value = value._ortvalue
+    if device == "cpu":
+        return value
+    if "vendor_id" in device_arguments(device):
+        element = EXTENDED_DTYPES[dtype][1] if dtype in EXTENDED_DTYPES else value.element_type()
+        return value_at(device, value.data_ptr(), element, value.shape(), owner=value)
+    c_value = value._ortvalue  # the public OrtValue.from_dlpack is missing in onnxruntime-rocm 1.22.2
     return import_onnxruntime().OrtValue(type(c_value).from_dlpack(c_value.to_dlpack(), False))
 
 
@@ -121,9 +130,9 @@ def view(value: Any, offset: int, like: Any, dtype: np.dtype, device: str) -> An
     address = value.data_ptr() + offset
     if ":" in device:
         return value_at(device, address, like.element_type(), like.shape(), owner=value)
-    seen = memory_view(device, address, dtype, like.shape())
-    seen.owner = value
-    return seen
+    memory = memory_view(device, address, dtype, like.shape())
+    memory.owner = value
+    return memory
 
 
 def keep_alive(session: Any, owner: object) -> Any:

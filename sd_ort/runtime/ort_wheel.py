@@ -96,12 +96,12 @@ def _dynamic_strings(library: Path) -> dict[int, list[str]]:
         if strings is None:
             return {}
         base = next(offset + strings - vaddr for _, _, offset, vaddr, _, size in loads if 0 <= strings - vaddr < size)
-        found: dict[int, list[str]] = {}
+        values: dict[int, list[str]] = {}
         for tag, value in tags:
             if tag in text_tags:
                 file.seek(base + value)
-                found.setdefault(tag, []).append(file.read(4096).split(b"\0")[0].decode())
-        return found
+                values.setdefault(tag, []).append(file.read(4096).split(b"\0")[0].decode())
+        return values
 
 
 def can_load(library: str, folders: Sequence[Path] = ()) -> bool:

@@ -33,7 +33,7 @@ SAME_DEVICE = {"cuda": "sdcuda", "rocm": "hip"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine. `vendor`: as in `ProviderSpec.vendor`; `architecture`: gfx942, "" if unknown."""
+    """A GPU of this machine. vendor: see `ProviderSpec.vendor`. architecture: gfx942, or "" if unknown."""
 
     vendor: str
     name: str
@@ -203,16 +203,16 @@ def optimize_command(manifest: dict[str, Any], target: str) -> str:
 
 def installed_gpus(root: Path = Path("/")) -> list[Gpu]:
     """Return the GPUs whose kernel driver is loaded; `root`: of the file system."""
-    found = []
+    gpus = []
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         model = next((line for line in _lines(path) if line.startswith("Model:")), "Model: NVIDIA GPU")
-        found.append(Gpu("cuda", model.partition(":")[2].strip()))
+        gpus.append(Gpu("cuda", model.partition(":")[2].strip()))
     for path in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
         fields = dict(line.split() for line in _lines(path) if len(line.split()) == 2)
         if version := int(fields.get("gfx_target_version", 0)):  # 0: a CPU. 90402 is gfx942, 90010 is gfx90a
             architecture = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-            found.append(Gpu("hip", f"AMD {architecture}", architecture))
-    return found
+            gpus.append(Gpu("hip", f"AMD {architecture}", architecture))
+    return gpus
 
 
 def _lines(path: Path) -> list[str]:

@@ -56,7 +56,7 @@ def unsupported_reason(domain: str, op_type: str, opset: int) -> str | None:
     Element types are not looked at: ArgMax of int64, for one, has no kernel either.
     """
     if (domain, op_type) == (CONTRIB, "MultiHeadAttention"):
-        return "its kernel refuses every form: the wheel is built without Composable Kernel"
+        return "its kernel rejects every form: the wheel is built without Composable Kernel"
     if domain not in ("", "ai.onnx") or op_type == "Constant":
         return None
     newest = NEWEST_KERNEL.get(op_type)

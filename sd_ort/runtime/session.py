@@ -111,7 +111,7 @@ def create_session(
 
     `checked`: the file went through `check_model` before.
 
-    Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
+    Raises InputError for a model that is missing, broken or rejected, ProviderError for a provider that is not
     installed, not loadable or silently dropped, MemoryError if there is too little memory.
     """
     model_path = Path(model_path)
@@ -174,7 +174,7 @@ def _open(
     if override.graph is not None:
         ort_options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
     if prefetched is not None:
-        ort_options.log_severity_level = FATAL_ONLY  # if it is refused, the session is opened without `prefetched`
+        ort_options.log_severity_level = FATAL_ONLY  # if it is rejected, the session is opened without `prefetched`
     shared = _add_weights(ort_options, provider, override)
     initializers = {**(prefetched.values if prefetched else {}), **override.updatable}
     arguments = _add_initializers(ort_options, provider, initializers)
@@ -198,7 +198,7 @@ def _open_error(model: Path, provider: str, error: Exception) -> str:
     """Return ONNX Runtime's message for a model that it cannot run, with the model's target."""
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
-    line = f"ONNX Runtime refuses {model}: {reason or _newer_opset(error) or first_line(error)}"
+    line = f"ONNX Runtime rejects {model}: {reason or _newer_opset(error) or first_line(error)}"
     target = manifest_options(model.parent.parent).get("target", "portable")
     expected = provider_named(provider).target or provider
     if target in ("portable", expected):
@@ -210,11 +210,11 @@ def _open_error(model: Path, provider: str, error: Exception) -> str:
 
 def _newer_opset(error: Exception) -> str | None:
     """Return advice for a model whose opset is newer than ONNX Runtime's; None for another error."""
-    found = re.search(r"Opset (\d+) is under development.* till opset (\d+)", str(error), re.DOTALL)
-    if found is None:
+    match = re.search(r"Opset (\d+) is under development.* till opset (\d+)", str(error), re.DOTALL)
+    if match is None:
         return None
     return (
-        f"it is of opset {found[1]}, and ONNX Runtime {import_onnxruntime().__version__} has opsets up to {found[2]}: "
+        f"it is of opset {match[1]}, and ONNX Runtime {import_onnxruntime().__version__} has opsets up to {match[2]}: "
         "optimize it with --target portable, or install a newer ONNX Runtime."
     )
 
@@ -258,7 +258,7 @@ def check_opens(path: Path) -> None:
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if type(error).__name__ != "NotImplemented":
             reason = _newer_opset(error) or " ".join(str(error).split())[:300]
-            raise InputError(f"{model_name(path)} is a graph that ONNX Runtime refuses: {reason}") from error
+            raise InputError(f"{model_name(path)} is a graph that ONNX Runtime rejects: {reason}") from error
 
 
 def _skip_optimization(options: Any) -> None:
@@ -270,7 +270,7 @@ def _skip_optimization(options: Any) -> None:
 
 @contextmanager
 def report_invalid_model(path: Path) -> Iterator[None]:
-    """Turn an exception of a rewrite into InputError if ONNX Runtime refuses the model at `path`.
+    """Turn an exception of a rewrite into InputError if ONNX Runtime rejects the model at `path`.
 
     Other exceptions are bugs and pass through.
     """
@@ -375,7 +375,7 @@ def _add_provider(
         options.enable_mem_reuse = False
         if record_assignment:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        return {"enable_fallback": 0}  # a plugin that refuses its options would be replaced by the CPU
+        return {"enable_fallback": 0}  # a plugin that rejects its options would be replaced by the CPU
     if entry.ep == CPU_EP or entry.ep not in import_onnxruntime().get_available_providers():
         return {"providers": [CPU_EP]}
     return {"providers": [(entry.ep, settings), CPU_EP]}
@@ -384,16 +384,16 @@ def _add_provider(
 def _plugin_devices(provider: str, settings: Mapping[str, str]) -> list[Any]:
     """Return the devices of a plugin provider for one session: of ours the one that `settings` name.
 
-    ONNX Runtime refuses several with memory of their own. Raises ProviderError if there is none of that number.
+    ONNX Runtime rejects several with memory of their own. Raises ProviderError if there is none of that number.
     """
     devices = plugin_devices(plugin_library(provider))
     if provider_named(provider).vendor is None:
         return devices
     number = settings.get("device_id", "0")
-    if found := [device for device in devices if device.ep_metadata["device_id"] == number]:
-        return found
-    seen = f"{len(devices)} GPU{'s' if len(devices) != 1 else ''}"
-    raise ProviderError(f"GPU {number} is not there: the {provider} provider finds {seen}, counted from 0.")
+    if matches := [device for device in devices if device.ep_metadata["device_id"] == number]:
+        return matches
+    count = f"{len(devices)} GPU{'s' if len(devices) != 1 else ''}"
+    raise ProviderError(f"GPU {number} is not there: the {provider} provider finds {count}, counted from 0.")
 
 
 def _provider_settings(entry: ProviderSpec, options: SessionOptions) -> dict[str, str]:
@@ -493,7 +493,7 @@ def open_graph(
     """A session on a small graph of our own, a serialized ONNX model, beside a component's on the same provider.
 
     `capture`: its runs are captured as graphs. `updatable`: as in `ModelOverride`. Raises SdOrtError when ONNX Runtime
-    refuses that.
+    rejects that.
     """
     options = SessionOptions(provider_options=provider_options or {}, capture=capture)
     ort_options = _ort_options(provider)
@@ -503,5 +503,5 @@ def open_graph(
         with _opening(provider):
             session = import_onnxruntime().InferenceSession(graph, ort_options, **arguments)
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise SdOrtError(f"ONNX Runtime refuses a graph of our own: {first_line(error)}") from error
+        raise SdOrtError(f"ONNX Runtime rejects a graph of our own: {first_line(error)}") from error
     return keep_alive(session, updatable)

@@ -1,4 +1,4 @@
-"""The device that a pipeline's sessions run on, and what they share there: options, stream and lock."""
+"""Device of a pipeline's sessions, with their shared options, stream and lock."""
 
 from __future__ import annotations
 

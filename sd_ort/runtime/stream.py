@@ -66,8 +66,8 @@ class Stream:
                 raise ProviderError("no GPU is visible: check its driver, and who may open /dev/kfd or /dev/nvidia0.")
             self.call("GetDeviceCount", ctypes.byref(count))
             if self.device >= count.value:
-                seen = f"{count.value} GPU{'s' if count.value != 1 else ''}"
-                raise ProviderError(f"GPU {self.device} is not there: this machine shows {seen}, counted from 0.")
+                gpus = f"{count.value} GPU{'s' if count.value != 1 else ''}"
+                raise ProviderError(f"GPU {self.device} is not there: this machine shows {gpus}, counted from 0.")
 
     def set_device(self) -> None:
         """Make its device this thread's current one."""

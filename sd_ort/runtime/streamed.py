@@ -32,7 +32,7 @@ PCIE_BYTES = 25e9  # a second, of pinned memory over 16 lanes of PCIe 4.0
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Plan of a streamed component: how many partitions it has, and how many stay on the device.
+    """Plan of a streamed component: number of partitions, and number of those that stay on the device.
 
     The number of streamed ones is even, so that the last one of a step and the first one of the next have different
     buffers.
@@ -55,7 +55,7 @@ class StreamPlan:
 
     @property
     def streamed(self) -> list[int]:
-        """The indices of the streamed partitions. The resident ones lie evenly between them, for copies beside runs."""
+        """Indices of the streamed partitions. Resident partitions are evenly spaced: they run during copies."""
         number = self.count - self.resident
         return [index * self.count // number for index in range(number)]
 
@@ -89,7 +89,7 @@ class StreamMemory:
 
 @dataclass
 class PartitionWeights:
-    """The weights of a partition that are streamed: by name their type, shape, offset in the buffer and in the file."""
+    """Streamed weights of a partition: dtype, shape, offset in the buffer and offset in the file by name."""
 
     entries: dict[str, tuple[int, list[int], int, int]]
     size: int
@@ -202,7 +202,7 @@ class WeightStream:
 
 
 class StreamedModel(OrtModel):
-    """The partitions of a component over streamed weights, as one function of NumPy arrays."""
+    """Function of NumPy arrays that runs the partitions of a component over streamed weights."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class StreamedModel(OrtModel):
         self.runs: ShapeCache[list[BoundRun]] = ShapeCache()
 
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
-        """As `Model.__call__`."""
+        """Run all partitions; arguments and result are those of `Model.__call__`."""
         self.check_names(arrays)
         feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
         with self.lock:
@@ -251,7 +251,7 @@ class StreamedModel(OrtModel):
             return {name: read_value(runs[-1].outputs[name]) for name in self.outputs}
 
     def _bind(self, feed: Mapping[str, np.ndarray]) -> list[BoundRun]:
-        """Return the run of each partition over buffers. A first run tells the shapes of what it hands on."""
+        """Bind each partition to buffers and return the runs. A first run infers shapes between partitions."""
         values: dict[str, Any] = {name: device_value(array, self.device) for name, array in feed.items()}
         runs: list[BoundRun] = []
         for partition in self.partitions:
@@ -271,8 +271,8 @@ class StreamedModel(OrtModel):
         with device_calls(self.device):
             partition.session.run_with_iobinding(binding)
         outputs = {}
-        for name, found in zip(partition.outputs, binding.get_outputs(), strict=True):
-            element, shape = found.element_type(), found.shape()
+        for name, output in zip(partition.outputs, binding.get_outputs(), strict=True):
+            element, shape = output.element_type(), output.shape()
             memory = StreamMemory(self.weights.compute, math.prod(shape) * ELEMENTS[element])
             outputs[name] = value_at(self.device, memory.address, element, shape, owner=memory)
         return outputs

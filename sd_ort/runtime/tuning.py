@@ -1,10 +1,10 @@
-"""Tuning results in JSON files: which candidate of each GPU operator is fastest, as measured on this kind of machine.
+"""Tuning results in JSON files: the fastest candidate of each GPU operator call on one model of GPU.
 
 A file holds `format`, `validators` (GPU architecture, driver and runtime versions, hash of the op library, version of
 ONNX Runtime), `operators` (operator -> signature of the call -> candidate, microseconds, default_microseconds, and
 `rejected`: faster candidates that failed or gave wrong results) and `onnxruntime` (what its own tunable operators
 found, as `InferenceSession.get_tuning_results` gives it). A file whose validators differ from this machine's is
-refused, with the reason. There is one file for each set of validators, in $SD_ORT_TUNING, or else in results/tuning and
+rejected with the reason. There is one file for each set of validators, in $SD_ORT_TUNING, or else in results/tuning and
 the cache folder; sessions load the one that fits, from there or from `tuning` in the folder of their model, without
 being asked to.
 
@@ -183,11 +183,11 @@ def check(path: Path, record: Record, validators: Mapping[str, str]) -> None:
         if record["validators"].get(key) != value
     ]
     if differences:
-        raise TuningError(f"{path} is refused: {'; '.join(differences)}. Tune again with sd-ort tune.")
+        raise TuningError(f"{path} is rejected: {'; '.join(differences)}. Tune again with sd-ort tune.")
 
 
 def merge(path: Path, record: Record) -> Record:
-    """Add results to a file in place of those of the same calls, and return its whole content.
+    """Merge results into a file, replacing those of the same calls, and return its content.
 
     Writers wait for each other, and readers see the file before or after, never between. Raises TuningError when the
     file is another build's, OutputError when it cannot be written.

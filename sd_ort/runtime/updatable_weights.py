@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime.ort_values import EXTENDED_DTYPES, device_arguments, device_value, unowned, value_at, write_value
+from sd_ort.runtime.ort_values import as_integers, device_value, initializer_value, write_value
 from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 from sd_ort.runtime.weight_prefetch import PrefetchedWeights
 
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 WEIGHT_UPDATED = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provider/winograd_filter_cache.cc
 
 
@@ -41,9 +39,9 @@ def update_callback(provider: str) -> Callable[[Any], None]:
 class UpdatableWeights:
     """Initializers of open sessions that are updated in place.
 
-    `values`: initializer -> OrtValue on `device`, bytes of a float8 one. `shared`: views of the same memory, which
-    sessions accept. `changed`: names of initializers whose values differ from the file's. `originals`: copies of some
-    of the file's values on the device.
+    values: OrtValues on `device` by initializer; those of float8 weights are bytes. shared: views of the same memory,
+    which sessions accept. changed: names of initializers whose values differ from the file's. originals: device copies
+    of some values of the file.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class UpdatableWeights:
         self.originals: dict[str, Any] = {}
         if prefetched is None:
             arrays = {name: array.copy() if device == "cpu" else array for name, array in weights.items()}
-            self.values = {name: device_value(_numpy_bytes(array), device) for name, array in arrays.items()}
-            self.shared = {name: _shared(value, device, weights[name].dtype) for name, value in self.values.items()}
+            self.values = {name: device_value(as_integers(array), device) for name, array in arrays.items()}
+            self.shared = {n: initializer_value(value, device, weights[n].dtype) for n, value in self.values.items()}
         else:
             self.values = self.shared = {name: prefetched.values[name] for name in weights}
         self.changed: set[str] = set()
@@ -78,22 +76,7 @@ class UpdatableWeights:
     def update(self, name: str, array: np.ndarray) -> None:
         """Copy `array`, of the weight's shape and dtype, into the weight. The next run reads it."""
         with self.updating(name) as value:
-            write_value(value, _numpy_bytes(array))
-
-
-def _numpy_bytes(array: np.ndarray) -> np.ndarray:
-    """Return an array as ONNX Runtime takes it from NumPy: float8 as bytes."""
-    return array.view(np.uint8) if array.dtype == FLOAT8 else array
-
-
-def _shared(value: Any, device: str, dtype: np.dtype) -> Any:
-    """A value's memory as a session takes it, which refuses values that own theirs, as those made on a device do."""
-    if device == "cpu":
-        return value
-    if "vendor_id" in device_arguments(device):
-        element = EXTENDED_DTYPES[dtype][1] if dtype == FLOAT8 else value.element_type()
-        return value_at(device, value.data_ptr(), element, value.shape(), owner=value)
-    return unowned(value)
+            write_value(value, as_integers(array))
 
 
 # Operation -> dtype, shapes of x and of the weight, and a graph whose output is x (1, 72) by the weight (8, 72).

@@ -28,7 +28,7 @@ def per_gpu_environments(provider: str, count: int) -> list[dict[str, str]]:
 
 
 def visible_gpus(variable: str) -> list[str]:
-    """Return the names of the GPUs that a vendor's environment variable lists; of all GPUs if it is not set."""
+    """Return the names of the GPUs in a vendor's environment variable, or of all GPUs if it is unset."""
     count = nvidia_gpus() if variable == NVIDIA else amd_gpus()
     listed = os.environ.get(variable)
     if listed is None:

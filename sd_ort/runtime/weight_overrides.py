@@ -16,7 +16,7 @@ from sd_ort.runtime.updatable_weights import UpdatableWeights
 
 @dataclass
 class WeightOverrides:
-    """By component: what its sessions read instead of its files (`ModelOverride`), and sizes of symbolic dimensions.
+    """Overrides by component: graphs and weights (`ModelOverride`), and sizes of symbolic dimensions.
 
     `unfinished`: writes values of `shared` weights, which sessions read when they run.
     """
@@ -39,7 +39,7 @@ class WeightOverrides:
     def of_graph(self, name: str, graph: bytes) -> ModelOverride:
         """Return the override for an edited graph of a component.
 
-        It has only weights of which the graph has initializers: ONNX Runtime refuses others. None are shared, since an
+        It has only weights of which the graph has initializers: ONNX Runtime rejects others. None are shared, since an
         edited graph has other consumers.
         """
         override = replace(self.of(name), shared=(), graph=graph)
@@ -67,7 +67,7 @@ class WeightOverrides:
         return changed
 
     def finish(self) -> None:
-        """Wait until all values are written. Raises what computing them raised."""
+        """Wait until all values are written. Raises the exception of a failed computation."""
         if (unfinished := self.unfinished) is not None:  # another thread may finish them too
             unfinished.result()
             self.unfinished = None

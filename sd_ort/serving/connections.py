@@ -53,7 +53,7 @@ class LimitedConnection(H11Protocol):
 
 
 def address_error(host: str | None, origin: str | None, names: Collection[str]) -> str | None:
-    """Return why a request with these headers is refused, or None.
+    """Return why a request with these headers is rejected, or None.
 
     A page in a browser may have its own name resolve to this machine (DNS rebinding): besides `names` and localhost
     only literal IP addresses are accepted. A page of another origin may not read answers.

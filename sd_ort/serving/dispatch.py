@@ -68,7 +68,7 @@ class Counts:
 
 
 def batch_sizes(batch: int) -> list[int]:
-    """Return the sizes of batches of at most `batch` images where nobody warms up: powers of two, and `batch`."""
+    """Return the batch sizes to warm up: powers of two up to `batch`, and `batch`."""
     return [*(1 << power for power in range((batch - 1).bit_length())), batch]
 
 

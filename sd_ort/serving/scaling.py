@@ -59,7 +59,7 @@ def poisson_latency(service: float, replicas: int, rate: float, images: int, per
     Each replica generates one image at a time in `service` seconds, the longest waiting first: an M/D/c queue that
     begins empty. The result is the mean of 100,000 images in simulated runs, with a fixed seed.
     """
-    random, found = np.random.default_rng(0), []
+    random, percentiles = np.random.default_rng(0), []
     for _ in range(max(1, 100_000 // images)):
         free = [0.0] * replicas  # when each replica is idle again
         latencies = []
@@ -67,8 +67,8 @@ def poisson_latency(service: float, replicas: int, rate: float, images: int, per
             end = max(arrival, free[0]) + service
             heapq.heapreplace(free, end)
             latencies.append(end - arrival)
-        found.append(np.percentile(latencies, percentile))
-    return float(np.mean(found))
+        percentiles.append(np.percentile(latencies, percentile))
+    return float(np.mean(percentiles))
 
 
 def poisson_load(service: float, replicas: int, latency: float, percentile: float = 99) -> float:
@@ -83,7 +83,7 @@ def poisson_load(service: float, replicas: int, latency: float, percentile: floa
 
 
 def overlapped_decoding(image: float, latents: float) -> float:
-    """Return the seconds of an image among many, if another device decodes it while the next one's latents are drawn.
+    """Return the seconds of an image among many, if another device decodes it while the next one's latents are sampled.
 
     image, latents: seconds of an image on one device, and of its latents alone.
     """

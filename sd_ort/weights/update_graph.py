@@ -50,7 +50,7 @@ class WeightUpdateSpec:
 def weight_update_spec(
     recipe: weight_recipes.WeightRecipe, shape: tuple[int, ...], dtype: np.dtype
 ) -> WeightUpdateSpec | None:
-    """Return the spec for a recipe whose source tensors have `shape`, or None if an operation is not supported.
+    """Return the update spec for a recipe with source tensors of `shape`; None if an operation is not supported.
 
     `recipe` of a weight in float8: that of its elements. Sums that are rounded before (`cast`) are not supported.
     """
@@ -72,8 +72,9 @@ def weight_update_spec(
 
 
 def float8_elements(recipe: weight_recipes.WeightRecipe) -> tuple[Any, Any] | None:
-    """Return two recipes of the values that are quantized to float8 with one scale: as they are quantized, and in the
-    layout of the elements. Return None if `recipe` is not that of such elements."""
+    """Return two recipes of the values of float8 elements with one scale: in the layout in which they are
+    quantized, and in the layout of the elements. Return None for other recipes.
+    """
     layouts = []
     while not isinstance(recipe, str) and recipe[0] == "transpose":
         layouts.append(recipe[1])

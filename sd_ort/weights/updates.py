@@ -118,8 +118,7 @@ class WeightUpdater:
         return None
 
     def source(self, component: str, tensor: str) -> np.ndarray:
-        """Return a checkpoint tensor in float32, restored from an initializer on disk; the checkpoint's own if it is in
-        fewer bits there.
+        """Return a checkpoint tensor in float32: restored from an initializer, or read if that is quantized.
 
         Raises:
             InputError: if no initializer has all its elements, or the checkpoint cannot be read.
@@ -284,7 +283,7 @@ class WeightUpdater:
         return [array.astype(dtype, copy=False) for array, dtype in zip(values, dtypes, strict=True)]
 
     def _factors(self, component: str, part: str, deltas: Deltas, name: str) -> LowRankDelta | None:
-        """Return the factors of the product that is added to an initializer, None if it is no such sum."""
+        """Return the factors of the product that is added to an initializer; None for other recipes."""
         factors = _low_rank(self.recipes[component][name], deltas)
         elements = math.prod(self._initializers(part)[name].shape)
         full = factors is not None and factors.up.shape[0] * factors.down.shape[1] == elements

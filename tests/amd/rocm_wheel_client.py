@@ -142,9 +142,9 @@ def workspaces(folder: str, library: str, cache: str) -> dict[str, Any]:
     (Path(cache) / "sd-ort").mkdir(parents=True)
     original = gpu_graphs.capture_graph
 
-    def capture(*given: Any) -> Any:
+    def capture(*arguments: Any) -> Any:
         os.environ["SD_ORT_IDLE_WORKSPACE"] = str(2 * int(os.environ.get("SD_ORT_IDLE_WORKSPACE", 256 << 20)))
-        return original(*given)
+        return original(*arguments)
 
     gpu_graphs.capture_graph = capture
     model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", SessionOptions(library=Path(library)))
@@ -173,9 +173,9 @@ def threads(folder: str, library: str, count: str) -> dict[str, Any]:
     def counted(owner: Any, name: str, label: Callable[..., str | None]) -> None:
         original = getattr(owner, name)
 
-        def call(*given: Any, **more: Any) -> Any:
-            counts[label(*given, **more) or "uncounted"] += 1
-            return original(*given, **more)
+        def call(*arguments: Any, **more: Any) -> Any:
+            counts[label(*arguments, **more) or "uncounted"] += 1
+            return original(*arguments, **more)
 
         setattr(owner, name, call)
 
@@ -244,9 +244,9 @@ def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
 
 
 def shared_memory() -> bool:
-    """Whether a session gets the memory of a held weight itself."""
-    held = UpdatableWeights({"weight": np.ones((4, 4), np.float16)}, "cuda")
-    value, shared = held.values["weight"], held.shared["weight"]
+    """Whether an updatable weight and the value that sessions share have the same memory."""
+    updatable = UpdatableWeights({"weight": np.ones((4, 4), np.float16)}, "cuda")
+    value, shared = updatable.values["weight"], updatable.shared["weight"]
     return value.data_ptr() == shared.data_ptr() and shared.device_name() == "cuda"
 
 
@@ -260,7 +260,7 @@ def without_gpu_half(folder: str, library: str) -> str:
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What is said of graphs that the wheel would run wrong, or on the CPU."""
+    """Return the errors for graphs that the wheel would run wrong, or on the CPU."""
     graphs = {
         "softmax": (20, "float[N,64] x", "y = Softmax (x)"),
         "norm": (20, "float[64] x", "y = LayerNormalization (x, x)"),
@@ -272,7 +272,7 @@ def refusals(folder: str) -> dict[str, str]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sd_ort").addHandler(handler)
-    said = {}
+    errors = {}
     for name, (opset, inputs, body) in graphs.items():
         path = Path(folder, name, MODEL)
         path.parent.mkdir()
@@ -285,8 +285,8 @@ def refusals(folder: str) -> dict[str, str]:
             create_session(path, "rocm", SessionOptions(library=False))
         except SdOrtError as error:
             messages.append(f"{type(error).__name__}: {error}")
-        said[name] = messages[-1]
-    return said
+        errors[name] = messages[-1]
+    return errors
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import pytest
 
 from sd_ort.core.files import read_json, write_json
 
-FOUND = read_json(expected.EXPECTED)
-STEP = FOUND["calls"]["SD 1.5, a step with guidance at 512²"]
+REPORT = read_json(expected.EXPECTED)
+STEP = REPORT["calls"]["SD 1.5, a step with guidance at 512²"]
 CARD = "Radeon RX 7900 XTX"
 
 
 def test_the_page_is_that_of_the_numbers() -> None:
-    assert expected.EXPECTED.with_suffix(".md").read_text() == expected.page(FOUND)
-    assert {title: card["target"] for title, card in FOUND["cards"].items()} == {
+    assert expected.EXPECTED.with_suffix(".md").read_text() == expected.page(REPORT)
+    assert {title: card["target"] for title, card in REPORT["cards"].items()} == {
         title: card.target for title, card in expected.CARDS.items()
     }
 
@@ -67,9 +67,9 @@ def test_a_target_without_an_expected_time_is_named(tmp_path: Path) -> None:
 
 def test_first_numbers_takes_ten_minutes(tmp_path: Path) -> None:
     """The promise of scripts/amd/README.md, counted; a run is compared with it."""
-    seconds = {title: sum(parts.values()) for title, parts in FOUND["first_numbers"].items()}
+    seconds = {title: sum(parts.values()) for title, parts in REPORT["first_numbers"].items()}
     assert seconds.keys() == expected.CARDS.keys()
     assert 300 < min(seconds.values()) <= max(seconds.values()) < 600
-    assert FOUND["first_numbers"][CARD] == expected.first_numbers(FOUND["calls"], CARD)
+    assert REPORT["first_numbers"][CARD] == expected.first_numbers(REPORT["calls"], CARD)
     line = expected.compare(measured(tmp_path, 1.0), "gfx1100", 712.4).splitlines()[-1]
     assert line == f"first_numbers: 712 s; expected with eight cores and a {CARD} {seconds[CARD]:.0f} s."

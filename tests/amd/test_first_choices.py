@@ -1,4 +1,4 @@
-"""First choices of tiles on AMD cards: what the library answers on a simulated card, beside the roofline."""
+"""First choices of tiles on AMD cards: results of the library on a simulated card, and the roofline."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hip_library import hip_library
 
 from sd_ort.core.files import read_json
 
-FOUND = read_json(first_choices.OUT)
+REPORT = read_json(first_choices.OUT)
 TITLES = {card.target: title for title, card in CARDS.items()}
 
 
 def check(card: dict[str, Any]) -> None:
-    """What the roofline argues of a card's first choices."""
+    """Assert bounds of the roofline on a card's first choices."""
     multiprocessors = card["multiprocessors"]
     assert min(card["resident_blocks"].values()) >= 2  # else a second block would wait and hide no latency
     calls = card["convolutions"].values()
@@ -36,13 +36,15 @@ def test_first_choices_fill_the_card(target: str, tmp_path: Path) -> None:
     answer = first_choices.ask_on_simulated_card(hip_library(), target, tmp_path)
     card = first_choices.of_card(CARDS[TITLES[target]], answer)
     check(card)
-    assert card == FOUND["cards"][TITLES[target]]  # the page is current
+    assert card == REPORT["cards"][TITLES[target]]  # the page is current
 
 
 def test_the_page_is_that_of_the_choices() -> None:
-    assert first_choices.OUT.with_suffix(".md").read_text() == first_choices.page(FOUND)
-    assert {card["target"] for card in FOUND["cards"].values()} == {card.target for card in CARDS.values()} - {"gfx908"}
-    for card in FOUND["cards"].values():
+    assert first_choices.OUT.with_suffix(".md").read_text() == first_choices.page(REPORT)
+    assert {card["target"] for card in REPORT["cards"].values()} == {card.target for card in CARDS.values()} - {
+        "gfx908"
+    }
+    for card in REPORT["cards"].values():
         check(card)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import wheel_size
-from hip_library import MADE, TARGETS, copying_compiler, hip_library
+from compiled_files import installed_wheel
+from hip_library import HIP_WHEEL, TARGETS, copying_compiler, hip_library
 from PIL import Image
 from simulation import simulate
 
@@ -37,8 +37,8 @@ def run(*command: object, **environment: str) -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As scripts/build_wheels --hip makes it, but the libraries for AMD are those of the other tests."""
-    if MADE:
-        return Path(MADE)
+    if HIP_WHEEL:
+        return Path(HIP_WHEEL)
     work = tmp_path_factory.mktemp("wheel")
     built = hip_library().parent
     with pytest.MonkeyPatch.context() as patch:
@@ -47,8 +47,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.delenv("PYTHONPATH", raising=False)
         pip = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
         run(*pip, *wheel_options(TARGETS), "--wheel-dir", work / "made", ROOT)
-    (made,) = (work / "made").iterdir()
-    return made
+    (path,) = (work / "made").iterdir()
+    return path
 
 
 def test_the_wheel_carries_the_libraries(wheel: Path, tmp_path: Path) -> None:
@@ -71,14 +71,8 @@ def test_the_targets_of_the_wheel_are_supported() -> None:
 
 @pytest.fixture
 def installed(wheel: Path, tmp_path: Path) -> Path:
-    """A fresh environment's `bin`: the wheel installed, its dependencies read from this one's site-packages."""
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
-    python = tmp_path / "venv/bin/python"
-    pip = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    run(sys.executable, *pip, wheel)
-    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python.parent
+    """The folder of programs of an environment with the wheel."""
+    return installed_wheel(wheel, tmp_path, run)
 
 
 @pytest.mark.usefixtures("tinygrad")

@@ -161,30 +161,30 @@ def test_staging_memory_of_a_graph_is_its_own(
     for_rocm: Path, operators: Path, call: Callable[..., Any], generation: int, captures: int
 ) -> None:
     """Concat and Split copy pointers from pinned memory, which runs of other shapes would write their own to."""
-    found = call("staging", for_rocm, operators, str(generation), simulated=())
-    assert found["copies"] > 0
-    assert found["checks"] > 10
-    assert found["unchanged"]
-    assert found["captured"]
-    assert found["captures"] == captures
+    report = call("staging", for_rocm, operators, str(generation), simulated=())
+    assert report["copies"] > 0
+    assert report["checks"] > 10
+    assert report["unchanged"]
+    assert report["captured"]
+    assert report["captures"] == captures
 
 
 def test_workspaces_in_a_capture(for_rocm: Path, operators: Path, call: Callable[..., Any], tmp_path: Path) -> None:
     """The arena of ONNX Runtime may grow during a capture. A capture that fails is counted, and runs uncaptured."""
-    found = call("workspaces", for_rocm, operators, tmp_path / "cache", simulated=())
-    (failure,) = found.pop("failed")
+    report = call("workspaces", for_rocm, operators, tmp_path / "cache", simulated=())
+    (failure,) = report.pop("failed")
     assert "BFCArena" in failure  # where the allocation was refused
-    assert found.pop("outputs") == [[[4, 4, 8, 8]], [[2, 4, 8, 8]]]
-    assert found == {"relaxed": True, "global": False, "earlier graph": True}
+    assert report.pop("outputs") == [[[4, 4, 8, 8]], [[2, 4, 8, 8]]]
+    assert report == {"relaxed": True, "global": False, "earlier graph": True}
 
 
 def test_graphs_in_other_threads(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:
     """A graph captured in one thread is launched from others, once a step, and its session runs nothing else: another
     run of the scheduler's step would count twice."""
-    found = call("threads", for_rocm, operators, "4", simulated=())
+    report = call("threads", for_rocm, operators, "4", simulated=())
     images, steps, graphs = 8, 3, 2
     launches = {"first launches": 2 * steps * graphs, "launches": images * steps * graphs}
-    assert found == {"captures": 4, **launches}
+    assert report == {"captures": 4, **launches}
 
 
 def test_a_session_is_opened_during_a_capture(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:
@@ -193,10 +193,10 @@ def test_a_session_is_opened_during_a_capture(for_rocm: Path, operators: Path, c
 
 
 def test_lora(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:
-    found = call("lora", for_rocm, operators, ROOT / "sd_ort/demo/loras/gold.safetensors", simulated=())
-    assert found["in place"]
-    assert found["same session"]
-    assert found["weights"] > 20
+    report = call("lora", for_rocm, operators, ROOT / "sd_ort/demo/loras/gold.safetensors", simulated=())
+    assert report["in place"]
+    assert report["same session"]
+    assert report["weights"] > 20
 
 
 def test_shared_memory(call: Callable[..., Any]) -> None:
@@ -204,13 +204,15 @@ def test_shared_memory(call: Callable[..., Any]) -> None:
 
 
 def test_refusals(call: Callable[..., Any], tmp_path: Path) -> None:
-    said = call("refusals", tmp_path, simulated=())
-    assert re.match("ProviderError: .*has Softmax, for which onnxruntime-rocm gives wrong values", said["softmax"])
-    assert "sd-ort build-ops --hip" in said["softmax"]
-    assert re.match("ProviderError: .*has LayerNormalization, for which", said["norm"])
-    assert re.match("InputError: .*has ONNX Runtime's MultiHeadAttention.*target rocm", said["attention"])
-    assert re.search(r"opset 23, and ONNX Runtime 1\.22\.2 has opsets up to 22: .*--target portable", said["new opset"])
-    assert re.search("opset 21, at which onnxruntime-rocm runs Reshape, Shape, Transpose on the CPU", said["opset"])
+    errors = call("refusals", tmp_path, simulated=())
+    assert re.match("ProviderError: .*has Softmax, for which onnxruntime-rocm gives wrong values", errors["softmax"])
+    assert "sd-ort build-ops --hip" in errors["softmax"]
+    assert re.match("ProviderError: .*has LayerNormalization, for which", errors["norm"])
+    assert re.match("InputError: .*has ONNX Runtime's MultiHeadAttention.*target rocm", errors["attention"])
+    assert re.search(
+        r"opset 23, and ONNX Runtime 1\.22\.2 has opsets up to 22: .*--target portable", errors["new opset"]
+    )
+    assert re.search("opset 21, at which onnxruntime-rocm runs Reshape, Shape, Transpose on the CPU", errors["opset"])
 
 
 def test_op_library_without_gpu_kernels_is_not_registered(
@@ -220,8 +222,8 @@ def test_op_library_without_gpu_kernels_is_not_registered(
     shutil.copy(operators, tmp_path / LIBRARY)
     assert "has LayerNormalization, Softmax" in call("without_gpu_half", for_rocm, tmp_path / LIBRARY, simulated=())
     (tmp_path / HIP_LIBRARY).write_bytes(b"no library")
-    found = call("without_gpu_half", for_rocm, tmp_path / LIBRARY, simulated=())
-    assert re.match(rf"ProviderError: .*{HIP_LIBRARY} cannot be loaded", found)
+    message = call("without_gpu_half", for_rocm, tmp_path / LIBRARY, simulated=())
+    assert re.match(rf"ProviderError: .*{HIP_LIBRARY} cannot be loaded", message)
 
 
 @pytest.mark.parametrize(

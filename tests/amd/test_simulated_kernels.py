@@ -150,7 +150,7 @@ def run_shared_rows(hip: Hip, image: str) -> list:
 
 
 def test_a_lane_is_shared_with_its_row(code_object: Callable[..., Path]) -> None:
-    """row_share of RDNA: what the products of RDNA2 are made of, which gfx1100 also has."""
+    """row_share of RDNA, which the matrix multiplications of RDNA2 use; gfx1100 has it too."""
     values = run_client(run_shared_rows, "gfx1100", code_object("gfx1100"))
     products = [lane * (lane // 16 * 16 + 5) for lane in range(32)]
     assert values == [*(1.25 + product for product in products), *(1 + product for product in products)]

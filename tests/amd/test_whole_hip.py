@@ -55,10 +55,10 @@ def test_unet(target: str, options: tuple[str, ...], demo: Path) -> None:
     ]
     result = simulate(target, command, "--report", str(report), *options)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = np.load(outputs)
+    actual = np.load(outputs)
     expected = np.load(demo / "expected.npy")
-    assert relative_l2_error(found["first"], expected) < 2e-3
-    np.testing.assert_array_equal(found["first"], found["replayed"])
+    assert relative_l2_error(actual["first"], expected) < 2e-3
+    np.testing.assert_array_equal(actual["first"], actual["replayed"])
     calls = json.loads(report.read_text())["calls"]
     assert calls["hipGraphInstantiateWithFlags"] == 1
     assert calls["hipGraphLaunch"] == 3  # once when it is captured, and for each call

@@ -15,11 +15,11 @@ from sd_ort.pipelines.vae_memory import Layout
 from sd_ort.runtime.components import Components
 
 if __name__ == "__main__":
-    library, folder, *whole = sys.argv[1:]
+    library, folder, *options = sys.argv[1:]
     logging.basicConfig(format="%(message)s")
     models = Components(Path(folder), f"plugin:{library}")
     config: dict[str, Any] = json.loads((Path(folder) / "vae_decoder/config.json").read_text())
     vae = Vae(models, config)
-    if whole:
+    if options:
         vae._layout = lambda *_: Layout()  # type: ignore[method-assign]
     print(vae.to_pixels(np.zeros((1, 4, 64, 64), np.float32)).shape, vae.fits((1, 4, 16, 16)))

@@ -68,8 +68,8 @@ def test_every_step_of_the_ablation_adds_its_operator(tmp_path: Path) -> None:
         for step in ("none", "mha", "norm", "skip")
     }
     fused = ("MultiHeadAttention", "NhwcConv", "GroupNorm", "BiasSplitGelu", "BiasAdd", "SkipGroupNorm")
-    found = {step: tuple(count.get(op, 0) for op in fused) for step, count in counts.items()}
-    assert found == {
+    operators = {step: tuple(count.get(op, 0) for op in fused) for step, count in counts.items()}
+    assert operators == {
         "none": (0, 0, 0, 0, 0, 0),
         "mha": (32, 0, 0, 0, 0, 0),
         "norm": (32, 98, 61, 0, 0, 0),

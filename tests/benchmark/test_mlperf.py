@@ -37,19 +37,19 @@ def numbered(numbers: Sequence[int]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("scenario", loadgen.SCENARIOS)
 def test_each_scenario_generates_its_queries(scenario: str, tmp_path: Path) -> None:
-    drawn: list[Sequence[int]] = []
+    batches: list[Sequence[int]] = []
 
     def draw(numbers: Sequence[int]) -> list[np.ndarray]:
-        drawn.append(list(numbers))
+        batches.append(list(numbers))
         return numbered(numbers)
 
     most = 1 if scenario == "SingleStream" else 4
-    found = loadgen.run(draw, LoadGenSettings(scenario, 8, most, 20, rate=500.0), tmp_path)
-    assert sum(map(len, drawn)) == found["queries"] == 20
-    assert max(map(len, drawn)) <= most
-    assert {number for numbers in drawn for number in numbers} <= set(range(8))
-    assert 0 < found["latency_s"]["p50"] <= found["latency_s"]["p99"] <= found["latency_s"]["max"]
-    assert ("images_per_s" in found) == (scenario != "SingleStream")
+    report = loadgen.run(draw, LoadGenSettings(scenario, 8, most, 20, rate=500.0), tmp_path)
+    assert sum(map(len, batches)) == report["queries"] == 20
+    assert max(map(len, batches)) <= most
+    assert {number for numbers in batches for number in numbers} <= set(range(8))
+    assert 0 < report["latency_s"]["p50"] <= report["latency_s"]["p99"] <= report["latency_s"]["max"]
+    assert ("images_per_s" in report) == (scenario != "SingleStream")
     assert "MLPerf Results Summary" in (tmp_path / "mlperf_log_summary.txt").read_text()
 
 
@@ -124,8 +124,8 @@ class Here:
     """Replicas in threads of this process, where `RayCluster` has Ray's (which tests/serving starts)."""
 
     def __init__(self, openings: Sequence[ReplicaConfig]) -> None:
-        self.replicas = [SimpleNamespace(name=str(place), stop=lambda: None, is_alive=lambda: True)
-                         for place, _ in enumerate(openings)]  # fmt: skip
+        self.replicas = [SimpleNamespace(name=str(index), stop=lambda: None, is_alive=lambda: True)
+                         for index, _ in enumerate(openings)]  # fmt: skip
         for each, opening in zip(self.replicas, openings, strict=True):
             each.start, each.generate = partial(self.start, each, opening), partial(self.generate, each)
         self.drawing: set[str] = set()
@@ -147,13 +147,13 @@ class Here:
 
 def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each image of the accuracy run is that of one pipeline alone, to the byte."""
-    made: list[Here] = []
-    monkeypatch.setattr(replicas, "RayCluster", lambda openings: made.append(Here(openings)) or made[0])
+    clusters: list[Here] = []
+    monkeypatch.setattr(replicas, "RayCluster", lambda openings: clusters.append(Here(openings)) or clusters[0])
     folder = tiny_pipeline.write(tmp_path / "toy")
-    asked = ("--mlperf", "--replicas", 2, "--queries", 5, "--batch", "1,2", "--accuracy", "--steps", 2, "--guidance", 7)
-    code, table, _ = sd_ort("benchmark", folder, *asked, "--out", tmp_path / "out")
+    flags = ("--mlperf", "--replicas", 2, "--queries", 5, "--batch", "1,2", "--accuracy", "--steps", 2, "--guidance", 7)
+    code, table, _ = sd_ort("benchmark", folder, *flags, "--out", tmp_path / "out")
     assert code == 0, table
-    assert made[0].drawing == {"0", "1"}
+    assert clusters[0].drawing == {"0", "1"}
     report = json.loads((tmp_path / "out" / "mlperf.json").read_text())
     assert report["mlperf"]["replicas"] == 2
     (row,) = report["engines"]
@@ -297,9 +297,9 @@ def test_clip_score_of_a_random_model(tmp_path: Path) -> None:
     expected = 100 * np.mean(cosines)
     weights = AccuracyWeights.from_folder(tmp_path)
     weights.check()
-    got = quality.scores("sd15", prompts, dict(enumerate(images)), weights)["clip_score"]
+    actual = quality.scores("sd15", prompts, dict(enumerate(images)), weights)["clip_score"]
     assert expected > 1
-    assert got == pytest.approx(expected, rel=1e-4)
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 def test_fid_against_known_statistics(tmp_path: Path) -> None:
@@ -315,9 +315,9 @@ def test_fid_against_known_statistics(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (4, 4, 3), dtype=np.uint8) for _ in range(40)]
     features = np.stack([image.mean((0, 1)) / 255 for image in images])
-    drawn = features.mean(0), np.cov(features.T)
+    generated = features.mean(0), np.cov(features.T)
     photographs = np.array([0.4, 0.5, 0.7]), np.diag([0.02, 0.01, 0.03])
     np.savez(tmp_path / "stats.npz", mu=photographs[0], sigma=photographs[1])
-    root = np.sqrt(np.linalg.eigvals(drawn[1] @ photographs[1])).real.sum()
-    expected = ((drawn[0] - photographs[0]) ** 2).sum() + np.trace(drawn[1] + photographs[1]) - 2 * root
+    root = np.sqrt(np.linalg.eigvals(generated[1] @ photographs[1])).real.sum()
+    expected = ((generated[0] - photographs[0]) ** 2).sum() + np.trace(generated[1] + photographs[1]) - 2 * root
     assert quality.fid(images, Means(), tmp_path / "stats.npz") == pytest.approx(expected, rel=1e-4)

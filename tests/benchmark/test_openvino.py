@@ -33,8 +33,8 @@ def test_computes_in_float32_by_default(tmp_path: Path) -> None:
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     random = np.random.default_rng(0)
     x, w = random.normal(size=(2, 64)).astype(np.float32), random.normal(size=(64, 64)).astype(np.float32)
-    got = openvino.compile_model(tmp_path / "model.onnx", "float32", 1)({"x": x, "w": w})[0]
-    np.testing.assert_allclose(got, x @ w, rtol=1e-4, atol=1e-4)
+    actual = openvino.compile_model(tmp_path / "model.onnx", "float32", 1)({"x": x, "w": w})[0]
+    np.testing.assert_allclose(actual, x @ w, rtol=1e-4, atol=1e-4)
     (tmp_path / "broken.onnx").write_bytes(b"no model")
-    with pytest.raises(SdOrtError, match="OpenVINO refuses"):
+    with pytest.raises(SdOrtError, match="OpenVINO rejects"):
         openvino.compile_model(tmp_path / "broken.onnx", "float32", None)

@@ -31,13 +31,13 @@ def test_profile_sums_by_operator_and_site() -> None:
     events = profile.node_events(ort_trace(), runs=1)
     assert [event.name for event in events] == ["conv", "conv_nchwc", "attn_1"]
     sites = {"conv": "down_blocks.0.resnets.0", "attn_1": "mid_block.attentions.0"}
-    found = profile.summary(profile.with_sites(events, sites))
-    assert found["total_ms"] == pytest.approx(0.06)
-    assert [(r["name"], r["ms"], r["count"]) for r in found["by_operator"]] == [
+    report = profile.summary(profile.with_sites(events, sites))
+    assert report["total_ms"] == pytest.approx(0.06)
+    assert [(r["name"], r["ms"], r["count"]) for r in report["by_operator"]] == [
         ("Conv [CPU]", 0.03, 2),
         ("MatMul [CPU]", 0.03, 1),
     ]
-    assert {r["name"]: r["ms"] for r in found["by_site"]} == {"down_blocks.0": 0.03, "mid_block.attentions": 0.03}
+    assert {r["name"]: r["ms"] for r in report["by_site"]} == {"down_blocks.0": 0.03, "mid_block.attentions": 0.03}
 
 
 def test_kernels_belong_to_the_node_that_launched_them() -> None:
@@ -70,7 +70,7 @@ def test_kernels_belong_to_the_node_that_launched_them() -> None:
 
 
 def test_time_line_of_the_last_run() -> None:
-    """Of nodes with gaps between; without, if durations are not those of the nodes' clock."""
+    """It has nodes with gaps between them, and no gaps if durations are of another clock."""
     events = profile.node_events(ort_trace(), runs=2)
     parts = profile.time_line(events, sequential=False)
     assert parts == [
@@ -85,9 +85,9 @@ def test_time_line_of_the_last_run() -> None:
 
 def test_trace_loads_in_perfetto() -> None:
     events = profile.node_events(ort_trace(), runs=1)
-    made = profile.to_trace(events, sequential=False)["traceEvents"]
-    assert [event["ph"] for event in made] == ["M", "X", "X", "X"]
-    assert all(event["dur"] > 0 and event["ts"] >= 200 for event in made[1:])
+    trace = profile.to_trace(events, sequential=False)["traceEvents"]
+    assert [event["ph"] for event in trace] == ["M", "X", "X", "X"]
+    assert all(event["dur"] > 0 and event["ts"] >= 200 for event in trace[1:])
 
 
 def test_profile_of_a_tiny_unet(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:

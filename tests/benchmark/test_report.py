@@ -91,8 +91,8 @@ def results(kind: str = "benchmark", **more: Any) -> dict[str, Any]:
 
 def save(folder: Path, *reports: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for made in reports:
-        (folder / f"{made['kind']}.json").write_text(json.dumps(made))
+    for entry in reports:
+        (folder / f"{entry['kind']}.json").write_text(json.dumps(entry))
     return folder
 
 
@@ -123,9 +123,9 @@ class Balanced(HTMLParser):
 def folder(tmp_path: Path) -> Path:
     ablation = results("ablation")
     ablation["engines"] = [row("raw fp32", 1, 10.0), row("raw fp16", 1, 8.0), row("+ NHWC", 1, 4.0, target="cuda")]
-    made = save(tmp_path / "run", results(), ablation)
-    Image.new("RGB", (8, 8), "red").save(made / "raw-ONNX.png")
-    return made
+    path = save(tmp_path / "run", results(), ablation)
+    Image.new("RGB", (8, 8), "red").save(path / "raw-ONNX.png")
+    return path
 
 
 def test_page_is_self_contained_and_complete(folder: Path) -> None:
@@ -150,19 +150,19 @@ def test_ablation_shows_what_each_step_gained(folder: Path) -> None:
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    drawn = plot.bars([plot.Bar("a<b", 4, "4 ms", "red"), plot.Bar("c", 1, "1 ms", "blue", 0.5, 2)])
-    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
+    svg = plot.bars([plot.Bar("a<b", 4, "4 ms", "red"), plot.Bar("c", 1, "1 ms", "blue", 0.5, 2)])
+    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', svg)]
     assert widths == [plot.BARS, plot.BARS / 4]
-    assert f"M{plot.LABELS + plot.BARS / 8:.1f}" in drawn  # the spread starts at 0.5 of 4
-    assert "a&lt;b" in drawn
-    Balanced(drawn)
+    assert f"M{plot.LABELS + plot.BARS / 8:.1f}" in svg  # the spread starts at 0.5 of 4
+    assert "a&lt;b" in svg
+    Balanced(svg)
 
 
 def test_line_labels_do_not_overlap() -> None:
     same = [plot.Line(str(i), ((1, 5.0), (8, 5.0 + i / 100)), "red") for i in range(6)]
-    drawn = plot.lines(same, "batch", "images/s")
+    svg = plot.lines(same, "batch", "images/s")
     heights = sorted(
-        float(y) for x, y in re.findall(r'<text x="(\d+)" y="([\d.]+)" text-anchor="start">\d</text>', drawn)
+        float(y) for x, y in re.findall(r'<text x="(\d+)" y="([\d.]+)" text-anchor="start">\d</text>', svg)
     )
     assert len(heights) == 6
     assert min(b - a for a, b in pairwise(heights)) >= 14
@@ -183,14 +183,14 @@ def test_nothing_of_a_report_is_markup(tmp_path: Path) -> None:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
         return [path] if items is None else [p for key, entry in items for p in places(entry, (*path, key))]
 
-    for kind, *place in places(base):
-        if place[0] in ("format", "kind"):
+    for kind, *keys in places(base):
+        if keys[0] in ("format", "kind"):
             continue
         changed = copy.deepcopy(base[kind])
         target: Any = changed
-        for key in place[:-1]:
+        for key in keys[:-1]:
             target = target[key]
-        target[place[-1]] = evil
+        target[keys[-1]] = evil
         folder = save(tmp_path / kind, changed)
         try:
             text = report.write(folder).read_text()
@@ -198,20 +198,20 @@ def test_nothing_of_a_report_is_markup(tmp_path: Path) -> None:
             continue
         pages += 1
         tags = Balanced(text)
-        assert "script" not in tags.count, place
-        assert not tags.sources, place
+        assert "script" not in tags.count, keys
+        assert not tags.sources, keys
         assert "default-src 'none'" in text
     assert pages > 50
 
 
 def test_image_outside_or_of_another_format_is_refused(tmp_path: Path, folder: Path) -> None:
-    picture = folder / "raw-ONNX.png"
-    Image.open(picture).save(tmp_path / "elsewhere.png")
+    image = folder / "raw-ONNX.png"
+    Image.open(image).save(tmp_path / "elsewhere.png")
     for replace in (
-        lambda: picture.symlink_to(tmp_path / "elsewhere.png"), lambda: picture.symlink_to("/etc/passwd"),
-        lambda: picture.write_text("no picture"),
+        lambda: image.symlink_to(tmp_path / "elsewhere.png"), lambda: image.symlink_to("/etc/passwd"),
+        lambda: image.write_text("no picture"),
     ):  # fmt: skip
-        picture.unlink()
+        image.unlink()
         replace()
         with pytest.raises(InputError, match="raw-ONNX"):
             report.write(folder)

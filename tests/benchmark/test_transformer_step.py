@@ -29,7 +29,7 @@ def model_of(preset: str) -> Any:
 
 @pytest.mark.parametrize("preset", [f"{name}-tiny" for name in TINY])
 def test_both_sides_have_the_same_output(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module that is exported computes what diffusers' forward does, on the inputs of the benchmark."""
+    """The exported module and diffusers' forward have equal outputs for the inputs of the benchmark."""
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     inputs = bench.random_inputs(preset, 128, 2)
     model = model_of(preset)
@@ -48,5 +48,5 @@ def test_recipes_on_the_device_are_those_of_the_package() -> None:
                           ["times", 0.5, "a"], ["plus", 1.0, "a"], ["concat", None, "a", "b"], ["rows", [1, 3], "a"],
                           ["columns", [1, 3], "a"], ["transpose", [4, 0, 1, 2, 3], "a"]]  # fmt: skip
     for recipe in recipes:
-        made = bench.evaluate(recipe, {name: torch.from_numpy(array) for name, array in tensors.items()})
-        np.testing.assert_allclose(made.numpy(), weight_recipes.evaluate(recipe, tensors.__getitem__), rtol=1e-6)
+        weight = bench.evaluate(recipe, {name: torch.from_numpy(array) for name, array in tensors.items()})
+        np.testing.assert_allclose(weight.numpy(), weight_recipes.evaluate(recipe, tensors.__getitem__), rtol=1e-6)

@@ -35,9 +35,9 @@ def test_folded_parameters_are_filled_again(tmp_path: Path) -> None:
     values = [constant(name, array) for name, array in folded.items()]
     for value in values:
         refer(value, weights)
-    made = ir.Model(ir.Graph([], [], nodes=[], initializers=values, name="g", opset_imports={"": 21}), ir_version=10)
+    model = ir.Model(ir.Graph([], [], nodes=[], initializers=values, name="g", opset_imports={"": 21}), ir_version=10)
     graph = tmp_path / "graph.onnx.xz"
-    graph.write_bytes(lzma.compress(ir.to_proto(made).SerializeToString()))
+    graph.write_bytes(lzma.compress(ir.to_proto(model).SerializeToString()))
     random = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     fill(graph, random, tmp_path / "out")
     filled = ir.load(tmp_path / "out" / pipeline_folder.MODEL).graph.initializers

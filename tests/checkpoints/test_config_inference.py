@@ -1,4 +1,4 @@
-"""Folders without config.json, as diffusers' old conversion script wrote them: read, optimized and drawn."""
+"""Folders without config.json, as diffusers' old conversion script wrote them: read, optimized and run."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_what_a_graph_shows_is_what_its_config_said(tmp_path: Path, name: str, c
         (folder / part).mkdir(parents=True)
         onnx.save(graph_fixtures.load(f"{name}.{part}"), folder / part / MODEL)
     with caplog.at_level(logging.WARNING):
-        found = infer_configs(folder)
-        assert infer_configs(folder) is found
+        configs = infer_configs(folder)
+        assert infer_configs(folder) is configs
     assert caplog.text.count("no config.json") == 1
-    assert set(found) == set(PARTS[name])
-    for part, config in found.items():
-        known = PRESETS[name.partition("-tiny")[0] + "-tiny"].models[MODEL_OF.get(part, part)]
-        shown = {key: value for key, value in config.items() if key not in GUESSED and key in known}
+    assert set(configs) == set(PARTS[name])
+    for part, config in configs.items():
+        expected = PRESETS[name.partition("-tiny")[0] + "-tiny"].models[MODEL_OF.get(part, part)]
+        shown = {key: value for key, value in config.items() if key not in GUESSED and key in expected}
         assert len(shown) > 2
-        assert shown == {key: known[key] for key in shown}
+        assert shown == {key: expected[key] for key in shown}
 
 
 # Inputs as the old script declares them, every axis open; as few nodes as show what is read.
@@ -110,17 +110,17 @@ INDEX = {
 def test_old_folders_are_optimized_verified_and_run(tmp_path: Path) -> None:
     source = make_small_folder(tmp_path / "old")
     optimize(source, tmp_path / "out", target="portable")
-    told = verify(source, tmp_path / "out")
-    assert told["passed"]
-    assert [note for note in told["notes"] if "vae_encoder: outputs NOT compared, since its RandomNormal" in note]
+    report = verify(source, tmp_path / "out")
+    assert report["passed"]
+    assert [note for note in report["notes"] if "vae_encoder: outputs NOT compared, since its RandomNormal" in note]
     settings: dict[str, Any] = {"height": 64, "width": 32, "num_inference_steps": 2, "output_type": "np"}
-    drawn = []
+    images = []
     for folder in (source, tmp_path / "out"):
         for device_loop in (False, True):
             pipeline = StableDiffusionPipeline.from_pretrained(folder, device_loop=device_loop)
-            drawn.append(np.asarray(pipeline("a cat", generator=1, **settings).images))
-            assert psnr(drawn[0], drawn[-1]) > 80
-    assert drawn[0].shape == (1, 64, 32, 3)
+            images.append(np.asarray(pipeline("a cat", generator=1, **settings).images))
+            assert psnr(images[0], images[-1]) > 80
+    assert images[0].shape == (1, 64, 32, 3)
     assert component_config(tmp_path / "out", "unet") == component_config(source, "unet", required=True)
 
 

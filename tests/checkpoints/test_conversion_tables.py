@@ -61,9 +61,9 @@ def test_hub_ids() -> None:
 
 
 @pytest.fixture(scope="module", params=["sd21", "sdxl"])
-def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    """A small checkpoint in one file, its configs' folder and its preset, whose layout is known while a test runs."""
-    root, name = tmp_path_factory.mktemp("known"), f"{request.param}-laid"
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """A small single-file checkpoint, the folder of its configs, and its preset with conversion tables."""
+    root, name = tmp_path_factory.mktemp("checkpoint"), f"{request.param}-laid"
     PRESETS[name] = mini(PRESETS[f"{request.param}-tiny"])
     if request.param == "sd21":  # by which it is told from 1.5
         PRESETS[name].models["unet"]["cross_attention_dim"] = 1024
@@ -79,15 +79,17 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return file, base, name
 
 
-def test_read_without_diffusers(known: tuple[Path, Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_read_without_diffusers(
+    checkpoint: tuple[Path, Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The weights of the long way, bit for bit, and none of it taken; anything unknown in the file takes it."""
-    file, base, name = known
+    file, base, name = checkpoint
     long = open_single_file(file, base)
     tables = family_tables(PRESETS[name].models)
     monkeypatch.setattr(conversion_tables, "bundled_tables", lambda: tuple(tables))
     tensors = load_file(file)
-    beside = {"model_ema.decay": torch.zeros(1).half(), "alphas_cumprod": torch.zeros(9).half()}
-    save_file(tensors | beside, tmp_path / "more.safetensors")
+    unused = {"model_ema.decay": torch.zeros(1).half(), "alphas_cumprod": torch.zeros(9).half()}
+    save_file(tensors | unused, tmp_path / "more.safetensors")
     with monkeypatch.context() as patch:
         for function in ("meta_tensors", "detect_family", "trace_conversion"):
             patch.setattr(single_file, function, lambda *_: pytest.fail("the conversion was traced"))
@@ -95,10 +97,10 @@ def test_read_without_diffusers(known: tuple[Path, Path, str], monkeypatch: pyte
     assert short.detection_note.partition(":")[2] == long.detection_note.partition(":")[2]
     assert {m.files for m in long.models.values()} == {(file,)}
     for model in short.models:
-        wanted = long.load(model).state_dict()
+        state = long.load(model).state_dict()
         assert isinstance(short.models[model].reader, RecipeTensorReader)
-        read, reads = (checkpoint.read_tensors(model, wanted) for checkpoint in (short, long))
-        assert [n for n in wanted if read(n).tobytes() != reads(n).tobytes() or read(n).shape != wanted[n].shape] == []
+        read, reads = (checkpoint.read_tensors(model, state) for checkpoint in (short, long))
+        assert [n for n in state if read(n).tobytes() != reads(n).tobytes() or read(n).shape != state[n].shape] == []
     for other in ({"edm_mean": torch.zeros(4)}, {f"{UNET}input_blocks.0.0.weight": torch.zeros(8, 9, 3, 3)}):
         save_file(tensors | other, tmp_path / "other.safetensors")
         assert conversion_tables.find_tables(conversion_tables.stored_shapes(tmp_path / "other.safetensors")) == []

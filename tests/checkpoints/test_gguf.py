@@ -1,4 +1,4 @@
-"""GGUF files of U-Nets and transformers: every dtype as the format defines it, streamed, optimized and drawn with."""
+"""GGUF files of U-Nets and transformers: every dtype as the format defines it, streamed, optimized and run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_transformer_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [n for n, w in loaded.items() if not np.array_equal(read(n).astype(np.float32), w.numpy())] == []
     assert len(set(dequantized)) == len(tensors)
     quantized = {tuple(read_entries(tmp_path / "model.gguf")[n]["data_offsets"]) for n in dtypes}
-    matrices = [place for place in dequantized if place in quantized]
+    matrices = [offset for offset in dequantized if offset in quantized]
     swapped = 1  # the last norm's matrix is read for each half of its rows
     assert len(matrices) <= len(quantized) + swapped
     qkv = f"{prefix}{'double_blocks.0.img_attn' if preset == FLUX else 'joint_blocks.0.x_block.attn'}.qkv.weight"

@@ -94,7 +94,7 @@ def rotated_int8(name: str, tensor: torch.Tensor) -> tuple[Tensors, torch.Tensor
 
 
 def write(path: Path, tensors: Tensors, quantize: Callable[..., tuple[Tensors, torch.Tensor]] | None) -> Tensors:
-    """Write tensors, matrices quantized by a function above, or as GGUF; return what a reader must return."""
+    """Write tensors to safetensors with quantized matrices, or to GGUF; return the values that a reader must return."""
     if quantize is None:
         kinds = itertools.cycle(GGUF_DTYPES)
         dtypes = {name: next(kinds) for name, tensor in tensors.items() if is_matrix(name, tensor)

@@ -44,10 +44,10 @@ def small(preset: str) -> str:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """Preset -> (file, folder of configs without weights, as the hub's is fetched)."""
-    root, made = tmp_path_factory.mktemp("single"), {}
+    root, saved = tmp_path_factory.mktemp("single"), {}
 
     def make(preset: str) -> tuple[Path, Path]:
-        if preset not in made:
+        if preset not in saved:
             source = open_preset(small(preset), 3)
             base = root / preset
             base.mkdir()
@@ -55,8 +55,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
             models = {name: source.load(name) for name in source.configs}
             for name, model in models.items():
                 save_config(model, base / name)
-            made[preset] = (save_single_file.save(models, root / f"{preset}.safetensors"), base)
-        return made[preset]
+            saved[preset] = (save_single_file.save(models, root / f"{preset}.safetensors"), base)
+        return saved[preset]
 
     return make
 
@@ -74,11 +74,11 @@ def models_in(file: Path, checkpoint: Checkpoint) -> set[str]:
 
 def streamed(source: Checkpoint, model: str, loaded: torch.nn.Module) -> None:
     """Each tensor read from the file by itself, as templates are filled, is that of the loaded model."""
-    wanted = loaded.state_dict()
+    tensors = loaded.state_dict()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("it was loaded whole"))
-        read = source.read_tensors(model, wanted)
-        assert [n for n, w in wanted.items() if not np.array_equal(read(n).astype(np.float32), w.numpy())] == []
+        read = source.read_tensors(model, tensors)
+        assert [n for n, w in tensors.items() if not np.array_equal(read(n).astype(np.float32), w.numpy())] == []
 
 
 @pytest.mark.parametrize("preset", FAMILIES)
@@ -118,8 +118,8 @@ def test_storage_types_ema_and_foreign_keys(checkpoints: Callable, tmp_path: Pat
     save_file(tensors | ema | {"alphas_cumprod": torch.zeros(1000)}, tmp_path / "model.safetensors")
     source = open_single_file(tmp_path / "model.safetensors", base)
     loaded = source.load("unet").state_dict()
-    wanted = open_preset("sd15-one", 3).load("unet").state_dict()
-    assert all(torch.equal(loaded[name], wanted[name].to(dtype).float()) for name in wanted)
+    expected = open_preset("sd15-one", 3).load("unet").state_dict()
+    assert all(torch.equal(loaded[name], expected[name].to(dtype).float()) for name in expected)
     for name in ("unet", "vae"):
         streamed(source, name, source.load(name))
     stored = {
@@ -136,7 +136,7 @@ def test_float8_with_scales(checkpoints: Callable, tmp_path: Path, scale_name: s
     """Each weight is multiplied by its scale, one or one a row; scales of activations and marks are none of its."""
     file, base = checkpoints("sd15")
     tensors = load_file(file)
-    stored, wanted = {"model.diffusion_model.scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}, {}
+    stored, expected = {"model.diffusion_model.scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}, {}
     for name, tensor in tensors.items():
         if name.startswith("model.") and name.endswith(".weight") and tensor.ndim > 1:
             scale = tensor.flatten(1).abs().amax(1) / 448 if rows else tensor.abs().amax().reshape(()) / 448
@@ -144,11 +144,11 @@ def test_float8_with_scales(checkpoints: Callable, tmp_path: Path, scale_name: s
             stored[name] = (tensor / shaped).to(torch.float8_e4m3fn)
             stored[f"{name.removesuffix('weight')}{scale_name}"] = scale.reshape(-1, 1) if rows else scale
             stored[f"{name.removesuffix('weight')}scale_input"] = torch.ones(1)
-            wanted[name] = stored[name].float() * shaped
+            expected[name] = stored[name].float() * shaped
         else:
-            stored[name] = wanted[name] = tensor
+            stored[name] = expected[name] = tensor
     save_file(stored, tmp_path / "scaled.safetensors")
-    save_file(wanted, tmp_path / "plain.safetensors")
+    save_file(expected, tmp_path / "plain.safetensors")
     source, plain = (open_single_file(tmp_path / f"{name}.safetensors", base) for name in ("scaled", "plain"))
     assert "with scales" in source.detection_note
     for name in ("unet", "vae"):
@@ -158,21 +158,21 @@ def test_float8_with_scales(checkpoints: Callable, tmp_path: Path, scale_name: s
 
 def diffusers_folder(tmp_path: Path) -> tuple[Path, Checkpoint]:
     """Write a diffusers folder of the checkpoint's preset with other random weights; return it and its source."""
-    whole = tmp_path / "whole"
-    whole.mkdir()
+    folder = tmp_path / "whole"
+    folder.mkdir()
     source = open_preset("sd15-one", 4)
-    source.write_configs(whole)
+    source.write_configs(folder)
     for name in source.configs:
-        source.load(name).save_pretrained(whole / name)
-    return whole, source
+        source.load(name).save_pretrained(folder / name)
+    return folder, source
 
 
 def test_a_unet_without_the_prefix_of_a_whole_checkpoint(checkpoints: Callable, tmp_path: Path) -> None:
     file, _ = checkpoints("sd15")
     own = {n.removeprefix("model.diffusion_model."): t for n, t in load_file(file).items() if n.startswith("model.")}
     save_file(own, tmp_path / "unet.safetensors")
-    whole, _ = diffusers_folder(tmp_path)
-    mixed = open_single_file(tmp_path / "unet.safetensors", whole)
+    folder, _ = diffusers_folder(tmp_path)
+    mixed = open_single_file(tmp_path / "unet.safetensors", folder)
     assert models_in(tmp_path / "unet.safetensors", mixed) == {"unet"}
     equal(mixed.load("unet"), open_preset("sd15-one", 3).load("unet"))
 
@@ -184,30 +184,30 @@ def test_vae_and_encoders_from_elsewhere(checkpoints: Callable, tmp_path: Path) 
     save_file({n: t for n, t in tensors.items() if n.startswith("model.")}, tmp_path / "unet.safetensors")
     with pytest.raises(InputError, match="has no text encoder: give a whole"):
         open_single_file(tmp_path / "unet.safetensors", base)
-    whole, source = diffusers_folder(tmp_path)
-    mixed = open_single_file(tmp_path / "unet.safetensors", whole)
+    folder, source = diffusers_folder(tmp_path)
+    mixed = open_single_file(tmp_path / "unet.safetensors", folder)
     assert models_in(tmp_path / "unet.safetensors", mixed) == {"unet"}
     equal(mixed.load("vae"), source.load("vae"))
     equal(mixed.load("unet"), open_preset("sd15-one", 3).load("unet"))
     own = {n.removeprefix("first_stage_model."): t for n, t in tensors.items() if n.startswith("first_stage")}
     save_file(own, tmp_path / "vae.safetensors")
     for vae in (tmp_path / "vae.safetensors", file):
-        swapped = open_checkpoint(str(whole), CheckpointOptions(vae=vae))
+        swapped = open_checkpoint(str(folder), CheckpointOptions(vae=vae))
         equal(swapped.load("vae"), open_preset("sd15-one", 3).load("vae"))
         equal(swapped.load("unet"), source.load("unet"))
-        assert swapped.hash != open_folder("", whole).hash
-    theirs = open_checkpoint(str(file), CheckpointOptions(str(base), whole / "vae" / DIFFUSERS))
+        assert swapped.hash != open_folder("", folder).hash
+    theirs = open_checkpoint(str(file), CheckpointOptions(str(base), folder / "vae" / DIFFUSERS))
     equal(theirs.load("vae"), source.load("vae"))
     with pytest.raises(InputError, match="holds no VAE"):
-        open_checkpoint(str(whole), CheckpointOptions(vae=tmp_path / "unet.safetensors"))
+        open_checkpoint(str(folder), CheckpointOptions(vae=tmp_path / "unet.safetensors"))
 
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"
 
 
 def test_families_are_recognized(checkpoints: Callable) -> None:
-    wanted = {"sd15": "v1", "sd21": "v2", "sd15-inpaint": "inpainting"}
-    for preset, family in wanted.items():
+    families = {"sd15": "v1", "sd21": "v2", "sd15-inpaint": "inpainting"}
+    for preset, family in families.items():
         file, base = checkpoints(preset)
         assert detect_family(file, meta_tensors(file)) == family
         assert "Stable Diffusion " in open_single_file(file, base).detection_note
@@ -308,20 +308,20 @@ def test_wrong_options(checkpoints: Callable, sd_ort: Cli, tmp_path: Path, monke
 def test_configs_of_a_folder_of_sd_ort(checkpoints: Callable, tmp_path: Path) -> None:
     """Its component folders hold no weights of diffusers', and the VAE's config in those of its two halves."""
     file, base = checkpoints("sd15")
-    made = tmp_path / "made"
-    shutil.copytree(base, made)
-    (made / "vae").rename(made / "vae_decoder")
-    (made / "unet" / pipeline_folder.MODEL).touch()
-    source = open_single_file(file, made)
+    optimized = tmp_path / "made"
+    shutil.copytree(base, optimized)
+    (optimized / "vae").rename(optimized / "vae_decoder")
+    (optimized / "unet" / pipeline_folder.MODEL).touch()
+    source = open_single_file(file, optimized)
     assert source.configs == open_single_file(file, base).configs
     assert models_in(file, source) == {"text_encoder", "unet", "vae"}
     equal(source.load("vae"), open_preset("sd15-one", 3).load("vae"))
     source.write_configs(out := tmp_path / "out")
     assert (out / "tokenizer" / "vocab.json").is_file()
-    index = json.loads((made / "model_index.json").read_text())
-    (made / "model_index.json").write_text(json.dumps(index | {"controlnet": ["diffusers", "ControlNetModel"]}))
+    index = json.loads((optimized / "model_index.json").read_text())
+    (optimized / "model_index.json").write_text(json.dumps(index | {"controlnet": ["diffusers", "ControlNetModel"]}))
     with pytest.raises(InputError, match="without ControlNet or IP-Adapter as --config"):
-        open_single_file(file, made)
+        open_single_file(file, optimized)
 
 
 def test_configs_from_the_hubs_cache(checkpoints: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,14 +337,14 @@ def test_configs_from_the_hubs_cache(checkpoints: Callable, tmp_path: Path, monk
     monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", tmp_path / "hub")
     with pytest.raises(InputError, match="cannot be fetched for them: give a diffusers folder of that family as"):
         open_single_file(file)
-    kept = tmp_path / "hub" / "models--someone--tuned"
-    shutil.copytree(base, kept / "snapshots" / "1234")
-    (kept / "refs").mkdir()
-    (kept / "refs" / "main").write_text("1234")
+    repository = tmp_path / "hub" / "models--someone--tuned"
+    shutil.copytree(base, repository / "snapshots" / "1234")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1234")
     source = open_single_file(file)
     assert source.configs == open_single_file(file, base).configs
     assert source.detection_note.endswith("configs and tokenizer of someone/tuned")
-    scheduler = kept / "snapshots" / "1234" / "scheduler" / "scheduler_config.json"
+    scheduler = repository / "snapshots" / "1234" / "scheduler" / "scheduler_config.json"
     for other in ({"prediction_type": "v_prediction"}, {"_class_name": "LCMScheduler"}):
         scheduler.write_text(json.dumps(json.loads((base / "scheduler" / scheduler.name).read_text()) | other))
         with pytest.raises(InputError, match="as --config"):

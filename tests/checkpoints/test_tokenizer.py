@@ -50,13 +50,13 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=FOLDERS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    made = tmp_path / "tokenizer"
-    shutil.copytree(MODEL_DIR / "tokenizer", made)
+    copy = tmp_path / "tokenizer"
+    shutil.copytree(MODEL_DIR / "tokenizer", copy)
     for name, entries in FOLDERS[request.param].items():
-        path = made / name
+        path = copy / name
         before = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps({**before, **entries}))
-    return made
+    return copy
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["vocab.json", "tokenizer.json"])

@@ -127,10 +127,10 @@ def test_a_missing_file_is_called_so(sd_ort: Cli, tmp_path: Path) -> None:
 
 def test_python_takes_what_the_shell_takes(optimized: list[dict[str, Any]], tmp_path: Path) -> None:
     """A checkpoint's name, its folder, a file and an optimized folder."""
-    made = StableDiffusionPipeline.from_pretrained("demo", "cpu")
-    assert StableDiffusionPipeline.from_pretrained(demo.MODEL_DIR, "cpu").folder == made.folder
-    assert StableDiffusionPipeline.from_pretrained(made.folder).folder == made.folder
+    pipeline = StableDiffusionPipeline.from_pretrained("demo", "cpu")
+    assert StableDiffusionPipeline.from_pretrained(demo.MODEL_DIR, "cpu").folder == pipeline.folder
+    assert StableDiffusionPipeline.from_pretrained(pipeline.folder).folder == pipeline.folder
     (tmp_path / "a.safetensors").write_bytes(b"weights")
     of_file = StableDiffusionPipeline.from_single_file(tmp_path / "a.safetensors", "cpu", config="x/y")
-    assert of_file.folder != made.folder
+    assert of_file.folder != pipeline.folder
     assert [call["checkpoint"].config for call in optimized] == [None, "x/y"]

@@ -1,4 +1,4 @@
-"""JSON files: the numbers of a row stand on one line, and a reader finds what was written."""
+"""JSON files: values of a row are on one line, and reading returns the written value."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def test_a_kill_at_every_operation(
 ) -> None:
     kills, seen = 0, set()
     while True:
-        place = tmp_path / str(kills)
-        output = place / "out"
+        parent = tmp_path / str(kills)
+        output = parent / "out"
         write(output, "old")
         if foreign:
             add_foreign(output)
@@ -108,11 +108,11 @@ def test_a_kill_at_every_operation(
         write(output, "new")
         assert version_at(output) == "new"
         assert not foreign or has_foreign(output)
-        assert [path.name for path in place.iterdir()] == ["out"], operations
+        assert [path.name for path in parent.iterdir()] == ["out"], operations
         if finished:
             break
         kills += 1
-        shutil.rmtree(place)
+        shutil.rmtree(parent)
     assert kills >= 10
     assert seen == {"old", "new"}
 

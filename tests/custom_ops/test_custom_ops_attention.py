@@ -96,8 +96,8 @@ def attend(
         return None
     error = library.run(ctypes.byref(params), KERNELS[kernel])
     assert error is None, error
-    result, whole = outputs[requested(case)].read()
-    assert whole, "wrote out of bounds"
+    result, in_bounds = outputs[requested(case)].read()
+    assert in_bounds, "wrote out of bounds"
     return result
 
 
@@ -106,10 +106,10 @@ def check(library: ctypes.CDLL, kernel: str, *dtypes: str) -> int:
     were."""
     typed = [(case, dtypes[number % len(dtypes)]) for number, case in enumerate(CASES)]
     errors = {case.name: emulate(library, case, dtype, kernel) for case, dtype in typed}
-    taken = {name: error for name, error in errors.items() if error is not None}
+    computed = {name: error for name, error in errors.items() if error is not None}
     limits = {case.name: nmse_limit(case, dtype, requested(case)) for case, dtype in typed}
-    assert {name: error for name, error in taken.items() if not error < limits[name]} == {}
-    return len(taken)
+    assert {name: error for name, error in computed.items() if not error < limits[name]} == {}
+    return len(computed)
 
 
 @pytest.mark.parametrize("kernel", ["large_tiles", "small_tiles", "short_keys"])
@@ -123,9 +123,9 @@ def test_warpgroup_kernels_agree_with_numpy(
     library: ctypes.CDLL, kernel: str, types: tuple[str, str], request: pytest.FixtureRequest
 ) -> None:
     """NVIDIA's alone: elsewhere they take no call."""
-    taken = check(library, kernel, *types)
+    count = check(library, kernel, *types)
     is_nvidia = "nvidia" in request.node.name
-    assert taken >= {"short_warpgroup": 10, "full_tiles": 3}.get(kernel, 20) if is_nvidia else taken == 0
+    assert count >= {"short_warpgroup": 10, "full_tiles": 3}.get(kernel, 20) if is_nvidia else count == 0
 
 
 @without_rdna2
@@ -151,8 +151,8 @@ def test_hidden_rows_are_zero(library: ctypes.CDLL, kernel: str) -> None:
     hidden = generate_inputs(OPERATOR, case, "float16")["attention_bias"]
     rows = np.asarray(np.isneginf(hidden).all(axis=-1))
     assert rows.any()
-    wanted = reference(generate_inputs(OPERATOR, case, "float16"), case.attributes)["output"]
-    assert not wanted[0, np.flatnonzero(rows[0, 0])].any()
+    expected = reference(generate_inputs(OPERATOR, case, "float16"), case.attributes)["output"]
+    assert not expected[0, np.flatnonzero(rows[0, 0])].any()
     error = emulate(library, case, "float16", kernel)
     assert error is not None
     assert error < nmse_limit(case, "float16")
@@ -177,10 +177,10 @@ def test_nan_stays_nan(library: ctypes.CDLL, kernel: str, place: str) -> None:
     if result is None:
         assert (kernel == "short_keys" and "x70" not in case.name) or "warpgroup" in kernel or kernel == "full_tiles"
         return
-    wanted = np.isnan(reference(arrays, case.attributes)["output"])
-    assert wanted.any()
-    assert place == "scale" or not wanted.all()
-    assert (np.isnan(result) == wanted).all()
+    expected = np.isnan(reference(arrays, case.attributes)["output"])
+    assert expected.any()
+    assert place == "scale" or not expected.all()
+    assert (np.isnan(result) == expected).all()
 
 
 LAYOUTS = """
@@ -201,12 +201,12 @@ def test_fragments_cover_the_tile(arch: str, tmp_path: Path) -> None:
     """Every element of a tile is in the wave: once, and on RDNA2 and RDNA3 twice in operands."""
     library = ctypes.CDLL(str(link([compile_text(tmp_path, LAYOUTS, arch)], tmp_path / "layouts.so")))
 
-    def held(size: int, at: Callable[[int, int], int]) -> list[int]:
+    def tile_elements(size: int, at: Callable[[int, int], int]) -> list[int]:
         return sorted(at(lane, i) for lane in range(library.lanes()) for i in range(size))
 
     copies = 2 if arch in ("rdna2", "rdna3") else 1
-    assert held(library.operand_size(), library.operand_at) == sorted([*range(256)] * copies)
-    assert held(library.accumulator_size(), library.accumulator_at) == [*range(256)]
+    assert tile_elements(library.operand_size(), library.operand_at) == sorted([*range(256)] * copies)
+    assert tile_elements(library.accumulator_size(), library.accumulator_at) == [*range(256)]
 
 
 FAULTS = """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_type import Cli
-from hip_library import MADE, TARGETS, copying_compiler
+from hip_library import HIP_WHEEL, TARGETS, copying_compiler
 from hip_library import hip_library as build_hip_library
 
 from custom_ops import code_objects
@@ -35,12 +35,12 @@ def hip_library() -> Path:
 @pytest.fixture(scope="module")
 def kernels(hip_library: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     folder = tmp_path_factory.mktemp("code_objects")
-    if not MADE:
+    if not HIP_WHEEL:
         return code_objects.read_kernels(code_objects.extract(hip_library, folder))
     provider = hip_library.with_name(library.PROVIDER_LIBRARIES["hip"])  # has the operators' kernels and its own
     operators = kernel_names((ROOT / "results/ops_amd_resources.md").read_text())
-    found = code_objects.read_kernels(code_objects.extract(provider, folder))
-    return [kernel for kernel in found if f"| {kernel.name}" in operators]
+    all_kernels = code_objects.read_kernels(code_objects.extract(provider, folder))
+    return [kernel for kernel in all_kernels if f"| {kernel.name}" in operators]
 
 
 def test_no_kernel_spills(kernels: list[Kernel]) -> None:
@@ -104,7 +104,7 @@ def assembly(code_object: Path) -> str:
 def masked_exchanges(code: str) -> list[str]:
     """The v_permlanex16 of some assembly (wave32) that stand where lanes may be off."""
     masks: set[str] = set()
-    found, saved = [], ""
+    exchanges, saved = [], ""
     for line in code.splitlines():
         instruction = line.split("//")[0].strip()
         if instruction.endswith(">:") or instruction.startswith("s_branch"):
@@ -118,8 +118,8 @@ def masked_exchanges(code: str) -> list[str]:
         elif match := re.match(r"s_(?:or_b32 exec_lo, exec_lo|mov_b32 exec_lo), (\w+)", instruction):
             masks.discard(match[1])
         elif instruction.startswith("v_permlanex16") and masks:
-            found.append(instruction)
-    return found
+            exchanges.append(instruction)
+    return exchanges
 
 
 def test_masked_exchanges_are_found() -> None:
@@ -155,7 +155,7 @@ def kernel_names(table: str) -> set[str]:
     return {line.split(" |")[0] for line in table.splitlines() if line.startswith("| ") and "<" in line}
 
 
-@pytest.mark.parametrize("name", [*([] if MADE else [library.HIP_LIBRARY]), library.PROVIDER_LIBRARIES["hip"]])
+@pytest.mark.parametrize("name", [*([] if HIP_WHEEL else [library.HIP_LIBRARY]), library.PROVIDER_LIBRARIES["hip"]])
 def test_the_libraries_link_to_no_hip(hip_library: Path, name: str) -> None:
     """Nor to libstdc++, and export only their own functions. HIP is loaded at its first use (hip_runtime.h)."""
     path = hip_library.with_name(name)
@@ -280,10 +280,10 @@ def test_header_option_is_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["--hip gfx90a gfx942 --cuda sm_90", "--hip gfx90a --cuda sm_90 --hip gfx942"])
 def test_command_takes_several_architectures(words: str, sd_ort: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict = {}
-    monkeypatch.setattr(build, "build", lambda **options: asked.update(options))
+    passed: dict = {}
+    monkeypatch.setattr(build, "build", lambda **options: passed.update(options))
     assert sd_ort("build-ops", *words.split(), "--no-cpu")[0] == 0
-    assert (asked["hip"], asked["cuda"], asked["cpu"]) == (("gfx90a", "gfx942"), ("sm_90",), False)
+    assert (passed["hip"], passed["cuda"], passed["cpu"]) == (("gfx90a", "gfx942"), ("sm_90",), False)
 
 
 def test_command_refuses_other_words(sd_ort: Cli) -> None:

@@ -100,8 +100,8 @@ def run(
     runner = session(one_node_model(operator, case, inputs, dtype), library)
     names = list(operator.output_shapes(case))
     values = runner.run_with_ort_values(names, {name: ort_value(array) for name, array in inputs.items()})
-    got = {name: value.numpy().view(output_dtype(name, dtype)) for name, value in zip(names, values, strict=True)}
-    return got, operator.reference(inputs, case.attributes)
+    actual = {name: value.numpy().view(output_dtype(name, dtype)) for name, value in zip(names, values, strict=True)}
+    return actual, operator.reference(inputs, case.attributes)
 
 
 def ort_value(array: np.ndarray) -> ort.OrtValue:
@@ -113,12 +113,12 @@ def ort_value(array: np.ndarray) -> ort.OrtValue:
 
 @pytest.mark.parametrize(("operator", "case", "dtype"), CALLS)
 def test_agrees_with_numpy(operator: CustomOperator, case: OperatorCase, dtype: str, library: Path) -> None:
-    got, wanted = run(operator, case, dtype, library)
+    actual, expected = run(operator, case, dtype, library)
     for name, shape in operator.output_shapes(case).items():
-        assert got[name].shape == shape
-        assert got[name].dtype == output_dtype(name, dtype)
-        assert np.isfinite(wanted[name].astype(np.float64)).all()
-        assert nmse(got[name], wanted[name]) < nmse_limit(case, dtype, name), name
+        assert actual[name].shape == shape
+        assert actual[name].dtype == output_dtype(name, dtype)
+        assert np.isfinite(expected[name].astype(np.float64)).all()
+        assert nmse(actual[name], expected[name]) < nmse_limit(case, dtype, name), name
 
 
 @pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
@@ -247,12 +247,12 @@ def test_nan_stays_nan_in_attention(name: str, place: str, dtype: str, library: 
         else:
             unsigned = inputs[place].reshape(-1).view(f"u{inputs[place].itemsize}")
             unsigned[unsigned.size // 3] = bits
-        wanted = operator.reference(inputs, case.attributes)["output"]
-        got = run_directly(library, operator, case, dtype, inputs)["output"]
-        assert np.isnan(wanted).any()
-        assert (np.isnan(got) == np.isnan(wanted)).all()
-        finite = ~np.isnan(wanted)
-        assert nmse(got[finite], wanted[finite]) < nmse_limit(case, dtype)
+        expected = operator.reference(inputs, case.attributes)["output"]
+        actual = run_directly(library, operator, case, dtype, inputs)["output"]
+        assert np.isnan(expected).any()
+        assert (np.isnan(actual) == np.isnan(expected)).all()
+        finite = ~np.isnan(expected)
+        assert nmse(actual[finite], expected[finite]) < nmse_limit(case, dtype)
 
 
 @pytest.mark.parametrize("folder", ["bfloat16_attention", "bfloat16_matmul"])
@@ -261,21 +261,21 @@ def test_tensors_of_bfloat16(folder: str, library: Path) -> None:
     operator = load(folder)
     for case in operator.cases:
         inputs = generate_inputs(operator, case, "bfloat16")
-        got = run_directly(library, operator, case, "bfloat16", inputs)
-        wanted = operator.reference(inputs, case.attributes)
-        assert all(nmse(got[name], wanted[name]) < nmse_limit(case, "bfloat16") for name in wanted), case
+        actual = run_directly(library, operator, case, "bfloat16", inputs)
+        expected = operator.reference(inputs, case.attributes)
+        assert all(nmse(actual[name], expected[name]) < nmse_limit(case, "bfloat16") for name in expected), case
 
 
 def test_nan_stays_nan_in_bfloat16_attention(library: Path) -> None:
     operator = load("bfloat16_attention")
     case = next(case for case in operator.cases if case.name == "2x2x33x77x40-kv")
-    for place, dtype in (("query", "float32"), ("key", "bfloat16")):
+    for input_name, dtype in (("query", "float32"), ("key", "bfloat16")):
         inputs = generate_inputs(operator, case, dtype)
-        inputs[place].reshape(-1)[inputs[place].size // 3] = np.nan
-        wanted = operator.reference(inputs, case.attributes)["output"]
-        got = run_directly(library, operator, case, dtype, inputs)["output"]
-        assert np.isnan(wanted).any()
-        assert (np.isnan(got) == np.isnan(wanted)).all()
+        inputs[input_name].reshape(-1)[inputs[input_name].size // 3] = np.nan
+        expected = operator.reference(inputs, case.attributes)["output"]
+        actual = run_directly(library, operator, case, dtype, inputs)["output"]
+        assert np.isnan(expected).any()
+        assert (np.isnan(actual) == np.isnan(expected)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -314,8 +314,8 @@ def test_constant_bfloat16_weights_are_packed_once(folder: str, library: Path) -
     proto.graph.initializer.append(numpy_helper.from_array(constant, "W"))
     runner = session(proto.SerializeToString(), library)
     with ThreadPoolExecutor(3) as threads:
-        drawn = [threads.submit(runner.run, None, arrays) for _ in range(6)]
-    assert all((each.result()[0] == expected).all() for each in drawn)
+        futures = [threads.submit(runner.run, None, arrays) for _ in range(6)]
+    assert all((each.result()[0] == expected).all() for each in futures)
 
 
 HUGE = 2**62
@@ -383,17 +383,17 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
         "timestep": np.array([501], np.float32),
         "encoder_hidden_states": random.standard_normal((2, 77, 64)).astype(np.float32),
     }
-    wanted = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
-    got = session(tmp_path / MODEL, library).run(None, feeds)[0]
-    assert relative_l2_error(got, wanted) < 1e-5
+    expected = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+    actual = session(tmp_path / MODEL, library).run(None, feeds)[0]
+    assert relative_l2_error(actual, expected) < 1e-5
     counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["op_counts"]
     assert (counts["Bfloat16Conv"], counts["Conv"]) == (96, 2)  # all but the first and the last
     assert counts["Bfloat16Attention"] == 32
     assert counts["Bfloat16MatMul"] == 112
     weights = onnx.load(tmp_path / "narrow" / MODEL, load_external_data=False).graph.initializer
     assert sum(weight.data_type == TensorProto.BFLOAT16 for weight in weights) > 200
-    got = session(tmp_path / "narrow" / MODEL, library).run(None, feeds)[0]
-    assert relative_l2_error(got, wanted) < 0.02
+    actual = session(tmp_path / "narrow" / MODEL, library).run(None, feeds)[0]
+    assert relative_l2_error(actual, expected) < 0.02
 
 
 def test_instruction_sets_stay_apart(library: Path) -> None:

@@ -116,14 +116,14 @@ def test_products_in_several_streams(device: str, emulations: dict[str, GpuLibra
 def test_attention_of_wide_heads_by_products(device: str, dtype: str, emulations: dict[str, GpuLibrary]) -> None:
     """Products of a BLAS library with our softmax between, where it takes them: no mask, keys a multiple of 8."""
     operator = load("multi_head_attention")
-    taken = 0
+    count = 0
     for case in operator.cases:
         if case.benchmark or case.inputs["query"][-1] < 168:
             continue
         outcomes = list(check_case(emulations[device], HostMemory(), operator, case, dtype))
         assert [outcome for outcome in outcomes if outcome.failure] == []
-        taken += sum(outcome.candidate in ("gemm", "gemm_in_cache") for outcome in outcomes)
-    assert taken == 10
+        count += sum(outcome.candidate in ("gemm", "gemm_in_cache") for outcome in outcomes)
+    assert count == 10
 
 
 COPY = """

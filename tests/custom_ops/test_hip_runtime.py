@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiled_files import empty_library
 from hip_library import TARGETS, hip_library
 from simulation import simulate
 
@@ -74,14 +75,6 @@ def test_a_card_without_kernels_is_named() -> None:
     assert done.stdout.strip() == f"{library} has no kernels for gfx1151, only for {targets}: {advice}"
 
 
-def runtime(path: Path, *options: str) -> Path:
-    """Create a shared library without functions."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["gcc", "-shared", "-x", "c", "/dev/null", "-x", "none", "-o", str(path), *options]
-    subprocess.run(command, check=True)
-    return path
-
-
 def test_libraries_load_without_a_runtime(hidden_hip: Path) -> None:
     assert python(hidden_hip, ASK, hip_library(), "", "") == MISSING + ADVICE
 
@@ -94,9 +87,9 @@ def test_the_provider_names_what_is_missing(hidden_hip: Path) -> None:
 
 def test_the_order_of_runtimes(hidden_hip: Path, tmp_path: Path) -> None:
     """What the process has loaded, whatever its name, then $ROCM_PATH, then packages of pip."""
-    rocm = runtime(tmp_path / "rocm/lib/libamdhip64.so.6")
-    packaged = runtime(tmp_path / "site/_rocm_sdk_core/lib/libamdhip64.so.7", "-Wl,-soname,libamdhip64.so.7")
-    torch = runtime(tmp_path / "torch/lib/libamdhip64.so", "-Wl,-soname,libamdhip64-1234.so")
+    rocm = empty_library(tmp_path / "rocm/lib/libamdhip64.so.6")
+    packaged = empty_library(tmp_path / "site/_rocm_sdk_core/lib/libamdhip64.so.7", "-Wl,-soname,libamdhip64.so.7")
+    torch = empty_library(tmp_path / "torch/lib/libamdhip64.so", "-Wl,-soname,libamdhip64-1234.so")
     site, variables = tmp_path / "site", {"VISIBLE_HIP": str(tmp_path)}
     assert python(hidden_hip, ASK, hip_library(), "", site, **variables) == str(packaged)
     variables["ROCM_PATH"] = str(tmp_path / "rocm")
@@ -107,8 +100,8 @@ def test_the_order_of_runtimes(hidden_hip: Path, tmp_path: Path) -> None:
 
 
 def test_a_runtime_that_does_not_load_is_named(hidden_hip: Path, tmp_path: Path) -> None:
-    dependency = runtime(tmp_path / "libhsa.so.1", "-Wl,-soname,libhsa.so.1")
-    runtime(tmp_path / "rocm/lib/libamdhip64.so.7", "-Wl,--no-as-needed", str(dependency))
+    dependency = empty_library(tmp_path / "libhsa.so.1", "-Wl,-soname,libhsa.so.1")
+    empty_library(tmp_path / "rocm/lib/libamdhip64.so.7", "-Wl,--no-as-needed", str(dependency))
     variables = {"VISIBLE_HIP": str(tmp_path), "ROCM_PATH": str(tmp_path / "rocm")}
     reason = " (libhsa.so.1: cannot open shared object file: No such file or directory)"
     assert python(hidden_hip, ASK, hip_library(), "", "", **variables) == MISSING + reason + ADVICE
@@ -116,7 +109,7 @@ def test_a_runtime_that_does_not_load_is_named(hidden_hip: Path, tmp_path: Path)
 
 def test_hipblaslt_is_found_beside_the_runtime(hidden_hip: Path, tmp_path: Path) -> None:
     """Where the loader does not look: in a ROCm without ldconfig."""
-    runtime(tmp_path / "rocm/lib/libamdhip64.so.7")
+    empty_library(tmp_path / "rocm/lib/libamdhip64.so.7")
     library = hip_library().with_name(PROVIDER_LIBRARIES["hip"])
     code = (
         "import ctypes, sys; ask = ctypes.CDLL(sys.argv[1]).sd_ort_missing_library;"
@@ -124,5 +117,5 @@ def test_hipblaslt_is_found_beside_the_runtime(hidden_hip: Path, tmp_path: Path)
     )
     variables = {"VISIBLE_HIP": str(tmp_path), "ROCM_PATH": str(tmp_path / "rocm")}
     assert python(hidden_hip, code, library, **variables) == "b'libhipblaslt.so.1'"
-    runtime(tmp_path / "rocm/lib/libhipblaslt.so.1")
+    empty_library(tmp_path / "rocm/lib/libhipblaslt.so.1")
     assert python(hidden_hip, code, library, **variables) == "None"

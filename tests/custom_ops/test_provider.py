@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
-from provider_sessions import placed, session_of, small
+from provider_sessions import assigned_operators, session_of, single_node_model
 
 from fusion_passes.operators import function_bodies
 from scripts.fixtures import graph_fixtures
@@ -42,15 +42,15 @@ SHAPES = {"Concat", "Gather", "Unsqueeze", "Squeeze", "Slice", "Range", "Add", "
 TOKENS = {"ArgMax", "LessOrEqual", "Expand", "Cast", "Trilu", "Equal"}
 
 
-def made_up(session: ort.InferenceSession, sizes: Mapping[str, int] = SIZES) -> dict[str, np.ndarray]:
+def random_arrays(session: ort.InferenceSession, sizes: Mapping[str, int] = SIZES) -> dict[str, np.ndarray]:
     random = np.random.default_rng(7)
     arrays = {}
-    for given in session.get_inputs():
-        shape = [size if isinstance(size, int) else sizes[size] for size in given.shape]
-        if given.type == "tensor(int64)":
-            arrays[given.name] = np.arange(np.prod(shape)).reshape(shape) % 500 + 1
+    for value in session.get_inputs():
+        shape = [size if isinstance(size, int) else sizes[size] for size in value.shape]
+        if value.type == "tensor(int64)":
+            arrays[value.name] = np.arange(np.prod(shape)).reshape(shape) % 500 + 1
         else:
-            arrays[given.name] = random.normal(size=shape).astype(np.float32)
+            arrays[value.name] = random.normal(size=shape).astype(np.float32)
     return arrays
 
 
@@ -59,8 +59,8 @@ def as_declared(session: ort.InferenceSession, arrays: Mapping[str, np.ndarray])
     return {name: array.astype(model.dtype(name)) for name, array in arrays.items()}
 
 
-def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.abs(got.astype(np.float64) - wanted).max() / np.abs(wanted).max())
+def max_relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(actual.astype(np.float64) - expected).max() / np.abs(expected).max())
 
 
 @cache
@@ -70,9 +70,9 @@ def lowered(folder: Path, name: str, dtype: str) -> Path:
     raw = folder / name / "raw"
     if not raw.is_dir():
         graph_fixtures.make_folder(raw, name)
-    made = folder / name / dtype / component / MODEL
-    optimize_component(raw / component / MODEL, made, TARGETS["gpu"], dtype, calibrate=False)
-    return made
+    path = folder / name / dtype / component / MODEL
+    optimize_component(raw / component / MODEL, path, TARGETS["gpu"], dtype, calibrate=False)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,10 @@ def test_bfloat16(provider: str, folder: Path) -> None:
     float32_outside(model)
     raw = ort.InferenceSession(str(folder / name / "raw" / "unet" / MODEL))
     session = session_of(model, provider)
-    arrays = made_up(raw)
-    fed = {given.name: arrays[given.name.removesuffix(".float32")] for given in session.get_inputs()}
-    assert relative_error(session.run(None, fed)[0], raw.run(None, arrays)[0]) < BOUND["bfloat16"]
-    assert placed(session).get("CPUExecutionProvider", Counter()).keys() <= SHAPES
+    arrays = random_arrays(raw)
+    fed = {value.name: arrays[value.name.removesuffix(".float32")] for value in session.get_inputs()}
+    assert max_relative_error(session.run(None, fed)[0], raw.run(None, arrays)[0]) < BOUND["bfloat16"]
+    assert assigned_operators(session).get("CPUExecutionProvider", Counter()).keys() <= SHAPES
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_complete_component(provider: str, folder: Path, name: str, dtype: str) 
     model = lowered(folder, name, dtype)
     raw = ort.InferenceSession(str(folder / name / "raw" / model.parent.name / MODEL))
     session = session_of(model, provider)
-    arrays = made_up(raw)
-    wanted = raw.run(None, arrays)
-    for got, right in zip(session.run(None, as_declared(session, arrays)), wanted, strict=True):
-        assert relative_error(got, right) < BOUND[dtype]
-    elsewhere = set(placed(session).get("CPUExecutionProvider", ()))
+    arrays = random_arrays(raw)
+    expected = raw.run(None, arrays)
+    for actual, right in zip(session.run(None, as_declared(session, arrays)), expected, strict=True):
+        assert max_relative_error(actual, right) < BOUND[dtype]
+    elsewhere = set(assigned_operators(session).get("CPUExecutionProvider", ()))
     assert elsewhere <= SHAPES | (TOKENS if "text_encoder" in name else set())
     if "text_encoder" not in name:
-        assert not [op for op in placed(session)["SdOrtSimulated"] if op.startswith("Memcpy")]
+        assert not [op for op in assigned_operators(session)["SdOrtSimulated"] if op.startswith("Memcpy")]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -141,10 +141,10 @@ def test_operators_of_transformers(provider: str, batch: int) -> None:
     function_bodies.attach(model, list(model.graph))
     proto = ir.to_proto(model).SerializeToString()
     session, bodies = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
-    arrays = made_up(bodies, {"B": batch, "S": 7})
-    for got, wanted in zip(session.run(None, arrays), bodies.run(None, arrays), strict=True):
-        assert relative_error(got, wanted) < BOUND["float32"]
-    assert placed(session) == {"SdOrtSimulated": Counter(AdaptiveNorm=1, RotaryEmbedding=1)}
+    arrays = random_arrays(bodies, {"B": batch, "S": 7})
+    for actual, expected in zip(session.run(None, arrays), bodies.run(None, arrays), strict=True):
+        assert max_relative_error(actual, expected) < BOUND["float32"]
+    assert assigned_operators(session) == {"SdOrtSimulated": Counter(AdaptiveNorm=1, RotaryEmbedding=1)}
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])
@@ -159,10 +159,10 @@ def test_patches_become_pixels(provider: str, mode: str, dtype: str) -> None:
         }}""")
     ).SerializeToString()
     session, cpu = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
-    arrays = as_declared(session, made_up(cpu, {"B": 2, "H": 3, "W": 5}))
-    for got, wanted in zip(session.run(None, arrays), cpu.run(None, arrays), strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    assert placed(session) == {"SdOrtSimulated": Counter(DepthToSpace=1, Greater=1)}
+    arrays = as_declared(session, random_arrays(cpu, {"B": 2, "H": 3, "W": 5}))
+    for actual, expected in zip(session.run(None, arrays), cpu.run(None, arrays), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert assigned_operators(session) == {"SdOrtSimulated": Counter(DepthToSpace=1, Greater=1)}
 
 
 @pytest.mark.parametrize("text", [0, 3])
@@ -177,11 +177,11 @@ def test_heads_of_transformers(provider: str, text: int) -> None:
     function_bodies.attach(model, [node for node in model.graph if node.op_type == "RotaryQkv"])
     proto = ir.to_proto(model).SerializeToString()
     session, bodies = session_of(proto, provider), ort.InferenceSession(proto, providers=["CPUExecutionProvider"])
-    arrays = made_up(bodies, {"B": 2, "S": 5, "T": text, "L": 5 + text})
+    arrays = random_arrays(bodies, {"B": 2, "S": 5, "T": text, "L": 5 + text})
     for _ in range(2):
-        (got,), (wanted,) = session.run(None, arrays), bodies.run(None, arrays)
-        assert relative_error(got, wanted) < BOUND["float32"]
-    assert placed(session) == {"SdOrtSimulated": Counter(Tanh=1, RotaryQkv=1)}
+        (actual,), (expected,) = session.run(None, arrays), bodies.run(None, arrays)
+        assert max_relative_error(actual, expected) < BOUND["float32"]
+    assert assigned_operators(session) == {"SdOrtSimulated": Counter(Tanh=1, RotaryQkv=1)}
 
 
 def test_changing_shapes(provider: str, folder: Path) -> None:
@@ -189,8 +189,8 @@ def test_changing_shapes(provider: str, folder: Path) -> None:
     session = session_of(lowered(folder, name, "float32"), provider)
     raw = ort.InferenceSession(str(folder / name / "raw" / "unet" / MODEL))
     for size, batch in ((8, 1), (16, 2), (8, 3), (16, 1)):
-        arrays = made_up(raw, {**SIZES, "height": size, "width": 2 * size, "batch": batch})
-        assert relative_error(session.run(None, arrays)[0], raw.run(None, arrays)[0]) < BOUND["float32"]
+        arrays = random_arrays(raw, {**SIZES, "height": size, "width": 2 * size, "batch": batch})
+        assert max_relative_error(session.run(None, arrays)[0], raw.run(None, arrays)[0]) < BOUND["float32"]
 
 
 class Bound:
@@ -218,7 +218,7 @@ class Bound:
 def test_foreign_memory_is_read_in_place(provider: str) -> None:
     """Bound by its address, as what a wheel with a CUDA provider of its own made is: each run sees what is in it then,
     not what was when it was bound."""
-    session = session_of(small("Neg"), provider)
+    session = session_of(single_node_model("Neg"), provider)
     make = ort.OrtValue.ortvalue_from_numpy
     x, y = (make(np.zeros((2, 3), np.float32), "gpu", 0, VENDOR) for _ in range(2))
     binding = session.io_binding()
@@ -238,7 +238,7 @@ def test_captured_runs(provider: str, folder: Path, tmp_path: Path) -> None:
     session = session_of(model, provider, {"graph": "1"}, tmp_path / "profile")
     for number, size in enumerate((16, 8)):
         sizes = {**SIZES, "height": size, "width": size}
-        arrays = as_declared(plain, made_up(plain, sizes))
+        arrays = as_declared(plain, random_arrays(plain, sizes))
         bound = Bound(session, arrays, number)
         for scale in (1, 2, -1):
             arrays["sample"] = (arrays["sample"] * scale).astype(np.float16)
@@ -246,23 +246,23 @@ def test_captured_runs(provider: str, folder: Path, tmp_path: Path) -> None:
     events = json.loads(Path(session.end_profiling()).read_text())
     kernels = [e for e in events if e.get("cat") == "Kernel"]
     assert (
-        len(kernels) == 2 * placed(session)["SdOrtSimulated"].total()
+        len(kernels) == 2 * assigned_operators(session)["SdOrtSimulated"].total()
     )  # the device's time, of runs that were not captured
     norms = [e for e in events if e.get("cat") == "Node" and e.get("args", {}).get("op_name") == "GroupNorm"]
-    assert len(norms) == 2 * 2 * placed(session)["SdOrtSimulated"]["GroupNorm"]
+    assert len(norms) == 2 * 2 * assigned_operators(session)["SdOrtSimulated"]["GroupNorm"]
 
 
 def test_two_sessions_two_threads(provider: str, folder: Path) -> None:
     model = lowered(folder, COMPONENTS[0], "float32")
     sessions = [session_of(model, provider) for _ in range(2)]
-    arrays = [made_up(sessions[0], {**SIZES, "batch": batch}) for batch in (1, 2)]
-    wanted = [sessions[0].run(None, each)[0] for each in arrays]
+    arrays = [random_arrays(sessions[0], {**SIZES, "batch": batch}) for batch in (1, 2)]
+    expected = [sessions[0].run(None, each)[0] for each in arrays]
     wrong: list[str] = []
 
     def work(thread: int) -> None:
         for turn in range(4):
             which, session = (thread + turn) % 2, sessions[turn % 2]
-            if not np.array_equal(session.run(None, arrays[which])[0], wanted[which]):
+            if not np.array_equal(session.run(None, arrays[which])[0], expected[which]):
                 wrong.append(f"thread {thread}, turn {turn}")
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
@@ -279,10 +279,10 @@ def test_no_more_memory(provider: str, folder: Path) -> None:
         lowered(folder, "sd15-tiny-dynamo-20.vae_decoder", "float32"), provider, {"memory_limit": "20000000"}
     )
     small_image, large = ({**SIZES, "batch": 1, "height": size, "width": size} for size in (4, 64))
-    wanted = session.run(None, made_up(session, small_image))[0]
+    expected = session.run(None, random_arrays(session, small_image))[0]
     with pytest.raises(Exception, match=r"[Aa]lloc|memory"):
-        session.run(None, made_up(session, large))
-    np.testing.assert_array_equal(session.run(None, made_up(session, small_image))[0], wanted)
+        session.run(None, random_arrays(session, large))
+    np.testing.assert_array_equal(session.run(None, random_arrays(session, small_image))[0], expected)
 
 
 def test_parts_of_any_width_are_concatenated_and_split(provider: str) -> None:
@@ -298,11 +298,11 @@ def test_parts_of_any_width_are_concatenated_and_split(provider: str) -> None:
                 y = Concat <axis = 1> ({", ".join(reversed(names))})
             }}""")
         session = session_of(graph.SerializeToString(), provider)
-        assert placed(session)["SdOrtSimulated"] == Counter(Split=1, Concat=1)
+        assert assigned_operators(session)["SdOrtSimulated"] == Counter(Split=1, Concat=1)
         for k in (1, 8):
             x = np.arange(3 * ends[-1] * k).reshape(3, -1, k).astype(dtype)
-            wanted = np.concatenate(np.split(x, ends[:-1], axis=1)[::-1], axis=1)
-            np.testing.assert_array_equal(session.run(None, {"x": x})[0], wanted)
+            expected = np.concatenate(np.split(x, ends[:-1], axis=1)[::-1], axis=1)
+            np.testing.assert_array_equal(session.run(None, {"x": x})[0], expected)
 
 
 def test_large_weights_are_complete(provider: str, tmp_path: Path) -> None:
@@ -334,8 +334,8 @@ def test_unread_sum_is_not_computed(provider: str) -> None:
     session = session_of(graph.SerializeToString(), provider, {"memory_limit": str(11 << 20)})
     x = np.random.default_rng(0).normal(size=(1, 1024, 32, 32)).astype(np.float32)
     groups = x.reshape(1, -1, 4, 8)
-    wanted = (groups - groups.mean((1, 3), keepdims=True)) / groups.std((1, 3), keepdims=True)
-    np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted.reshape(x.shape), atol=1e-4)
+    expected = (groups - groups.mean((1, 3), keepdims=True)) / groups.std((1, 3), keepdims=True)
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], expected.reshape(x.shape), atol=1e-4)
     graph.graph.output.append(helper.make_tensor_value_info("sum", TensorProto.FLOAT, [1, 1024, 32, 32]))
     session = session_of(graph.SerializeToString(), provider, {"memory_limit": str(11 << 20)})
     with pytest.raises(Exception, match=r"[Aa]lloc|memory"):
@@ -360,10 +360,10 @@ def test_a_norm_is_written_over_what_nobody_else_reads(provider: str, tuning: st
     session = session_of(graph.SerializeToString(), provider, {"memory_limit": str(11 << 20), "tuning": tuning})
     x = np.random.default_rng(0).normal(size=(1, 1024, 32, 8)).astype(np.float32)
     groups = np.concatenate([x] * 8, 3).reshape(1, -1, 4, 16)
-    wanted = (groups - groups.mean((1, 3), keepdims=True)) / groups.std((1, 3), keepdims=True)
+    expected = (groups - groups.mean((1, 3), keepdims=True)) / groups.std((1, 3), keepdims=True)
     for _ in range(2):
-        got = session.run(None, {"x": x})[0]
-        np.testing.assert_allclose(got.ravel(), wanted.reshape(-1, 64).max(0), atol=1e-4)
+        actual = session.run(None, {"x": x})[0]
+        np.testing.assert_allclose(actual.ravel(), expected.reshape(-1, 64).max(0), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])
@@ -379,7 +379,7 @@ def test_a_layer_with_its_gate_is_the_two_operators(provider: str, dtype: str) -
         <opset_import: ["": 20], domain: "sd_ort"> LinearSplitGelu (x, w, b) => (y) {{ y = MatMul (x, w) }}
         <opset_import: ["": 20], domain: "sd_ort"> BiasSplitGelu (x, b) => (y) {{ y = Add (x, b) }}""")
     session = session_of(graph.SerializeToString(), provider)
-    assert placed(session)["SdOrtSimulated"] == Counter(LinearSplitGelu=1, LinearAdd=1, BiasSplitGelu=1)
+    assert assigned_operators(session)["SdOrtSimulated"] == Counter(LinearSplitGelu=1, LinearAdd=1, BiasSplitGelu=1)
     random = np.random.default_rng(0)
     kind = np.float16 if dtype == "float16" else np.float32
 
@@ -422,6 +422,6 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
     )
     graph = GpuGraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
-        arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
+        arrays = random_arrays(plain.session, {**SIZES, "height": size, "width": size})
         for name, array in graph(**arrays).items():
             np.testing.assert_array_equal(array, plain(**arrays)[name])

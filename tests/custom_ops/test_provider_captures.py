@@ -79,7 +79,7 @@ def test_other_threads_do_not_end_a_capture(
     device, x = provider_named(provider).device, np.ones((1, 16, 16, CHANNELS), np.float16)
     updatable = UpdatableWeights({"filters": filters}, device, update_callback(provider))
     sessions = [create_session(path, provider, override=ModelOverride(updatable=updatable.shared))]
-    wanted = sessions[0].run(None, {"x": x})[0]
+    expected = sessions[0].run(None, {"x": x})[0]
     graph_session = create_session(path, provider, SessionOptions(capture=True))
     works: dict[str, Callable[[], None]] = {
         "open": lambda: sessions.append(create_session(path, provider)),
@@ -92,18 +92,18 @@ def test_other_threads_do_not_end_a_capture(
     }
     with stopped(lambda: BoundRun(graph_session, {"x": x}, device, graph_id=0), tmp_path, monkeypatch) as bound:
         works[work]()
-        made = sessions[-1].run(None, {"x": x})[0]
+        actual = sessions[-1].run(None, {"x": x})[0]
         tuning.GpuOps(Path(provider.removeprefix("plugin:"))).enable(False)
         rounding = 4e-3 if work == "tune" else 0  # another candidate may be chosen
-        np.testing.assert_allclose(made, wanted * (work != "write"), rtol=0, atol=rounding)
-    check_replays(bound[0], x, wanted)
+        np.testing.assert_allclose(actual, expected * (work != "write"), rtol=0, atol=rounding)
+    check_replays(bound[0], x, expected)
 
 
-def check_replays(bound: BoundRun, x: np.ndarray, wanted: np.ndarray) -> None:
+def check_replays(bound: BoundRun, x: np.ndarray, expected: np.ndarray) -> None:
     for scale in (1, -1, 2):
         bound.inputs["x"].update_inplace(scale * x)
         bound.run()
-        np.testing.assert_array_equal(bound.outputs["y"].numpy(), scale * wanted)
+        np.testing.assert_array_equal(bound.outputs["y"].numpy(), scale * expected)
 
 
 def test_a_thread_goes_on_after_a_capture_that_failed(
@@ -113,7 +113,7 @@ def test_a_thread_goes_on_after_a_capture_that_failed(
     the device and back."""
     path, _ = convolution(tmp_path / "convolution.onnx")
     device, x = provider_named(provider).device, np.ones((1, 16, 16, CHANNELS), np.float16)
-    wanted = create_session(path, provider).run(None, {"x": x})[0]
+    expected = create_session(path, provider).run(None, {"x": x})[0]
     graph_session = create_session(path, provider, SessionOptions(capture=True))
 
     def work() -> np.ndarray:
@@ -122,7 +122,7 @@ def test_a_thread_goes_on_after_a_capture_that_failed(
         monkeypatch.delenv("SD_ORT_SIMULATED_LOST")
         return create_session(path, provider).run(None, {"x": x})[0]
 
-    with stopped(work, tmp_path, monkeypatch) as made:
+    with stopped(work, tmp_path, monkeypatch) as outputs:
         monkeypatch.setenv("SD_ORT_SIMULATED_LOST", "1")
-    np.testing.assert_array_equal(made[0], wanted)
-    check_replays(BoundRun(graph_session, {"x": x}, device, graph_id=0), x, wanted)
+    np.testing.assert_array_equal(outputs[0], expected)
+    check_replays(BoundRun(graph_session, {"x": x}, device, graph_id=0), x, expected)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx import NodeProto, TensorProto, helper
-from provider_sessions import placed, session_of
+from provider_sessions import assigned_operators, session_of
 
 from fusion_passes import weight_recipes
 from fusion_passes.operators import function_bodies
@@ -44,7 +44,7 @@ def run_nodes(
     model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
     function_bodies.attach(model, [node for node in model.graph if node.domain == "sd_ort"])
     session = session_of(ir.to_proto(model).SerializeToString(), provider)
-    assert sum(placed(session)["SdOrtSimulated"].values()) == len(nodes)
+    assert sum(assigned_operators(session)["SdOrtSimulated"].values()) == len(nodes)
     result: np.ndarray = session.run(None, inputs)[0]
     return result
 
@@ -123,15 +123,17 @@ def test_a_norm_writes_float8(dtype: str, provider: str) -> None:
     "recipe", [["transpose", [1, 0], "q"], ["interleave", 2, *(["transpose", [1, 0], each] for each in "qkv")]]
 )
 def test_weights_with_deltas_are_quantized_on_the_device(provider: str, recipe: Any, magnitude: float) -> None:
-    """Elements and scales of float8 weights are NumPy's bit for bit: of sums that are exact, at scales of any binade,
-    those that float16 has as subnormals too."""
+    """Elements and scales of float8 weights equal NumPy's bit for bit, for exact sums.
+
+    Scales are of any binade, including those that are subnormal in float16.
+    """
     random, dtype = np.random.default_rng(0), np.float32
     expression, table = ["quantize", ["float8", None], recipe], {"q": 0, "k": 1, "v": 2}
     names = [name for name in table if name in weight_recipes.sources(expression)]
     spec = update_graph.weight_update_spec(expression, (8, 6), np.dtype(dtype))
     assert spec is not None
     session = session_of(update_graph.build_weight_update(spec), provider)
-    assert set(placed(session)) == {"SdOrtSimulated"}
+    assert set(assigned_operators(session)) == {"SdOrtSimulated"}
     for _ in range(40 if magnitude else 1):
         feed: dict[str, np.ndarray] = {"factor": np.array(random.uniform(0.01, 3), np.float32)}
         tensors = {}
@@ -182,7 +184,7 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: p
     unet.load_lora_adapter(lora_path("night"), prefix="unet")
     manager.add("night", read_adapter(lora_path("night"), {}), "night")
     manager.apply(models, manager.deltas({"night": 1.0}))
-    with_lora, wanted = models["unet"](**inputs)["out_sample"].copy(), expected()
+    with_lora, reference = models["unet"](**inputs)["out_sample"].copy(), expected()
     assert models.in_place
     assert not models.overrides.weights.get("unet")
     updatable, table, session = models.overrides.updatable["unet"], manager.recipes["unet"], models["unet"]
@@ -205,8 +207,8 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: p
     name = next(name for name in half["unet"] if name.endswith("attn1.to_q.weight"))
     manager.apply(models, {"unet": (dense := {name: half["unet"][name].dense()})})  # no factors: the host computes it
     assert share_of_differences(dense) == 0
-    assert relative_l2_error(with_lora, wanted) < 1.5 * rounding
-    assert relative_l2_error(plain, wanted) > 2 * rounding
+    assert relative_l2_error(with_lora, reference) < 1.5 * rounding
+    assert relative_l2_error(plain, reference) > 2 * rounding
     manager.apply(models, {})
     assert share_of_differences({name: np.zeros_like(dense[name])}) == 0
     np.testing.assert_array_equal(models["unet"](**inputs)["out_sample"], plain)

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
-from provider_sessions import placed, session_of, small
+from provider_sessions import assigned_operators, session_of, single_node_model
 
 from sd_ort.benchmark import profile
 from sd_ort.cli import explain as explain_command
@@ -33,15 +33,15 @@ from sd_ort.runtime import providers
 )
 def test_wrong_options(provider: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(Exception, match=message):
-        session_of(small("Sigmoid"), provider, options)
+        session_of(single_node_model("Sigmoid"), provider, options)
 
 
 def test_unsupported_node_runs_on_the_cpu(provider: str) -> None:
     """Softmax over another axis than the last has no kernel; the result is right on the CPU."""
     x = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
     for axis, where in ((-1, "SdOrtSimulated"), (0, "CPUExecutionProvider")):
-        session = session_of(small("Softmax", axis=axis), provider)
-        assert placed(session)[where]["Softmax"] == 1
+        session = session_of(single_node_model("Softmax", axis=axis), provider)
+        assert assigned_operators(session)[where]["Softmax"] == 1
         weights = np.exp(x) / np.exp(x).sum(axis, keepdims=True)
         np.testing.assert_allclose(session.run(None, {"x": x})[0], weights, rtol=1e-6)
 
@@ -87,10 +87,10 @@ def test_explain_reports_unsupported_nodes(provider: str, tmp_path: Path) -> Non
     ran = CliRunner().invoke(explain_command.command, [str(tmp_path / "model.onnx"), "--provider", provider, "--json"])
     assert ran.exit_code == 0, ran.output
     (entry,) = json.loads(ran.output)["components"].values()
-    found = entry["placement"]
-    assert {node["op"]: node["reason"] for node in found["unassigned_nodes"]} == UNSUPPORTED_REASONS
-    assert {node["node"] for node in found["unassigned_nodes"] if node["op"] == "Resize"} == {"node_f"}
-    assert found["nodes"]["CPUExecutionProvider"] == len(UNSUPPORTED_REASONS)
+    placement = entry["placement"]
+    assert {node["op"]: node["reason"] for node in placement["unassigned_nodes"]} == UNSUPPORTED_REASONS
+    assert {node["node"] for node in placement["unassigned_nodes"] if node["op"] == "Resize"} == {"node_f"}
+    assert placement["nodes"]["CPUExecutionProvider"] == len(UNSUPPORTED_REASONS)
     text = CliRunner().invoke(explain_command.command, [str(tmp_path / "model.onnx"), "--provider", provider])
     assert "left: 1 Gemm: A is transposed (node_d2)" in text.output
 
@@ -123,9 +123,9 @@ def test_supported_forms_match_the_reasons(provider: str, tmp_path: Path) -> Non
     for node in graph.graph.node:
         node.name = node.output[0]
     onnx.save(graph, tmp_path / "model.onnx")
-    left = assign_nodes([tmp_path / "model.onnx"], provider)["unassigned_nodes"]
+    unassigned = assign_nodes([tmp_path / "model.onnx"], provider)["unassigned_nodes"]
     reasons = dict(zip(FORMS, [""] * len(FORMS), strict=True)) | {
-        list(FORMS)[int(node["node"].removeprefix("y"))]: node["reason"] for node in left
+        list(FORMS)[int(node["node"].removeprefix("y"))]: node["reason"] for node in unassigned
     }
     assert reasons == FORMS
     random = np.random.default_rng(0)
@@ -133,13 +133,13 @@ def test_supported_forms_match_the_reasons(provider: str, tmp_path: Path) -> Non
         value.name: random.normal(size=[size.dim_value or 3 for size in value.type.tensor_type.shape.dim]).astype("f4")
         for value in graph.graph.input
     } | {"axes": np.array([0, 2])}
-    wanted = ort.InferenceSession(graph.SerializeToString()).run(None, fed)
-    for got, right in zip(session_of(tmp_path / "model.onnx", provider).run(None, fed), wanted, strict=True):
-        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+    expected = ort.InferenceSession(graph.SerializeToString()).run(None, fed)
+    for actual, right in zip(session_of(tmp_path / "model.onnx", provider).run(None, fed), expected, strict=True):
+        np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-5)
 
 
 def test_explain_takes_our_providers(provider: str, tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(small("Neg"))
+    (tmp_path / "model.onnx").write_bytes(single_node_model("Neg"))
     ran = CliRunner().invoke(explain_command.command, [str(tmp_path / "model.onnx"), "--provider", "cpu"])
     assert (
         str(ran.exception) == "cpu does not say why it leaves a node: give hip, sdcuda, rocm, or plugin:PATH of ours."
@@ -148,7 +148,7 @@ def test_explain_takes_our_providers(provider: str, tmp_path: Path) -> None:
 
 def test_time_of_the_device_in_onnxruntimes_profile(provider: str, tmp_path: Path) -> None:
     """An event a node and run, with which `benchmark --profile` replaces the time to launch it."""
-    session = session_of(small("Sigmoid"), provider, profile=tmp_path / "profile")
+    session = session_of(single_node_model("Sigmoid"), provider, profile=tmp_path / "profile")
     for count in (1, 50_000):
         session.run(None, {"x": np.zeros((2, count), np.float32)})
     trace = json.loads(Path(session.end_profiling()).read_text())
@@ -167,17 +167,17 @@ def test_time_of_the_device_in_onnxruntimes_profile(provider: str, tmp_path: Pat
 def test_a_device_that_disappears(provider: str, graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and new sessions say so; what is left of the old ones closes."""
     x = np.ones((2, 3), np.float32)
-    session = session_of(small("Neg"), provider, {"graph": graph})
+    session = session_of(single_node_model("Neg"), provider, {"graph": graph})
     session.run(None, {"x": x})
     monkeypatch.setenv("SD_ORT_SIMULATED_LOST", "1")
     for _ in range(2):
         with pytest.raises(Exception, match="the device cannot be used: the device is gone"):
             session.run(None, {"x": x})
     with pytest.raises(Exception, match="the device cannot be used: the device is gone"):
-        session_of(small("Neg"), provider)
+        session_of(single_node_model("Neg"), provider)
     del session
     monkeypatch.delenv("SD_ORT_SIMULATED_LOST")
-    np.testing.assert_array_equal(session_of(small("Neg"), provider).run(None, {"x": x})[0], -x)
+    np.testing.assert_array_equal(session_of(single_node_model("Neg"), provider).run(None, {"x": x})[0], -x)
 
 
 def test_missing_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +194,8 @@ def test_a_missing_blas_library_is_named(
     """The provider runs without it, at a fraction of the speed: that is said, once."""
     providers.warn_of_missing_library(Path(provider.removeprefix("plugin:")))
     assert caplog.messages == []  # the host's products need none
-    asked = type("Library", (), {"sd_ort_missing_library": staticmethod(lambda: b"libhipblaslt.so.1")})
-    monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: asked)
+    library = type("Library", (), {"sd_ort_missing_library": staticmethod(lambda: b"libhipblaslt.so.1")})
+    monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: library)
     for _ in range(2):
         providers.warn_of_missing_library(Path("libsd_ort_ep_hip.so"))
     assert [message.partition(": ")[0] for message in caplog.messages] == [

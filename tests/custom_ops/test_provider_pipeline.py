@@ -80,8 +80,10 @@ def convolution(path: Path, filters: np.ndarray) -> Path:
 def convolved(x: np.ndarray, filters: np.ndarray) -> np.ndarray:
     x = np.pad(x.astype(np.float32), ((0, 0), (1, 1), (1, 1), (0, 0)))
     windows = np.stack([x[:, i : i + 16, j : j + 16] for i in range(3) for j in range(3)], 3)
-    made: np.ndarray = np.tensordot(windows, filters.astype(np.float32).reshape(len(filters), 9, -1), ((3, 4), (1, 2)))
-    return made
+    output: np.ndarray = np.tensordot(
+        windows, filters.astype(np.float32).reshape(len(filters), 9, -1), ((3, 4), (1, 2))
+    )
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +106,19 @@ def test_filters_are_transformed_where_that_pays(
 ) -> None:
     """At the first call, captured later or not, with rounded filters; where memory is limited as they are."""
     x, filters = wide
-    path, wanted = convolution(tmp_path / "wide.onnx", filters), convolved(x, filters)
+    path, expected = convolution(tmp_path / "wide.onnx", filters), convolved(x, filters)
     plain = create_session(path, untuned, SessionOptions(provider_options={"memory_limit": str(1 << 30)})).run(
         None, {"x": x}
     )[0]
-    made = create_session(path, untuned).run(None, {"x": x})[0]
-    assert np.abs(plain - wanted).max() < 2e-3
-    assert np.abs(made - wanted).max() < 4e-3
-    assert (made != plain).mean() > 0.1
+    winograd = create_session(path, untuned).run(None, {"x": x})[0]
+    assert np.abs(plain - expected).max() < 2e-3
+    assert np.abs(winograd - expected).max() < 4e-3
+    assert (winograd != plain).mean() > 0.1
     captured = GpuGraphModel(
         create_session(path, untuned, SessionOptions(capture=True)), provider_named(untuned).device
     )
     for _ in range(2):
-        np.testing.assert_array_equal(captured(x=x)["y"], made)
+        np.testing.assert_array_equal(captured(x=x)["y"], winograd)
 
 
 def test_filters_that_are_written_are_transformed_again(
@@ -140,9 +142,9 @@ def test_filters_that_are_written_are_transformed_again(
     for number in (1, 2):
         changed = np.roll(filters, number, axis=(0, 1))
         updatable.update("filters", changed)
-        made = captured(x=x)["y"]
-        assert np.abs(made - convolved(x, changed)).max() < 4e-3
-        np.testing.assert_array_equal(second.run(None, {"x": x})[0], made)
+        output = captured(x=x)["y"]
+        assert np.abs(output - convolved(x, changed)).max() < 4e-3
+        np.testing.assert_array_equal(second.run(None, {"x": x})[0], output)
 
 
 def test_memory_outlives_the_values_that_a_session_was_given(
@@ -154,7 +156,7 @@ def test_memory_outlives_the_values_that_a_session_was_given(
     updatable = UpdatableWeights({"filters": 2 * filters}, device)
     owner = weakref.ref(updatable.values["filters"])
     session = create_session(path, provider, override=ModelOverride(updatable=updatable.shared))
-    wanted = session.run(None, {"x": x})[0]
+    expected = session.run(None, {"x": x})[0]
     binding = session.io_binding()
     del updatable, session
     gc.collect()
@@ -163,7 +165,7 @@ def test_memory_outlives_the_values_that_a_session_was_given(
     binding.bind_output("y")
     options = ort.RunOptions()
     binding._session.run_with_iobinding(binding._iobinding, options)
-    np.testing.assert_array_equal(binding.copy_outputs_to_cpu()[0], wanted)
+    np.testing.assert_array_equal(binding.copy_outputs_to_cpu()[0], expected)
     del binding
     gc.collect()
     assert owner() is None
@@ -203,11 +205,11 @@ def test_it_runs_every_node_of_qwen_images_vae(provider: str, tmp_path: Path, co
     sizes = {"vae_decoder": (2, 16, 6, 10), "vae_encoder": (2, 3, 12, 20)}[component]
     x = np.random.default_rng(0).normal(size=sizes).astype(np.float16)
     sessions = create_session(path, provider), create_session(source / component / MODEL, "cpu")
-    made, wanted = (
+    actual, expected = (
         session.run(None, {session.get_inputs()[0].name: x.astype(dtype)})[0].astype(np.float32)
         for session, dtype in zip(sessions, (np.float16, np.float32), strict=True)
     )
-    assert relative_l2_error(made, wanted) < 4e-3  # measured 1.3e-3; float16 rounds to 5e-4
+    assert relative_l2_error(actual, expected) < 4e-3  # measured 1.3e-3; float16 rounds to 5e-4
 
 
 def a_lora(*modules: str) -> dict[str, torch.Tensor]:
@@ -231,7 +233,7 @@ def test_pipeline_by_the_default_call(
     caplog: pytest.LogCaptureFixture,
     sd_ort: Cli,
 ) -> None:
-    """Captured and queued, nothing warned of, the CPU's picture; LoRAs change the prefetched weights under the open
+    """Captured and queued, nothing warned of, the CPU's image; LoRAs change the prefetched weights under the open
     session; what was tuned is kept and found again."""
     monkeypatch.setattr(weight_prefetch, "MIN_FILE", 0)
     monkeypatch.setattr(weight_prefetch, "MIN_TENSOR", 0)
@@ -260,15 +262,15 @@ def test_pipeline_by_the_default_call(
         "down_blocks.0.resnets.0.time_emb_proj",  # read once a schedule
         "mid_block.attentions.0.transformer_blocks.0.attn1.to_q",
     )
-    drawn, session = [], pipeline.unet.session
+    images, session = [], pipeline.unet.session
     for strength in (1.0, -2.0):
         for each in (pipeline, again):
             each.unload_lora_weights()
             each.load_lora_weights(lora, "a")
             each.set_adapters("a", strength)
-            drawn.append(np.asarray(each("a cat", **arguments).images[0]).astype(int))
-        assert np.abs(drawn[-1] - drawn[-2]).max() <= 1
-    assert np.abs(drawn[-1] - drawn[0]).max() > 10
+            images.append(np.asarray(each("a cat", **arguments).images[0]).astype(int))
+        assert np.abs(images[-1] - images[-2]).max() <= 1
+    assert np.abs(images[-1] - images[0]).max() > 10
     assert pipeline.models.overrides.updatable["unet"].changed
     assert pipeline.models["unet"].session is session
 
@@ -276,8 +278,8 @@ def test_pipeline_by_the_default_call(
         "tune", tmp_path / "ours", "--provider", by_name, "--component", "vae_decoder", "--height", 64
     )
     assert code == 0, err
-    found = tuning.read(Path(out.splitlines()[-1]))["operators"]
-    assert {"NhwcConv", "SkipGroupNorm"} <= found.keys()  # every norm of it adds a bias first
+    operators = tuning.read(Path(out.splitlines()[-1]))["operators"]
+    assert {"NhwcConv", "SkipGroupNorm"} <= operators.keys()  # every norm of it adds a bias first
     caplog.set_level("INFO", "sd_ort")
     create_session(tmp_path / "ours" / "vae_decoder" / MODEL, by_name)
     assert "tuning results of" in caplog.text
@@ -317,7 +319,7 @@ def transformer_folder(tmp_path: Path) -> Path:
 def test_transformer_steps_are_captured(by_name: str, transformer_folder: Path) -> None:
     """Calls of other sizes and batches, in turn too, compute what the whole graph does; what steps share is copied at
     the first one."""
-    whole = ort.InferenceSession(str(transformer_folder.parent / "raw" / "whole.onnx"))
+    reference = ort.InferenceSession(str(transformer_folder.parent / "raw" / "whole.onnx"))
     models, random = Components(transformer_folder, by_name), np.random.default_rng(1)
     timesteps = np.array([0.9, 0.5, 0.2], np.float32)
     texts = [random.normal(0, 1, shape).astype(np.float32) for shape in ((2, 3, 16), (2, 3, 16), (1, 5, 16))]
@@ -328,7 +330,7 @@ def test_transformer_steps_are_captured(by_name: str, transformer_folder: Path) 
             latents = random.normal(0, 1, (len(text), size, 16)).astype(np.float32)
             inputs = {"hidden_states": latents, "encoder_hidden_states": text, "timestep": timesteps[i : i + 1]}
             (prediction,) = job(i, latents)
-            np.testing.assert_allclose(prediction, whole.run(None, inputs)[0], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(prediction, reference.run(None, inputs)[0], rtol=1e-5, atol=1e-6)
     model = models["transformer"]
     assert isinstance(model, GpuGraphModel)
     assert len(model.runs) == 3
@@ -430,8 +432,8 @@ def test_two_devices(provider: str, small_export: Path) -> None:
     command = [sys.executable, "-c", TWO_DEVICES, str(small_export), provider]
     environment = os.environ | {"SD_ORT_SIMULATED_DEVICES": "2"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    drawn, error = result.stdout.splitlines()
-    difference, is_image = drawn.split()
+    summary, error = result.stdout.splitlines()
+    difference, is_image = summary.split()
     assert int(difference) <= 1
     assert is_image == "True"
     assert error == "GPU 2 is not there: this machine shows 2 GPUs, counted from 0."

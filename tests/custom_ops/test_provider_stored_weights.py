@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from cli_type import Cli
 from onnx import TensorProto, helper, numpy_helper
-from provider_sessions import placed, session_of
+from provider_sessions import assigned_operators, session_of
 from stored_values import dequantize, stored_parts
 
 from fusion_passes import weight_recipes
@@ -50,7 +50,7 @@ def test_values(name: str, symmetric: bool, dtype: str, provider: str) -> None:
     graph = helper.make_graph(nodes, "stored", [], outputs, constants)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     session = session_of(proto.SerializeToString(), provider)
-    assert placed(session)["SdOrtSimulated"]["DequantizeLinear"] == len(LAYOUTS)
+    assert assigned_operators(session)["SdOrtSimulated"]["DequantizeLinear"] == len(LAYOUTS)
     for value, exact in zip(session.run(None, {}), expected, strict=True):
         np.testing.assert_array_equal(value, exact.astype(np.float32))
 

@@ -48,12 +48,12 @@ def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weig
     path = saved(tmp_path, weights, "Identity (scaled)")
     opened = create_session(path, provider)
     assert opened.shared.keys() == {"product", "bias"}
-    wanted = (X @ weights["product"] + weights["bias"]) * weights["scale"]
+    expected = (X @ weights["product"] + weights["bias"]) * weights["scale"]
     captured = GpuGraphModel(
         create_session(path, provider, SessionOptions(capture=True)), provider_named(provider).device
     )
     for model in (OrtModel(opened), captured, captured):
-        np.testing.assert_allclose(model(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(model(x=X, wanted=True)["y"], expected, rtol=1e-4, atol=1e-3)
     plain = create_session(path, provider, SessionOptions(provider_options={"memory_limit": str(1 << 30)}))
     assert plain.shared == {}
     np.testing.assert_array_equal(OrtModel(plain)(x=X, wanted=True)["y"], OrtModel(opened)(x=X, wanted=True)["y"])
@@ -89,8 +89,8 @@ def test_weights_read_by_the_host_stay_with_onnx_runtime(
     assert "reads 'bias' on the host" in caplog.text
     assert capfd.readouterr().err == ""
     scaled = (X @ weights["product"] + weights["bias"]) * weights["scale"]
-    wanted = np.where(scaled > 0, scaled, weights["bias"] * scaled)
-    np.testing.assert_allclose(OrtModel(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
+    expected = np.where(scaled > 0, scaled, weights["bias"] * scaled)
+    np.testing.assert_allclose(OrtModel(opened)(x=X, wanted=True)["y"], expected, rtol=1e-4, atol=1e-3)
 
 
 def test_weights_that_onnx_runtime_does_not_take(
@@ -106,8 +106,8 @@ def test_weights_that_onnx_runtime_does_not_take(
     opened = create_session(saved(tmp_path, weights, "Identity (scaled)"), provider)
     assert opened.shared == {}
     assert "ONNX Runtime copied weight 'product'" in caplog.text
-    wanted = (X @ weights["product"] + weights["bias"]) * weights["scale"]
-    np.testing.assert_allclose(OrtModel(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
+    expected = (X @ weights["product"] + weights["bias"]) * weights["scale"]
+    np.testing.assert_allclose(OrtModel(opened)(x=X, wanted=True)["y"], expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_file_that_changes_meanwhile(provider: str, tmp_path: Path, weights: dict[str, np.ndarray]) -> None:

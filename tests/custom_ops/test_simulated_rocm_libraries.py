@@ -85,7 +85,7 @@ def test_forms_of_products(simulation: ProcessPoolExecutor, options: dict[str, A
     ("gfx1201", "float8", "float8_fnuz"), ("gfx942", "float8_fnuz", "float8"),
 ])  # fmt: skip
 def test_products_of_float8(libraries: Path, target: str, dtype: str, other: str) -> None:
-    """With a scale, bias and GELU, as QuantizedLinear asks for them; each GPU takes its own kind of float8 alone."""
+    """Float8 products: scale, bias and GELU, as in QuantizedLinear; each GPU supports only its own float8 format."""
     options = {"out": "bfloat16", "operations": (rocm_client.OP_T, rocm_client.OP_N), "scale": 0.37, "bias": True}
     with simulated(libraries, target) as pool:
         errors = pool.submit(rocm_client.product, 1.0, dtype=dtype, gelu=True, **options).result()

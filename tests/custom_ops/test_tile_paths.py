@@ -43,7 +43,7 @@ def has_flag(path: str) -> bool:
     ],
 )
 def test_int8_is_exact_on_each_path(folder: str, source: str, path: str, tmp_path: Path) -> None:
-    """Sums times 1 plus 0 are the integers that NumPy computes: nothing is rounded below 2^24."""
+    """Sums with scale 1 and zero point 0 equal NumPy's integers: float32 is exact below 2^24."""
     if not has_flag(path):
         pytest.skip(f"this processor has no {NEEDS[path]}")
     library = tmp_path / "paths.so"
@@ -72,8 +72,8 @@ def test_int8_is_exact_on_each_path(folder: str, source: str, path: str, tmp_pat
         shape = operator.output_shapes(case)["Y"]
         expected = operator.reference(inputs, case.attributes)["Y"]
         assert np.abs(expected).max() < 2**24
-        got = np.full(shape, np.nan, np.float32)
-        arrays = {**inputs, "Y": got}
+        actual = np.full(shape, np.nan, np.float32)
+        arrays = {**inputs, "Y": actual}
         call = operator.params(case, "float32", {name: array.ctypes.data for name, array in arrays.items()})
         weight = inputs["W"]
         columns, depth, *edges = weight.shape
@@ -81,7 +81,7 @@ def test_int8_is_exact_on_each_path(folder: str, source: str, path: str, tmp_pat
             ctypes.byref(call), ctypes.c_void_p(weight.ctypes.data), ctypes.c_int64(depth),
             ctypes.c_int64(int(np.prod(edges))), ctypes.c_int64(columns), False,
         )  # fmt: skip
-        np.testing.assert_array_equal(got, expected, err_msg=case.name)
+        np.testing.assert_array_equal(actual, expected, err_msg=case.name)
 
 
 def _linear(rows: int, inner: int, columns: int) -> OperatorCase:

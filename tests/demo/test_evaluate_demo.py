@@ -23,7 +23,7 @@ def test_worse_images_fail_the_fidelity_bounds() -> None:
     assert (same["passed"], same["lost_points"], same["psnr_db"]["min"]) == (True, 0, metrics.EQUAL_DB)
 
     one_wrong = right.copy()
-    one_wrong[3] = 255 - one_wrong[3]  # 5 points of fidelity, while the median picture is as before
+    one_wrong[3] = 255 - one_wrong[3]  # 5 points of fidelity, while the median image is as before
     entry = evaluate_demo.row("fused fp16", prompts, one_wrong, reference)
     assert (entry["passed"], entry["right"], entry["lost_points"]) == (False, 19, pytest.approx(5))
     assert entry["failures"][0]["prompt"] == prompts[3]

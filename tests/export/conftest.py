@@ -43,9 +43,9 @@ def checkpoint(mini_presets, tmp_path_factory):
 @pytest.fixture(scope="module")
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Return an export of the module's FAMILY, its transformer of opset 20, and diffusers' pipeline."""
-    made = Models(tmp_path_factory.mktemp(request.module.FAMILY))
-    made.export(request.module.FAMILY)
-    return made
+    exported = Models(tmp_path_factory.mktemp(request.module.FAMILY))
+    exported.export(request.module.FAMILY)
+    return exported
 
 
 @pytest.fixture(scope="module")

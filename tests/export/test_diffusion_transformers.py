@@ -284,8 +284,8 @@ def test_hoisted_folder(folder, exported, preset):
     assert nodes.keys() == {"transformer_prompt", "transformer_time", "transformer"}
     parts = {name: load(out / name / "model.onnx").graph for name in nodes}
     weights = {name: sum(v.const_value.nbytes for v in part.initializers.values()) for name, part in parts.items()}
-    whole = load(folder(preset) / "transformer" / "model.onnx").graph.initializers
-    assert weights["transformer"] < 0.9 * sum(value.const_value.nbytes for value in whole.values())
+    initializers = load(folder(preset) / "transformer" / "model.onnx").graph.initializers
+    assert weights["transformer"] < 0.9 * sum(value.const_value.nbytes for value in initializers.values())
     assert {value.name for value in parts["transformer"].inputs}.isdisjoint({"timestep", "encoder_hidden_states"})
     assert list(explain(out, ["transformer"])["components"]) == ["transformer"]
     result = verify(source, out, components=["transformer"])
@@ -411,7 +411,7 @@ def test_schedule(preset, steps):
 
 
 def test_scheduler_is_one_object(folder):
-    """As in diffusers: it is the caller's, what `set_shift` sets is used, and another pipeline shares it."""
+    """The scheduler is the caller's object, settings of `set_shift` are used, and another pipeline shares it."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     pipeline = sd_ort_package.StableDiffusion3Pipeline.from_pretrained(folder(SD3), "cpu")

@@ -27,7 +27,7 @@ from sd_ort.export import exporter
 
 @pytest.fixture(autouse=True)
 def new_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is copied from an earlier export."""
+    """Disable the copying of earlier exports."""
     monkeypatch.setattr(exporter, "export_component", inspect.unwrap(exporter.export_component))
 
 

@@ -81,10 +81,10 @@ def test_the_text_encoder_equals_transformers() -> None:
     with torch.no_grad():
         outputs = model(input_ids=ids, attention_mask=mask.bool(), position_ids=positions, output_hidden_states=True)
         states = torch.stack([outputs.hidden_states[layer] for layer in (2, 5)], dim=2)
-        moved, kept = ids.clone(), torch.arange(11)[None] < torch.tensor([[11], [7]])
+        moved, visible = ids.clone(), torch.arange(11)[None] < torch.tensor([[11], [7]])
         moved[1, :7] = ids[1][mask[1] == 1]
-        actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(moved, kept.long())
-    assert nmse(actual[kept], states[mask == 1]) <= 1e-12
+        actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(moved, visible.long())
+    assert nmse(actual[visible], states[mask == 1]) <= 1e-12
 
 
 class TimeInFloat32(torch.nn.Module):
@@ -101,7 +101,7 @@ class TimeInFloat32(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own exporter
 def test_diffusers_still_needs_the_modules() -> None:
-    """If a line fails, exporters write that class as it is needed: remove what replaces it from krea2_modules.py."""
+    """If a line fails, exporters support that class: remove its replacement from krea2_modules.py."""
     model, encoder = built(FAMILY, "transformer"), built(FAMILY, "text_encoder")
     norm = next(module for module in model.modules() if isinstance(module, Krea2RMSNorm))
     weight = norm.weight.detach()

@@ -81,8 +81,8 @@ def test_the_text_encoder_equals_transformers() -> None:
     with torch.no_grad():
         expected = built(FAMILY, "text_encoder")(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         actual = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)(ids, mask)
-    kept = mask.bool()
-    assert nmse(actual[kept], expected.hidden_states[-1][kept]) <= 1e-12
+    visible = mask.bool()
+    assert nmse(actual[visible], expected.hidden_states[-1][visible]) <= 1e-12
 
 
 def test_the_vae_equals_diffusers() -> None:
@@ -252,7 +252,7 @@ MAG = {"threshold": 0.3, "num_inference_steps": 12, "mag_ratios": [1.1, 0.9, 1.0
     (TaylorSeerCacheConfig(taylor_factors_dtype=torch.float32), "transformer_blocks.1.attn.to_q"),
 ], ids=["first-block", "mag", "taylor"])  # fmt: skip
 def test_caches(models: Models, hoisted: QwenImagePipeline, config: Any, module: str) -> None:
-    """As many full steps as diffusers' hook, of the prompt and of the negative prompt, and the same image."""
+    """The numbers of full steps of both prompts and the image equal those of diffusers' hook."""
     call = {**CALL, "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
     check_cache(models.theirs(FAMILY, KIND), hoisted, config, module, call)
 

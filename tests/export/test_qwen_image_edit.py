@@ -19,7 +19,7 @@ from transformer_families import built, check_cache, nmse
 
 from scripts.fixtures import parity_pairs
 from scripts.fixtures.parity_models import Models, qwen_processor
-from scripts.fixtures.parity_pairs import Pair, picture
+from scripts.fixtures.parity_pairs import Pair, sample_image
 from sd_ort import QwenImageEditPipeline, transformer_pipeline
 from sd_ort.checkpoints.checkpoint import build_model, select_components
 from sd_ort.checkpoints.diffusers_folder import open_folder
@@ -69,7 +69,7 @@ def test_transformers_still_needs_the_vision_module() -> None:
 @pytest.mark.parametrize("size", [(112, 224), (140, 308), (56, 84)], ids=["whole windows", "cut windows", "one window"])
 def test_the_vision_tower_equals_transformers(processor: VisionProcessor, size: tuple[int, int]) -> None:
     """Windows as a batch, also with empty places; attention of the whole image in the last block."""
-    inputs, places, (rows, columns) = processor.inputs(picture(*size))
+    inputs, places, (rows, columns) = processor.inputs(sample_image(*size))
     patches = np.take(inputs["pixel_values"].reshape(-1, inputs["pixel_values"].shape[-1]), inputs["patch_ids"], 0)
     grid = torch.tensor([[1, 2 * rows, 2 * columns]])
     model = built(FAMILY, "text_encoder").model.visual
@@ -85,7 +85,7 @@ def test_images_in_prompts_equal_transformers(
     models: Models, tokenizer: VisionTokenizer, processor: VisionProcessor
 ) -> None:
     """Pixels, token ids, positions and hidden states of two prompts about two images."""
-    images, prompts = [picture(150, 90), picture(64, 64, 40)], ["a", "a red circle"]
+    images, prompts = [sample_image(150, 90), sample_image(64, 64, 40)], ["a", "a red circle"]
     before = "".join(f"Picture {number}: {transformer_qwen_edit.IMAGE}" for number in (1, 2))
     chats = [TEMPLATE.replace("{}", before + prompt) for prompt in prompts]
     theirs = qwen_processor(models.theirs(FAMILY, KIND).tokenizer, QWEN_PREPROCESSOR)
@@ -102,15 +102,15 @@ def test_images_in_prompts_equal_transformers(
         expected["input_ids"], expected["mm_token_type_ids"], expected["image_grid_thw"],
         attention_mask=expected["attention_mask"],
     )[0]  # fmt: skip
-    kept = expected["attention_mask"].bool()
-    np.testing.assert_array_equal(inputs["position_ids"][kept], positions.permute(1, 2, 0)[kept])
+    visible = expected["attention_mask"].bool()
+    np.testing.assert_array_equal(inputs["position_ids"][visible], positions.permute(1, 2, 0)[visible])
     with torch.no_grad():
         states = model(**expected, output_hidden_states=True).hidden_states[-1]
         vision = wrap("vision_encoder", built(FAMILY, "text_encoder"), False, False)
         embeds = [vision(*map(torch.from_numpy, each.values()))[torch.from_numpy(places)] for each, places, _ in seen]
         encoder = wrap("text_encoder", built(FAMILY, "text_encoder"), False, False)
         actual = encoder(*map(torch.from_numpy, inputs.values()), torch.cat(embeds))
-    assert nmse(actual[kept], states[kept]) <= 1e-11
+    assert nmse(actual[visible], states[visible]) <= 1e-11
 
 
 @pytest.mark.parametrize("modulates_references", [True, False])
@@ -119,9 +119,9 @@ def test_the_transformer_equals_diffusers(modulates_references: bool) -> None:
     config = PRESETS["qwen-image-edit-2511-tiny"].models["transformer"] | {"zero_cond_t": modulates_references}
 
     def model() -> Any:
-        made: Any = build_model(config["_class_name"], config)
-        fill_random(made, 1)
-        return made.eval()
+        module: Any = build_model(config["_class_name"], config)
+        fill_random(module, 1)
+        return module.eval()
 
     generator, sizes = torch.Generator().manual_seed(0), ((5, 7), (4, 6), (9, 3))
     latents = torch.randn(2, sum(rows * columns for rows, columns in sizes), 64, generator=generator)
@@ -175,7 +175,7 @@ CALL: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np", "height":
 
 def test_image_and_positions_count(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another image, or positions as in a text, change the image: the pairs see both."""
-    pipeline, image = models.ours(FAMILY, KIND), picture(90, 150)
+    pipeline, image = models.ours(FAMILY, KIND), sample_image(90, 150)
     first = pipeline(image, "a red circle", **CALL).images
     assert psnr(pipeline(image.transpose(Image.Transpose.ROTATE_180), "a red circle", **CALL).images, first) < 70
 
@@ -189,8 +189,8 @@ def test_image_and_positions_count(models: Models, monkeypatch: pytest.MonkeyPat
 
 
 def test_first_block_cache(models: Models, hoisted: QwenImageEditPipeline) -> None:
-    """As many full steps as diffusers' FirstBlockCache has, which is the first of each prompt, and the same image."""
-    call = CALL | {"image": picture(90, 150), "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
+    """The numbers of full steps and the image equal those of diffusers' FirstBlockCache."""
+    call = CALL | {"image": sample_image(90, 150), "prompt": "a", "negative_prompt": "b c", "num_inference_steps": 12}
     del call["generator"]
     config = FirstBlockCacheConfig(threshold=0.3)
     check_cache(models.theirs(FAMILY, KIND), hoisted, config, "transformer_blocks.1.img_mod", call, fewest=2)
@@ -199,24 +199,24 @@ def test_first_block_cache(models: Models, hoisted: QwenImageEditPipeline) -> No
 def test_several_prompts(models: Models) -> None:
     """Prompts of other lengths about one image, which diffusers refuses: each image as by itself."""
     pipeline, prompts = models.ours(FAMILY, PLUS), ["a", "a red circle"]
-    call = CALL | {"image": picture(90, 150), "negative_prompt": " "}
-    together = pipeline(prompt=prompts, **call | {"generator": [3, 4]}).images
+    call = CALL | {"image": sample_image(90, 150), "negative_prompt": " "}
+    images = pipeline(prompt=prompts, **call | {"generator": [3, 4]}).images
     for number, prompt in enumerate(prompts):
         alone = pipeline(prompt=prompt, **call | {"generator": 3 + number}).images[0]
-        assert psnr(together[number], alone) > 80
+        assert psnr(images[number], alone) > 80
 
 
 def test_generate_command(models: Models, sd_ort: Any, tmp_path: Path) -> None:
-    picture(90, 150).save(tmp_path / "start.png")
+    sample_image(90, 150).save(tmp_path / "start.png")
     options = ["--height", "32", "--width", "48", "--provider", "cpu", "--seed", "3", "--steps", "2"]
     options += ["--model", str(models.export(FAMILY)), "--negative", "blurry", "--guidance", "3"]
     image = ["--image", tmp_path / "start.png"]
     assert sd_ort("generate", "a square", *options, *image, "--out", tmp_path / "image.png")[0] == 0
     call = {name: value for name, value in CALL.items() if name != "output_type"}
     more = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
-    expected = models.ours(FAMILY, PLUS)(picture(90, 150), "a square", **call, **more).images[0]
-    with Image.open(tmp_path / "image.png") as drawn:
-        assert np.array_equal(np.asarray(drawn), np.asarray(expected))
+    expected = models.ours(FAMILY, PLUS)(sample_image(90, 150), "a square", **call, **more).images[0]
+    with Image.open(tmp_path / "image.png") as written:
+        assert np.array_equal(np.asarray(written), np.asarray(expected))
     code, _, error = sd_ort("generate", "a square", *options, "--out", tmp_path / "none.png")
     assert code != 0
     assert "changes images: give image" in error.splitlines()[-1]
@@ -230,7 +230,10 @@ def test_generate_command(models: Models, sd_ort: Any, tmp_path: Path) -> None:
     [
         ({"image": None}, "changes images: give image, a PIL image"),
         ({"image": np.zeros((64, 64, 3))}, "give image, a PIL image"),
-        ({"image": [picture(), picture()]}, "2 images were given: give at most 1 or QwenImageEditPlusPipeline"),
+        (
+            {"image": [sample_image(), sample_image()]},
+            "2 images were given: give at most 1 or QwenImageEditPlusPipeline",
+        ),
         ({"image": Image.new("I;16", (64, 64))}, "the mode I;16: convert it to RGB"),
         ({"image": Image.new("RGB", (1, 300))}, "image 1 x 300 is too long: at most 200 to 1"),
         ({"image": Image.new("RGB", (0, 3))}, "image 0 x 3 is too long"),
@@ -242,13 +245,13 @@ def test_generate_command(models: Models, sd_ort: Any, tmp_path: Path) -> None:
 )
 def test_arguments_are_rejected_by_name(models: Models, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        models.ours(FAMILY, KIND)(**{"prompt": "a", "image": picture(), **CALL, **arguments})
+        models.ours(FAMILY, KIND)(**{"prompt": "a", "image": sample_image(), **CALL, **arguments})
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "1", "CMYK"])
 def test_modes(models: Models, mode: str) -> None:
     """Images of 8 bits are read as their RGB forms, also those for which diffusers fails."""
-    image = picture(90, 150).convert(mode)
+    image = sample_image(90, 150).convert(mode)
     images = [models.ours(FAMILY, KIND)(each, "a", **CALL).images for each in (image, image.convert("RGB"))]
     np.testing.assert_array_equal(*images)
 

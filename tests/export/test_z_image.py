@@ -235,9 +235,9 @@ def test_text_encoders_of_both_classes(models: Models, tmp_path: Path, cls: str)
     encoder = pipeline.text_encoder
     pipeline.save_pretrained(tmp_path)
     if cls == "Qwen3ForCausalLM":
-        whole = diffusers.DiffusionPipeline, build_model(cls, {**encoder.config.to_dict(), "architectures": [cls]})
-        whole[1].model.load_state_dict(encoder.state_dict())
-        whole[1].save_pretrained(tmp_path / "text_encoder")
+        with_head = diffusers.DiffusionPipeline, build_model(cls, {**encoder.config.to_dict(), "architectures": [cls]})
+        with_head[1].model.load_state_dict(encoder.state_dict())
+        with_head[1].save_pretrained(tmp_path / "text_encoder")
     index = json.loads((tmp_path / "model_index.json").read_text())
     for named in (cls, "Qwen3Model"):
         index["text_encoder"][1] = named

@@ -34,8 +34,8 @@ def assert_canonical_is_equal(text: str, feeds: dict[str, np.ndarray] | None = N
     source = onnx.parser.parse_model(text)
     model = ir.from_proto(source)
     canonicalize(model)
-    for got, want in zip(run(ir.to_proto(model), feeds or FEEDS), run(source, feeds or FEEDS), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(run(ir.to_proto(model), feeds or FEEDS), run(source, feeds or FEEDS), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     return model
 
 

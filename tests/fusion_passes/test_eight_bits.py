@@ -127,9 +127,9 @@ REJECTED = [
     ("name", "body", "weights", "accepted", "reason"), REJECTED, ids=[each[0] for each in REJECTED]
 )
 def test_what_stays_in_its_precision(name: str, body: str, weights: str, accepted: int, reason: str) -> None:
-    found = find_layers(model_of(body, weights).graph, ALL)
-    assert len(found.accepted) == accepted
-    assert reason in "; ".join(rejection.reason for rejection in found.rejections)
+    layers = find_layers(model_of(body, weights).graph, ALL)
+    assert len(layers.accepted) == accepted
+    assert reason in "; ".join(rejection.reason for rejection in layers.rejections)
 
 
 def test_what_the_target_or_half_precision_excludes() -> None:
@@ -149,8 +149,8 @@ def test_a_graph_with_qdq_is_near_its_source(name: str, limit: float) -> None:
     )
     weight_recipes.init_recipes(model)
     before = ir.to_proto(model).SerializeToString()
-    found = find_layers(model.graph, ALL)
-    assert [layer.node.op_type for layer in found.accepted] == ["MatMul", "Gemm"]  # the convolution is the last one
+    layers = find_layers(model.graph, ALL)
+    assert [layer.node.op_type for layer in layers.accepted] == ["MatMul", "Gemm"]  # the convolution is the last one
     originals = {
         name: value.const_value.numpy() for name, value in model.graph.initializers.items() if value.const_value
     }
@@ -159,7 +159,7 @@ def test_a_graph_with_qdq_is_near_its_source(name: str, limit: float) -> None:
         "text": np.zeros((2, 3, 64), np.float32),
     }
     (expected,) = ort.InferenceSession(before, providers=["CPUExecutionProvider"]).run(None, feed)
-    insert_qdq(model.graph, found.accepted, FORMATS[name], {"f": 12.0})
+    insert_qdq(model.graph, layers.accepted, FORMATS[name], {"f": 12.0})
     counts = [node.op_type for node in model.graph]
     assert counts.count("QuantizeLinear") == 1
     assert counts.count("DequantizeLinear") == 3
@@ -171,8 +171,8 @@ def test_a_graph_with_qdq_is_near_its_source(name: str, limit: float) -> None:
             assert computed.tobytes() == value.const_value.numpy().tobytes(), each
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
-    (got,) = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feed)
-    error = relative_l2_error(got, expected)
+    (actual,) = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feed)
+    error = relative_l2_error(actual, expected)
     assert 1e-4 < error < limit
 
 
@@ -315,9 +315,9 @@ def test_linears_between_qdq_are_lowered(name: str, format_: str, per_channel: b
     random = np.random.default_rng(3)
     feed = {"x": random.standard_normal((2, 5, 64)), "skip": random.standard_normal((2, 5, 32))}
     feed = {key: value.astype(np.float32) for key, value in feed.items()}
-    found = find_layers(model.graph, quantized_linear.LINEARS)
-    assert len(found.accepted) == 1
-    insert_qdq(model.graph, found.accepted, FORMATS[format_], {"x": 3.0}, per_channel)
+    layers = find_layers(model.graph, quantized_linear.LINEARS)
+    assert len(layers.accepted) == 1
+    insert_qdq(model.graph, layers.accepted, FORMATS[format_], {"x": 3.0}, per_channel)
     expected = run_with_bodies(model, feed)
     outcome = quantized_linear.quantized_linear(model)
     assert outcome.counts == {"quantized_linear": 1}
@@ -409,7 +409,7 @@ def test_convolutions_between_qdq_are_lowered(body: str, weights: str, attribute
     ],
 )
 def test_other_convolutions_are_not_lowered(reason: str, attributes: str, weight: str) -> None:
-    """They are not taken for the CPU either, so that the graph has no QDQ around a layer in float32."""
+    """They are rejected for the CPU too, so that the graph has no QDQ around a float32 layer."""
     model = model_of(f"y = Conv {attributes} (sample, k)", f"float[48,64,{weight}] k", "float[N,64,H,W] sample")
     (conv,) = model.graph
     sample = conv.inputs[0]
@@ -467,7 +467,7 @@ def float8_feed() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("reshape", ["", "r = Reshape (a, row)  "])
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_producers_write_float8(name: str, reshape: str) -> None:
-    """The same numbers by one node less; a Reshape before the quantization follows it."""
+    """Equal outputs with one node less; a Reshape before the quantization moves behind it."""
     end = f"{reshape}q = {FLOAT8} ({'r' if reshape else 'a'}, s)  y = DequantizeLinear (q, s)"
     model = float8_model(PRODUCERS[name], end)
     expected = run_with_bodies(model, float8_feed())

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from recompute_weights import rebuilt, rebuilt_for_every_target, tensors
+from recompute_weights import check_recipes_of_targets, checked_recipes, init_tensors
 
 from fusion_passes import weight_recipes
 from fusion_passes.canonicalize import canonicalize
@@ -263,15 +263,15 @@ def test_every_family_is_rebuilt_for_every_target() -> None:
 @pytest.mark.parametrize("name", COUNTED_HERE)
 def test_counts(name: str) -> None:
     model = ir.from_proto(graph_fixtures.load(name))
-    checkpoint = tensors(model)
+    checkpoint = init_tensors(model)
     canonicalized = canonicalize(model)
     canonical = model.clone() if name in FOR_EVERY_TARGET.values() else None
     fused = run_fusions(model)
     if canonical is not None:
-        rebuilt_for_every_target(name, canonical, model, checkpoint)
+        check_recipes_of_targets(name, canonical, model, checkpoint)
     done = canonicalized, fused, run_all(model, NHWC.lowering_passes)
     assert_counts(name, model.graph, totals(*done))
-    assert rebuilt([model], checkpoint) > 50
+    assert checked_recipes([model], checkpoint) > 50
 
 
 @pytest.mark.parametrize(("name", "target", "dtype"), CHECKED, ids=lambda x: x.name if isinstance(x, Target) else x)
@@ -282,7 +282,7 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     if name in COUNTED_BELOW and (target, dtype) == (NHWC, "float32"):
         assert_counts(name, model.graph, entry["rewrite_counts"])
     weight_recipes.init_recipes(model, weight_recipes.load(entry["weight_recipes"]))
-    assert rebuilt([model], tensors(ir.load(source / component / pipeline_folder.MODEL))) > 50
+    assert checked_recipes([model], init_tensors(ir.load(source / component / pipeline_folder.MODEL))) > 50
     result = verify(source, out, library=False, sizes=SIZES)
     limits = {row["tolerance"] for row in result["rows"]}
     assert (
@@ -327,12 +327,12 @@ def test_distilled_model_matches_diffusers(tmp_path: Path, monkeypatch: pytest.M
     theirs = accelerate(torch_pipeline("lcm", True), tmp_path / "out", provider="cpu")
     for scale in (1.0, 6.0):
         seed = [torch.Generator().manual_seed(3) for _ in range(3)]
-        drawn, accelerated, expected = (
+        image, accelerated, expected = (
             np.asarray(p("a cat", guidance_scale=scale, generator=g, **arguments).images)
             for p, g in zip((pipeline, theirs, reference), seed, strict=True)
         )
         assert expected.std() > 0.05
-        assert np.abs(drawn - expected).max() < 1e-4
+        assert np.abs(image - expected).max() < 1e-4
         assert np.abs(accelerated - expected).max() < 1e-4
     with pytest.raises(InputError, match="cannot take 60 steps"):
         pipeline("a cat", **arguments | {"num_inference_steps": 60})

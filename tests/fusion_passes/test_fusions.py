@@ -110,16 +110,16 @@ def test_case(each: Pass, case: PassCase) -> None:
     assert {op: nodes[op] for op in case.ops} == case.ops
     if case.rejection is not None:
         assert any(case.rejection in reason for reason in outcome.reason_counts()), outcome.reason_counts()
-        left = next(refusal for refusal in outcome.rejections if case.rejection in refusal.reason)
-        shown = near_misses(left.node, {each.name: outcome}, each.name)
+        rejected = next(refusal for refusal in outcome.rejections if case.rejection in refusal.reason)
+        shown = near_misses(rejected.node, {each.name: outcome}, each.name)
         assert case.rejection in "; ".join(entry["reason"] for entry in shown if not entry["distance"])
         assert json.loads(json.dumps(shown)) == shown
     if not case.rewrites:
         assert after == before
-    for got, want in zip(run(model, values), run(ir.from_proto(source), values), strict=True):
+    for actual, expected in zip(run(model, values), run(ir.from_proto(source), values), strict=True):
         # bfloat16 has 8 bits: numbers are rounded by up to 1/512, products by twice that, and some errors cancel.
-        atol = np.abs(want).max() / 256 if each.rounds_to_bfloat16 else 1e-5
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=atol)
+        atol = np.abs(expected).max() / 256 if each.rounds_to_bfloat16 else 1e-5
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("each", PASSES, ids=lambda each: each.name)

@@ -97,8 +97,8 @@ def test_the_body_matches_the_kernels_reference(
     model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
     function_bodies.attach(model, list(model.graph))
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    for got, (name, want) in zip(session.run(list(expected), arrays), expected.items(), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max(initial=0), err_msg=name)
+    for actual, (name, want) in zip(session.run(list(expected), arrays), expected.items(), strict=True):
+        np.testing.assert_allclose(actual, want, rtol=1e-4, atol=1e-4 * np.abs(want).max(initial=0), err_msg=name)
 
 
 def test_definitions() -> None:

@@ -145,11 +145,11 @@ def test_old_forms_are_raised(version: int, declaration: str, body: str) -> None
         assert model.graph.opset_imports[""] == OPSET
         result = run(ir.to_proto(model), x)
         assert len(result) == len(expected)
-        for got, want in zip(result, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+        for actual, array in zip(result, expected, strict=True):
+            np.testing.assert_allclose(actual, array, rtol=1e-6, atol=1e-7)
 
 
-KEPT_FORMS = [
+UNCHANGED_FORMS = [
     (6, "float[2,3] x", "y = Neg (x)"),
     (8, "float[1,2,3] x", "s = Constant <value = float[2] {1, 2}> ()  "
         "y = BatchNormalization <spatial = 0> (x, s, s, s, s)"),
@@ -160,7 +160,7 @@ KEPT_FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("version", "declaration", "body"), KEPT_FORMS)
+@pytest.mark.parametrize(("version", "declaration", "body"), UNCHANGED_FORMS)
 def test_unknown_old_forms_stay(version: int, declaration: str, body: str) -> None:
     model = ir.from_proto(old_model(version, declaration, body))
 

@@ -70,8 +70,8 @@ def test_unmerged_lora_does_not_prevent_the_geglu_fusion() -> None:
 @pytest.mark.parametrize(("name", "rotations", "norms"), [("flux-dynamo-20", 2, 6), ("sd3-dynamo-20", 2, 8)])
 def test_hashes_of_transformers(name: str, rotations: int, norms: int) -> None:
     """scripts/checks/fused_hashes.py has a transformer with each of its fusions, and tells one that is missing."""
-    found = fused_hashes.fused(f"other_architectures/{name}", "gpu", "float16")
+    report = fused_hashes.fused(f"other_architectures/{name}", "gpu", "float16")
     expected = {"MultiHeadAttention": 2, "RotaryQkv": rotations, "AdaptiveNorm": norms, "LinearAdd": 15}
-    assert {op: found["nodes"][f"sd_ort.{op}"] for op in expected} == expected
-    fewer = {**found, "all": "", "nodes": {**found["nodes"], "sd_ort.RotaryQkv": 1}}
-    assert fused_hashes.difference(found, fewer) == "sd_ort.RotaryQkv -1"
+    assert {op: report["nodes"][f"sd_ort.{op}"] for op in expected} == expected
+    fewer = {**report, "all": "", "nodes": {**report["nodes"], "sd_ort.RotaryQkv": 1}}
+    assert fused_hashes.difference(report, fewer) == "sd_ort.RotaryQkv -1"

@@ -85,13 +85,13 @@ def changed_operators() -> Iterator[tuple[str, int]]:
 
 
 def test_every_standard_operator_whose_definition_changed_is_known() -> None:
-    known = opset.WIDENED | opset.REPLACED | {"AveragePool", "BatchNormalization"}
+    handled = opset.WIDENED | opset.REPLACED | {"AveragePool", "BatchNormalization"}
     unknown = {
         (name, version)
         for name, version in changed_operators()
         if version < opset.OPSET and not any(version < since for since, _ in opset.CHANGED.get(name, ()))
     }
-    assert {(name, version) for name, version in unknown if name not in known} == set()
+    assert {(name, version) for name, version in unknown if name not in handled} == set()
 
 
 CONVERTED_NODES = {
@@ -123,11 +123,11 @@ def test_a_node_converted_to_another_opset_has_equal_outputs(name: str) -> None:
         "grid": np.random.default_rng(1).uniform(-1, 1, (2, 4, 4, 2)),
     }
     feeds = {key: array.astype(np.float32) for key, array in feeds.items()}
-    want, got = (
+    expected, actual = (
         ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
         for m in (source, ir.to_proto(model))
     )
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_operators_that_cannot_be_converted_are_named() -> None:

@@ -71,8 +71,8 @@ def test_outputs_that_are_fine(sd_ort: Cli, source: Path, out: str) -> None:
     (here / "dangling").symlink_to("later")
     code, _, err = sd_ort("optimize", source, here / out)
     assert code == 0, err
-    found = Path(os.path.realpath(here / out))
-    assert pipeline_folder.components(found) == ["text_encoder", "unet", "vae_decoder"]
+    target = Path(os.path.realpath(here / out))
+    assert pipeline_folder.components(target) == ["text_encoder", "unet", "vae_decoder"]
     assert (here / "link").is_symlink()
     assert (here / "dangling").is_symlink()
     assert not list(here.glob(".*"))
@@ -211,10 +211,10 @@ def test_a_signal_ends_the_compilers_too(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    with pipe.open() as held:
-        assert held.readline() == "started\n"
+    with pipe.open() as reader:
+        assert reader.readline() == "started\n"
         process.send_signal(number)
-        assert held.read() == ""
+        assert reader.read() == ""
     assert process.wait() == 130
     assert not list((tmp_path / "cache" / "sd-ort" / "ops").iterdir())
 
@@ -354,10 +354,10 @@ def test_a_division_without_a_result(
 
 
 def test_image_of_any_mode(pristine: Path) -> None:
-    """L and RGBA pictures are drawn over as RGB; the toy has no VAE encoder, so only the preprocessing is seen."""
+    """L and RGBA images are converted to RGB; the toy has no VAE encoder, so only the preprocessing is seen."""
     from sd_ort import StableDiffusionPipeline
 
     processor = StableDiffusionPipeline.from_pretrained(pristine).image_processor
     for mode in ("L", "RGBA", "P", "1"):
-        picture = Image.fromarray(np.zeros((64, 64, 3), np.uint8)).convert(mode)
-        assert processor.preprocess(picture).shape == (1, 3, 64, 64)
+        image = Image.fromarray(np.zeros((64, 64, 3), np.uint8)).convert(mode)
+        assert processor.preprocess(image).shape == (1, 3, 64, 64)

@@ -41,7 +41,7 @@ def test_cases(inputs: fuzz.Inputs, target: fuzz.Target, numbers: range) -> None
     assert {number: reason for number, reason in wrong.items() if reason} == {}
 
 
-FOUND = {
+REGRESSIONS = {
     fuzz.folder_json: (21037, 62447, 74216),
     fuzz.folder_stages: (64082, 77764),
     fuzz.graph: (65102, 76371),
@@ -49,7 +49,9 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(("target", "number"), [(t, number) for t, numbers in FOUND.items() for number in numbers])
+@pytest.mark.parametrize(
+    ("target", "number"), [(t, number) for t, numbers in REGRESSIONS.items() for number in numbers]
+)
 def test_cases_that_longer_runs_found(inputs: fuzz.Inputs, target: fuzz.Target, number: int) -> None:
     assert fuzz.run_case(target, number, inputs) is None
 

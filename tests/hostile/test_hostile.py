@@ -60,12 +60,12 @@ def check(result: tuple[int, str, str], parent: Path, before: set[str]) -> str:
     """Refused as it should be; returns the one line."""
     code, _, err = result
     assert "Traceback" not in err
-    said = [line for line in err.splitlines() if line.startswith(("sd-ort: ", "Error: "))]
-    assert len(said) == 1, err[-2000:]
-    assert code in (1, 2, 3, 4, 5), said[0]
-    assert len(said[0]) < 1000
+    messages = [line for line in err.splitlines() if line.startswith(("sd-ort: ", "Error: "))]
+    assert len(messages) == 1, err[-2000:]
+    assert code in (1, 2, 3, 4, 5), messages[0]
+    assert len(messages[0]) < 1000
     assert {path.name for path in parent.iterdir()} == before
-    return said[0]
+    return messages[0]
 
 
 def run_hostile(sd_ort: Cli, command: str, source: Path, optimized: Path, must_refuse: bool) -> None:
@@ -90,11 +90,11 @@ def test_a_timestep_without_an_axis(sd_ort: Cli, source: Path) -> None:
 
     malformed_models.damage(source / "unet", change)
     out = source.parent / "out"
-    for made, *options in ((out, "--target", "portable"), (out.with_name("half"), "--float16", "--target", "cuda")):
-        code, text, err = sd_ort("optimize", source, made, *options)
+    for folder, *options in ((out, "--target", "portable"), (out.with_name("half"), "--float16", "--target", "cuda")):
+        code, text, err = sd_ort("optimize", source, folder, *options)
         assert code == 0, err
-        assert ("not hoisted" in text) == (made != out)
-        assert sd_ort("verify", source, made)[0] == 0
+        assert ("not hoisted" in text) == (folder != out)
+        assert sd_ort("verify", source, folder)[0] == 0
     for folder_ in (source, out):
         png = source.parent / f"{folder_.name}.png"
         code, _, err = sd_ort("generate", "a cat", "--model", folder_, "--out", png, "--steps", 2)

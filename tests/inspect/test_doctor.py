@@ -44,8 +44,8 @@ def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_clashes_in_an_environment_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ["click>=8.1", "numpy<1", "surely-not-there>=2", "numpy<1; extra == 'dev'"]
-    too_new, missing = doctor.clashes(asked)
+    requirements = ["click>=8.1", "numpy<1", "surely-not-there>=2", "numpy<1; extra == 'dev'"]
+    too_new, missing = doctor.clashes(requirements)
     assert too_new.startswith("numpy ")
     assert too_new.endswith("is installed, and <1 was tested")
     assert missing == "surely-not-there is not installed: pip install 'surely-not-there>=2'"

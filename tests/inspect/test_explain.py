@@ -88,21 +88,21 @@ def test_a_refused_site_is_given_its_reason(tmp_path: Path) -> None:
     model.graph.initializer.append(twos)
     norm.input[1] = "twos"
     onnx.save(model, path)
-    left = {site["op"]: site for site in explain(path)["components"]["vae_decoder"]["sites"] if not site["fused"]}
-    assert left["Softmax"]["reason"] == "the Softmax is not over the last axis"
-    assert left["Softmax"]["scope"] == "decoder.mid_block.attentions.0"
-    assert left["InstanceNormalization"]["reason"] == "InstanceNormalization has an affine of its own"
+    unfused = {site["op"]: site for site in explain(path)["components"]["vae_decoder"]["sites"] if not site["fused"]}
+    assert unfused["Softmax"]["reason"] == "the Softmax is not over the last axis"
+    assert unfused["Softmax"]["scope"] == "decoder.mid_block.attentions.0"
+    assert unfused["InstanceNormalization"]["reason"] == "InstanceNormalization has an affine of its own"
 
 
 def _explain_text(path: Path, header: str, body: str) -> dict[str, list[dict]]:
     """The sites left in a graph in ONNX text, by operator."""
     text = f"""<ir_version: 10, opset_import: ["" : 21, "mine" : 1]> g {header} {{ {body} }}"""
     onnx.save(onnx.parser.parse_model(text), path / "model.onnx")
-    found: dict[str, list[dict]] = {}
+    sites: dict[str, list[dict]] = {}
     for entry in explain(path / "model.onnx")["components"].values():
         for site in entry["sites"]:
-            found.setdefault(site["op"], []).append(site)
-    return found
+            sites.setdefault(site["op"], []).append(site)
+    return sites
 
 
 def test_a_reason_names_the_value_and_the_node_where_the_proof_ended(tmp_path: Path) -> None:
@@ -141,17 +141,17 @@ def test_a_geglu_layer_for_our_provider(tmp_path: Path) -> None:
         }"""
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((6, 8), np.float32), "w"))
-    raw, made = (tmp_path / stage / "unet" / pipeline_folder.MODEL for stage in ("raw", "made"))
+    raw, optimized = (tmp_path / stage / "unet" / pipeline_folder.MODEL for stage in ("raw", "made"))
     raw.parent.mkdir(parents=True)
     onnx.save(model, raw)
-    optimize_component(raw, made, TARGETS["gpu"])
+    optimize_component(raw, optimized, TARGETS["gpu"])
     source = {"folder": str(tmp_path / "raw")}
     for stage, more in (("raw", {}), ("made", {"source": source, "options": {"target": "gpu"}, "stage": "optimize"})):
         (tmp_path / stage / "model_index.json").write_text("{}")
         pipeline_folder.write_manifest(tmp_path / stage, {"stage": "export", "components": {}, **more})
-    found = explain(tmp_path / "made")["components"]["unet"]
-    assert found["fused"] == {"LinearSplitGelu": 1, "BiasSplitGelu": 1, "LinearAdd": 1}
-    lowered = found["lowered"]["linear_split_gelu"]
+    report = explain(tmp_path / "made")["components"]["unet"]
+    assert report["fused"] == {"LinearSplitGelu": 1, "BiasSplitGelu": 1, "LinearAdd": 1}
+    lowered = report["lowered"]["linear_split_gelu"]
     assert lowered["rewrote"] == {"linear_split_gelu": 1}
     assert [(site["op"], site["reason"]) for site in lowered["unfused"]] == [
         ("BiasSplitGelu", "its MatMul has other consumers")
@@ -198,20 +198,22 @@ def test_extracted_subgraph_runs_and_gives_the_same_numbers(optimized: Path, sou
     attention = next(node for node in model.graph.node if node.op_type == "MultiHeadAttention")
     norm = next(node for node in model.graph.node if node.op_type == "SkipGroupNorm")
     start, end = norm.output[0], attention.output[0]
-    made = extract(portable, "vae_decoder", [start], [end], tmp_path / "cut.onnx")
-    assert made["inputs"] == 1
-    assert 5 < made["nodes"] < 20
+    report = extract(portable, "vae_decoder", [start], [end], tmp_path / "cut.onnx")
+    assert report["inputs"] == 1
+    assert 5 < report["nodes"] < 20
     cut = onnx.load(tmp_path / "cut.onnx")
     onnx.checker.check_model(cut)
 
-    whole = onnx.load(portable / "vae_decoder" / pipeline_folder.MODEL)
+    complete = onnx.load(portable / "vae_decoder" / pipeline_folder.MODEL)
     for name in (start, end):
-        whole.graph.output.append(onnx.ValueInfoProto(name=name))
+        complete.graph.output.append(onnx.ValueInfoProto(name=name))
     latent = np.random.default_rng(0).normal(size=(1, 4, 8, 16)).astype(np.float32)
-    session = ort.InferenceSession(whole.SerializeToString(), providers=["CPUExecutionProvider"])
-    given, want = session.run([start, end], {"latent_sample": latent})
-    got = ort.InferenceSession(tmp_path / "cut.onnx", providers=["CPUExecutionProvider"]).run(None, {start: given})[0]
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    session = ort.InferenceSession(complete.SerializeToString(), providers=["CPUExecutionProvider"])
+    start_value, expected = session.run([start, end], {"latent_sample": latent})
+    actual = ort.InferenceSession(tmp_path / "cut.onnx", providers=["CPUExecutionProvider"]).run(
+        None, {start: start_value}
+    )[0]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_extract_refuses_what_is_not_there(source: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tuning files without a GPU: a stand-in for the op library measures, the files must keep what it found."""
+"""Tuning files without a GPU: a stand-in for the op library measures, the files must keep its results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeOps:
 
     def __init__(self, arch: str = "gfx942", library: str = "abc", results: tuning.Operators | None = None) -> None:
         self.arch, self.library, self.measured = arch, library, results or {}
-        self.taken: dict[tuple[str, str], str] = {}
+        self.applied: dict[tuple[str, str], str] = {}
         self.enabled = False
 
     def validators(self) -> dict[str, str]:
@@ -39,10 +39,10 @@ class FakeOps:
         return self.measured
 
     def apply_result(self, operator: str, signature: str, candidate: str) -> bool:
-        known = operator == "GroupNorm" and candidate in ("default", "wide")
-        if known:
-            self.taken[operator, signature] = candidate
-        return known
+        is_known = operator == "GroupNorm" and candidate in ("default", "wide")
+        if is_known:
+            self.applied[operator, signature] = candidate
+        return is_known
 
     def enable(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -61,7 +61,7 @@ class FakeSession:
         self.own = results
 
 
-def found(signature: str, candidate: str = "wide") -> tuning.Operators:
+def results_of(signature: str, candidate: str = "wide") -> tuning.Operators:
     return {"GroupNorm": {signature: {"candidate": candidate, "microseconds": 2.0, "default_microseconds": 3.0}}}
 
 
@@ -78,10 +78,10 @@ def save(ops: FakeOps, *sessions: FakeSession) -> Path:
 
 
 def test_a_later_session_takes_what_was_measured() -> None:
-    path = save(FakeOps(results=found("float16_2x64x64_g32")), FakeSession([ROCM]))
+    path = save(FakeOps(results=results_of("float16_2x64x64_g32")), FakeSession([ROCM]))
     later, session = FakeOps(), FakeSession()
     assert tuning.load(session, later, VERSION) == path
-    assert later.taken == {("GroupNorm", "float16_2x64x64_g32"): "wide"}
+    assert later.applied == {("GroupNorm", "float16_2x64x64_g32"): "wide"}
     assert session.own == [ROCM]
     record = json.loads(path.read_text())
     assert record["format"] == tuning.FORMAT
@@ -92,20 +92,20 @@ def test_results_beside_the_model_and_in_the_cache_are_found(
     tmp_path: Path, results_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that was tuned elsewhere brings its file; what was saved here is found from any working directory."""
-    path = save(FakeOps(results=found("a")))
+    path = save(FakeOps(results=results_of("a")))
     model = tmp_path / "folder" / "unet" / "model.onnx"
-    beside = tmp_path / "folder" / "tuning" / path.name
-    beside.parent.mkdir(parents=True)
-    path.rename(beside)
+    file = tmp_path / "folder" / "tuning" / path.name
+    file.parent.mkdir(parents=True)
+    path.rename(file)
     ops = FakeOps()
     assert tuning.load(FakeSession(), ops, VERSION) is None
-    assert (tuning.load(FakeSession(), ops, VERSION, model), len(ops.taken)) == (beside, 1)
+    assert (tuning.load(FakeSession(), ops, VERSION, model), len(ops.applied)) == (file, 1)
     monkeypatch.delenv("SD_ORT_TUNING")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    save(FakeOps(results=found("b")))
+    save(FakeOps(results=results_of("b")))
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert tuning.load(FakeSession(), FakeOps(), VERSION) == tmp_path / "cache" / "sd-ort" / "tuning" / path.name
 
@@ -120,26 +120,26 @@ def test_results_beside_the_model_and_in_the_cache_are_found(
 def test_a_file_from_elsewhere_is_refused_with_the_reason(
     here: FakeOps, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = save(FakeOps(results=found("a")))
+    path = save(FakeOps(results=results_of("a")))
     with pytest.raises(tuning.TuningError, match=reason):
         tuning.check(path, tuning.read(path), tuning.validators_of(here, VERSION))
     with caplog.at_level("INFO", "sd_ort"):
         assert tuning.load(FakeSession(), here, VERSION) is None
     assert reason in caplog.text
-    assert here.taken == {}
+    assert here.applied == {}
 
 
 def test_another_onnxruntime_is_refused() -> None:
-    path = save(FakeOps(results=found("a")))
+    path = save(FakeOps(results=results_of("a")))
     with pytest.raises(tuning.TuningError, match=r"ONNX Runtime '1\.31\.1' there, '1\.32\.0' here"):
         tuning.check(path, tuning.read(path), tuning.validators_of(FakeOps(), "1.32.0"))
 
 
 def test_results_are_merged_and_replaced() -> None:
     more = {**ROCM, "results": {"Gemm": {"b": 1}, "Softmax": {"c": 2}}}
-    save(FakeOps(results=found("a", "default")), FakeSession([ROCM]))
-    save(FakeOps(results=found("b")), FakeSession([more]))
-    path = save(FakeOps(results=found("a", "wide")))
+    save(FakeOps(results=results_of("a", "default")), FakeSession([ROCM]))
+    save(FakeOps(results=results_of("b")), FakeSession([more]))
+    path = save(FakeOps(results=results_of("a", "wide")))
     record = tuning.read(path)
     assert {s: r["candidate"] for s, r in record["operators"]["GroupNorm"].items()} == {"a": "wide", "b": "wide"}
     assert record["onnxruntime"][0]["results"] == {"Gemm": {"a": 3, "b": 1}, "Softmax": {"c": 2}}
@@ -151,7 +151,7 @@ def test_onnxruntime_results_of_another_version_are_replaced() -> None:
 
 
 def write_one(number: int) -> str:
-    return str(tuning.save([], FakeOps(results=found(f"signature{number}")), VERSION))
+    return str(tuning.save([], FakeOps(results=results_of(f"signature{number}")), VERSION))
 
 
 def test_concurrent_writers_lose_nothing() -> None:
@@ -163,7 +163,7 @@ def test_concurrent_writers_lose_nothing() -> None:
 
 
 def test_a_crash_while_writing_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(FakeOps(results=found("a")))
+    path = save(FakeOps(results=results_of("a")))
     before = path.read_text()
 
     def fail(*_: Any) -> None:
@@ -171,7 +171,7 @@ def test_a_crash_while_writing_leaves_the_old_file(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OutputError, match="No space left"):
-        save(FakeOps(results=found("b")))
+        save(FakeOps(results=results_of("b")))
     assert path.read_text() == before
 
 
@@ -190,14 +190,14 @@ def drop_operators(record: dict[str, Any]) -> str:
     ],
 )
 def test_damaged_files_are_named(damage: Callable[[dict[str, Any]], str], message: str) -> None:
-    path = save(FakeOps(results=found("a")))
+    path = save(FakeOps(results=results_of("a")))
     path.write_text(damage(json.loads(path.read_text())))
     with pytest.raises(tuning.TuningError, match=message):
         tuning.load(FakeSession(), FakeOps(), VERSION)
 
 
 def test_an_unknown_candidate_is_refused() -> None:
-    save(FakeOps(results=found("a", "no_such")))
+    save(FakeOps(results=results_of("a", "no_such")))
     with pytest.raises(tuning.TuningError, match="no candidate 'no_such' of GroupNorm"):
         tuning.load(FakeSession(), FakeOps(), VERSION)
 
@@ -217,25 +217,25 @@ def test_a_session_with_tuning_on_measures(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not ops.enabled
     tuning.setup_tuning(session, "CUDAExecutionProvider", tmp_path / "ops.so", True, VERSION)
     assert ops.enabled
-    ops.measured = found("a")
+    ops.measured = results_of("a")
     tuning.save_at_exit(*later[0])
     assert tuning.load(session, FakeOps(), VERSION) is not None
 
 
 def test_rejected_candidates_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """With its time it would have been chosen: nobody else would learn of it."""
-    results = found("a")
+    """Saving and showing results report a faster candidate that gave wrong results."""
+    results = results_of("a")
     results["GroupNorm"]["a"]["rejected"] = "default: wrong results"
     path = save(FakeOps(results=results))
     assert "GroupNorm a: faster candidates were rejected: default: wrong results." in caplog.text
     assert "faster, but rejected: default: wrong results" in "\n".join(tuning.table(tuning.read(path)))
     caplog.clear()
-    save(FakeOps(results=found("b")))
+    save(FakeOps(results=results_of("b")))
     assert caplog.text == ""
 
 
 def test_show(sd_ort: Cli) -> None:
-    path = save(FakeOps(results=found("float16_2x64x64_g32")), FakeSession([ROCM]))
+    path = save(FakeOps(results=results_of("float16_2x64x64_g32")), FakeSession([ROCM]))
     for arguments in (["tune", "--show"], ["tune", "--show", str(path)]):
         code, out, err = sd_ort(*arguments)
         assert code == 0, err
@@ -269,7 +269,7 @@ def test_tuned_sizes_are_no_error(small_export: Path, monkeypatch: pytest.Monkey
 
     with pytest.raises(InputError, match="no operator that the cuda provider could tune"):
         run()
-    path = tuning.save([], FakeOps(results=found("a")), onnxruntime.__version__)
+    path = tuning.save([], FakeOps(results=results_of("a")), onnxruntime.__version__)
     assert run() == path
     assert lines[-1].startswith("nothing new was measured: these sizes were tuned before")
 

@@ -126,7 +126,7 @@ def test_recorded_inputs(source: Path, tmp_path: Path) -> None:
         tmp_path / "runs.npz", **{"vae_decoder/latent_sample/0": latent, "vae_decoder/latent_sample/1": latent[..., :3]}
     )
     result = verify(source, tmp_path / "out", inputs=tmp_path / "runs.npz", library=False)
-    assert [row["shape"][2:] for row in result["rows"]] == [[5, 7], [5, 3]]  # made-up runs are left out
+    assert [row["shape"][2:] for row in result["rows"]] == [[5, 7], [5, 3]]  # synthetic runs are left out
     assert result["passed"]
     with pytest.raises(InputError, match=r"numpy\.savez"):
         verify(source, tmp_path / "out", inputs=tmp_path / "none.npz")
@@ -298,10 +298,10 @@ def test_rounding_by_arithmetic_is_that_of_the_type(tmp_path: Path, half: str, d
     x = np.concatenate([x, np.array([0, 65504, 65519, 65520, -65520, np.inf, -np.inf, 6e-8, 1e-9], np.float32)])
     proto = ir.to_proto(model)
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    got = session.run(None, {"x": x})[0]
+    actual = session.run(None, {"x": x})[0]
     with np.errstate(over="ignore"):
-        want = -x.astype(dtype).astype(np.float32)
-    np.testing.assert_array_equal(got, want)
+        expected = -x.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.fixture(scope="module")
@@ -324,16 +324,16 @@ def test_one_tensor_changed_by_one_percent_is_found(encoder: Path, tmp_path: Pat
     assert comparison.exact
     assert comparison.weights == len(load(out).graph.initializers) > 50
     names = sorted(n for n, v in load(out).graph.initializers.items() if v.dtype in FLOATS)[::3][:15]
-    found = []
+    different = []
     for name in names:
         model = load(out)
         tensor = model.graph.initializers[name].const_value
         assert tensor is not None
         changed = (tensor.numpy().astype(np.float32) * np.float32(1.01)).astype(tensor.dtype.numpy())
         model.graph.initializers[name].const_value = ir.Tensor(changed, dtype=tensor.dtype, name=name)
-        found += compare_weights({"out": model}, rebuilt).different
+        different += compare_weights({"out": model}, rebuilt).different
     assert len(names) == 15
-    assert len(set(found)) >= 14  # 1 % of zero is zero, and of a bfloat16 half a unit in the last place
+    assert len(set(different)) >= 14  # 1 % of zero is zero, and of a bfloat16 half a unit in the last place
 
 
 @pytest.mark.parametrize("target", ["portable", "hip"])
@@ -341,8 +341,8 @@ def test_one_tensor_changed_by_one_percent_is_found_in_outputs(source: Path, tmp
     """Of a graph that says nothing of how it was made, in float32."""
     optimize(source, tmp_path / "out", target=target)
     path = tmp_path / "out" / "vae_decoder" / pipeline_folder.MODEL
-    whole = ir.load(path)
-    names = [name for name, value in whole.graph.initializers.items() if value.dtype == ir.DataType.FLOAT]
+    complete = ir.load(path)
+    names = [name for name, value in complete.graph.initializers.items() if value.dtype == ir.DataType.FLOAT]
     missed = []
     for name in names:
         model = ir.load(path)

@@ -131,7 +131,7 @@ class Recorded:
 
     def __init__(self, preset: str) -> None:
         self.preset, self.folder, self.weights_version = preset, Path(preset), 0
-        self.inputs_given: dict[str, torch.Tensor] = {}
+        self.inputs_seen: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
         return name == "transformer"
@@ -149,7 +149,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
     def predict(self: Any, sample: Any, timestep: Any, conditioning: Any, key: Any = None) -> torch.Tensor:
-        self.models.inputs_given = {**sample, **conditioning, "timestep": timestep, "key": key}
+        self.models.inputs_seen = {**sample, **conditioning, "timestep": timestep, "key": key}
         return next(iter(sample.values())).clone()
 
     monkeypatch.setattr(DenoiserRunner, "predict", predict)
@@ -187,11 +187,11 @@ def test_flux(transformers: Any, flux: Mapping[bool, TorchComponentSessions]) ->
     for models in flux.values():
         net = transformers.transformer_model(models).diffusion_model
         options = {"uuids": ["one"], "cond_or_uncond": [0]}
-        for size, ids, wanted in (((8, 6), inputs["img_ids"], expected), ((6, 8), inputs["img_ids"].flip(2), turned)):
+        for size, ids, result in (((8, 6), inputs["img_ids"], expected), ((6, 8), inputs["img_ids"].flip(2), turned)):
             net.size = size
             call = {**inputs, "img_ids": ids, "guidance": torch.ones(2), "transformer_options": options}
             actual = net.forward_orig(**call)
-            torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+            torch.testing.assert_close(actual, result, rtol=0, atol=2e-5 * float(result.abs().max()))
         without = net.forward_orig(**{**inputs, "y": None, "transformer_options": {}})
         assert not torch.allclose(without, expected, rtol=1e-3), "the pooled prompt counts for nothing"
 
@@ -225,7 +225,7 @@ def test_model_of_flux(transformers: Any, flux: Mapping[bool, TorchComponentSess
 
 
 def test_unsupported(transformers: Any, recorded: type[Recorded]) -> None:
-    """What changes blocks, a mask and other families are refused by name, in one line."""
+    """Block patches, masks and other families are rejected by name, in one line."""
     net = transformers.FluxNet(recorded("flux-dev"), Net())
     inputs = flux_inputs()
     for more, message in (
@@ -257,12 +257,12 @@ def test_sd3(transformers: Any, recorded: type[Recorded]) -> None:
     x = torch.randn(2, 16, 5, 7, generator=torch.Generator().manual_seed(0))
     times, context, pooled = torch.full((2,), 300.0), torch.zeros(2, 5, 4096), torch.ones(2, 2048)
     assert torch.equal(net.forward(x, times, context, pooled, transformer_options={"uuids": [1]}), x)
-    given = models.inputs_given
-    assert torch.equal(given["hidden_states"], padded_to_patches(x))
-    assert given["hidden_states"].shape == (2, 16, 6, 8)
-    assert torch.equal(given["pooled_projections"], pooled)
-    assert (given["encoder_hidden_states"] is context, given["timestep"] is times) == (True, True)
-    assert given["key"] == ((1,), (), 5, 7)
+    inputs = models.inputs_seen
+    assert torch.equal(inputs["hidden_states"], padded_to_patches(x))
+    assert inputs["hidden_states"].shape == (2, 16, 6, 8)
+    assert torch.equal(inputs["pooled_projections"], pooled)
+    assert (inputs["encoder_hidden_states"] is context, inputs["timestep"] is times) == (True, True)
+    assert inputs["key"] == ((1,), (), 5, 7)
 
 
 def test_qwen_image(transformers: Any, recorded: type[Recorded]) -> None:
@@ -272,13 +272,13 @@ def test_qwen_image(transformers: Any, recorded: type[Recorded]) -> None:
     generator = torch.Generator().manual_seed(0)
     x, context = torch.randn(2, 16, 1, 8, 11, generator=generator), torch.randn(2, 6, 3584, generator=generator)
     mask = torch.tensor([[0, 1, 1, 0, 1, 1]] * 2)
-    for given_mask, kept in ((None, np.arange(6)), (mask, np.flatnonzero(mask[0]))):
+    for given_mask, tokens in ((None, np.arange(6)), (mask, np.flatnonzero(mask[0]))):
         assert torch.equal(net._forward(x, torch.full((2,), 0.3), context, given_mask), x)
-        text_ids, image_ids = Embeddings.position_ids(kept, [(4, 6)])
-        given = models.inputs_given
-        assert np.array_equal(given["txt_ids"].float().numpy(), text_ids)
-        assert np.array_equal(given["img_ids"].numpy(), image_ids)
-        assert torch.equal(given["encoder_hidden_states"], context[:, kept])
+        text_ids, image_ids = Embeddings.position_ids(tokens, [(4, 6)])
+        inputs = models.inputs_seen
+        assert np.array_equal(inputs["txt_ids"].float().numpy(), text_ids)
+        assert np.array_equal(inputs["img_ids"].numpy(), image_ids)
+        assert torch.equal(inputs["encoder_hidden_states"], context[:, tokens])
     with pytest.raises(InputError, match="other tokens left out"):
         net._forward(x, torch.ones(2), context, torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]))
     with pytest.raises(InputError, match="a reference image is not in"):
@@ -295,10 +295,10 @@ def test_z_image(transformers: Any, recorded: type[Recorded]) -> None:
     ((_, expected),) = transformer_z_image.token_groups(list(context.numpy()), 5, 7)
     expected["hidden_states"] = transformer_z_image.padded(transformer_z_image.patches(x.numpy()))
     expected["timestep"] = np.full(2, 0.75, np.float32)
-    given = models.inputs_given
-    assert given.keys() - {"key"} == expected.keys()
+    inputs = models.inputs_seen
+    assert inputs.keys() - {"key"} == expected.keys()
     for name, array in expected.items():
-        assert np.array_equal(given[name].numpy(), array), name
+        assert np.array_equal(inputs[name].numpy(), array), name
     with pytest.raises(InputError, match="an image embedding is not in"):
         net._forward(x, torch.ones(2), context, num_tokens=37, siglip_feats=[x])
 
@@ -312,11 +312,11 @@ def test_krea2(transformers: Any, recorded: type[Recorded], frames: tuple[int, .
     x = torch.randn(2, 16, *frames, 7, 10, generator=generator)
     context = torch.randn(2, 6, 12 * 2560, generator=generator)
     assert torch.equal(net._forward(x, torch.full((2,), 0.3), context, torch.zeros(2, 6)), x)
-    given = models.inputs_given
+    inputs = models.inputs_seen
     text_ids, image_ids = Krea2Embeddings.position_ids(np.arange(6), [(4, 5)])
-    assert np.array_equal(given["txt_ids"].numpy(), text_ids)
-    assert np.array_equal(given["img_ids"].numpy(), image_ids)
-    assert torch.equal(given["encoder_hidden_states"], context.reshape(2, 6, 12, 2560))
+    assert np.array_equal(inputs["txt_ids"].numpy(), text_ids)
+    assert np.array_equal(inputs["img_ids"].numpy(), image_ids)
+    assert torch.equal(inputs["encoder_hidden_states"], context.reshape(2, 6, 12, 2560))
     with pytest.raises(InputError, match="a reference image is not in"):
         net._forward(x, torch.ones(2), context, ref_latents=[x])
 

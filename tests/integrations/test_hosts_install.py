@@ -14,7 +14,7 @@ from sd_ort.integrations.managed_folder import MARKER, uninstall_folder
 
 
 @pytest.fixture(params=["comfyui", "webui"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path]:
+def installation(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path]:
     """An application, a stub of its folder, and the folder of the extension."""
     host: str = request.param
     root = tmp_path / "host"
@@ -25,8 +25,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     return host, root, root / ("custom_nodes/sd_ort_nodes" if host == "comfyui" else "extensions/sd-ort")
 
 
-def test_install_and_uninstall(sd_ort: Cli, place: tuple[str, Path, Path]) -> None:
-    host, root, target = place
+def test_install_and_uninstall(sd_ort: Cli, installation: tuple[str, Path, Path]) -> None:
+    host, root, target = installation
     for _ in range(2):  # an update
         code, out, _ = sd_ort("install-host", host, root)
         assert (code, str(target) in out) == (0, True)
@@ -43,8 +43,8 @@ def test_install_and_uninstall(sd_ort: Cli, place: tuple[str, Path, Path]) -> No
     assert (code, error.count("\n")) == (2, 1)
 
 
-def test_other_files_are_not_touched(sd_ort: Cli, place: tuple[str, Path, Path]) -> None:
-    host, root, target = place
+def test_other_files_are_not_touched(sd_ort: Cli, installation: tuple[str, Path, Path]) -> None:
+    host, root, target = installation
     target.mkdir()
     (target / "__init__.py").write_text("theirs")
     code, _, error = sd_ort("install-host", host, root)
@@ -65,8 +65,8 @@ def test_wrong_folder(sd_ort: Cli, tmp_path: Path) -> None:
     assert (code, error.count("\n")) == (2, 1)
 
 
-def test_marker_with_a_path_outside_of_the_folder(place: tuple[str, Path, Path]) -> None:
-    host, root, target = place
+def test_marker_with_a_path_outside_of_the_folder(installation: tuple[str, Path, Path]) -> None:
+    host, root, target = installation
     install(host, root)
     (target / MARKER).write_text(json.dumps({"files": ["../../nodes.py"]}))
     with pytest.raises(InputError, match="is damaged"):

@@ -97,16 +97,16 @@ def fused(
 ) -> Callable[[str, str], tuple[Path, dict[str, Any]]]:
     """Return the folder and the weight recipes of the UNet that is optimized for a target."""
     out = tmp_path_factory.mktemp("fused")
-    made: dict[tuple[str, str], tuple[Path, dict[str, Any]]] = {}
+    cached: dict[tuple[str, str], tuple[Path, dict[str, Any]]] = {}
 
     def optimized(target: str, dtype: str) -> tuple[Path, dict[str, Any]]:
-        if (target, dtype) not in made:
+        if (target, dtype) not in cached:
             path = out / f"{target}-{dtype}" / MODEL
             recipes = read_recipes(small_export)["unet"]
             source = file_component(small_export / "unet" / MODEL, recipes)
             entry = optimize_component(source, path, TARGETS[target], dtype)
-            made[target, dtype] = path.parent, weight_recipes.load(entry["weight_recipes"])
-        return made[target, dtype]
+            cached[target, dtype] = path.parent, weight_recipes.load(entry["weight_recipes"])
+        return cached[target, dtype]
 
     return optimized
 
@@ -116,10 +116,10 @@ def test_sizes_that_do_not_halve_evenly(
     fused: Any, expected: dict[str, list[np.ndarray]], target: str, dtype: str, tolerance: float
 ) -> None:
     folder, _ = fused(target, dtype)
-    for result, wanted in zip(
+    for result, from_torch in zip(
         run(folder, crop_upsampling, *(feed(*shape) for shape in SHAPES)), expected["sizes"], strict=True
     ):
-        assert relative_l2_error(result, wanted) <= tolerance
+        assert relative_l2_error(result, from_torch) <= tolerance
 
 
 @pytest.mark.parametrize(("target", "dtype", "tolerance"), FUSED)

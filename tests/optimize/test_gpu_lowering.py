@@ -30,21 +30,21 @@ BODIES = replace(TARGETS["gpu"], contrib_constraints={})
 def test_passes_come_after_those_that_they_build_on(target: Target) -> None:
     names = [each.name for each in target.lowering_passes]
     assert len(set(names)) == len(names)
-    for place, each in enumerate(target.lowering_passes):
-        assert not {before.name for before in each.runs_after} & set(names[place:])
+    for index, each in enumerate(target.lowering_passes):
+        assert not {before.name for before in each.runs_after} & set(names[index:])
 
 
 def test_unet(tmp_path: Path) -> None:
     """All of a U-Net's products, its numbers unchanged."""
     folder = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet")
-    raw, made = folder / "unet/model.onnx", tmp_path / "made/unet/model.onnx"
-    entry = optimize_component(raw, made, BODIES)
+    raw, optimized = folder / "unet/model.onnx", tmp_path / "made/unet/model.onnx"
+    entry = optimize_component(raw, optimized, BODIES)
     assert entry["rewrite_counts"]["fold_bias"] == 78
     assert entry["rewrite_counts"]["linear_split_gelu"] == 16
     assert entry["rewrite_counts"]["linear_add"] == 142
     assert entry["rewrite_counts"]["layer_norm"] == 16
     assert entry["rewrite_counts"]["upsample_nearest"] == entry["rewrite_counts"]["subpixel_conv"] == 3
-    nodes = Counter(node.op_type for node in onnx.load(made, load_external_data=False).graph.node)
+    nodes = Counter(node.op_type for node in onnx.load(optimized, load_external_data=False).graph.node)
     there = {"NhwcConv": 52, "LinearAdd": 142, "LinearSplitGelu": 16, "BiasAdd": 1}
     gone = {"BiasSplitGelu": 0, "MatMul": 0, "LayerNormalization": 0, "Resize": 0}
     assert {op: nodes[op] for op in there | gone} == there | gone
@@ -57,7 +57,7 @@ def test_unet(tmp_path: Path) -> None:
     }
     feed["timestep"] = np.full(feed["timestep"].shape, 500, np.float32)
     before, after = (
-        ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, feed)[0] for path in (raw, made)
+        ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, feed)[0] for path in (raw, optimized)
     )
     assert relative_l2_error(after, before) < 1e-5
 
@@ -70,9 +70,9 @@ def test_what_a_kernel_writes_on_the_way_is_calibrated(tmp_path: Path, monkeypat
     feed = {"x": np.ones((1, 3, 1), np.float32)}
     monkeypatch.setattr(calibration, "load_recorded_inputs", lambda *_: [feed])
     assert calibration.measure(model, [feed], tmp_path) == {"y": 0, "y.inside": 80000}
-    found = calibration.calibrate(model, cast(UnoptimizedComponent, SimpleNamespace(name="unet")), tmp_path)
-    assert found.nodes == set(model.graph)
-    assert [(site["op"], site["max_abs"]) for site in found.sites] == [("LinearSplitGelu", 80000)]
+    calibrated = calibration.calibrate(model, cast(UnoptimizedComponent, SimpleNamespace(name="unet")), tmp_path)
+    assert calibrated.nodes == set(model.graph)
+    assert [(site["op"], site["max_abs"]) for site in calibrated.sites] == [("LinearSplitGelu", 80000)]
 
 
 @pytest.mark.parametrize(("query", "heads", "domain"), [

@@ -96,8 +96,8 @@ def test_graphs_of_a_hoisted_unet(plain: Path, hoisted: Path) -> None:
     assert [v.name for v in parts["time"].outputs] == ["time_embedding"]
     assert {v.name for v in parts["step"].inputs}.isdisjoint({"timestep", "encoder_hidden_states"})
     assert not any(node.op_type in ("Sin", "Cos", "Gemm") for node in parts["step"])
-    whole = sum(1 for _ in ir.load(plain / "unet" / MODEL).graph)
-    assert sum(len(graph) for graph in parts.values()) - whole in range(-2, 4)  # nothing twice but Concat and Split
+    count = sum(1 for _ in ir.load(plain / "unet" / MODEL).graph)
+    assert sum(len(graph) for graph in parts.values()) - count in range(-2, 4)  # nothing twice but Concat and Split
     assert read_manifest(hoisted)["components"]["unet"]["hoisted"].keys() == set(hoist.PARTS.values())
 
 
@@ -175,10 +175,10 @@ def test_merging_of_unsupported_folders_is_an_error(plain: Path, tmp_path: Path,
     assert (code, "as one model" in out) == (0, True), error
     code, _, error = sd_ort("merge", tmp_path / "merged", tmp_path / "again")
     assert (code, "is a merged pipeline" in error) == (2, True)
-    picture = tmp_path / "a.png"
+    image = tmp_path / "a.png"
     size = ("--height", 64, "--width", 64, "--steps", 2)
-    assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", picture)[0] == 0
-    assert picture.is_file()
+    assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", image)[0] == 0
+    assert image.is_file()
 
 
 def test_opset_of_a_merged_model() -> None:
@@ -191,15 +191,15 @@ def test_opset_of_a_merged_model() -> None:
         )
 
     for first, second in ((21, 23), (23, 21)):
-        whole = model(first)
-        made = inline(whole, model(second), {"x": whole.graph.outputs[0]}, "b/")
-        whole.graph.outputs[:] = [made["y"]]
-        assert [node.op_type for node in whole.graph] == ["Relu", "Relu"]
-        assert whole.graph.opset_imports[""] == 23
+        merged = model(first)
+        outputs = inline(merged, model(second), {"x": merged.graph.outputs[0]}, "b/")
+        merged.graph.outputs[:] = [outputs["y"]]
+        assert [node.op_type for node in merged.graph] == ["Relu", "Relu"]
+        assert merged.graph.opset_imports[""] == 23
     for first, second, domain in ((20, 21, 1), (21, 21, 2)):
-        whole = model(first)
+        merged = model(first)
         with pytest.raises(InputError, match="optimize the whole folder again"):
-            inline(whole, model(second, domain), {"x": whole.graph.outputs[0]}, "b/")
+            inline(merged, model(second, domain), {"x": merged.graph.outputs[0]}, "b/")
 
 
 # --- Optimum's timestep -----------------------------------------------------------------------------------------------
@@ -239,16 +239,16 @@ def test_timestep_without_an_axis(work: Path) -> None:
     assert psnr(draw(MergedPipeline.from_pretrained(work / "optimum-merged")), expected) > 80
 
 
-@pytest.mark.parametrize("told", ["encoder_hidden_states", "seen"])
-def test_the_batch_size_of_a_shape_that_others_read_too(told: str) -> None:
+@pytest.mark.parametrize("source", ["encoder_hidden_states", "seen"])
+def test_the_batch_size_of_a_shape_that_others_read_too(source: str) -> None:
     """The time graph does not take the batch size from the prompt, whose rows are repeated for all steps."""
     text = f"""<ir_version: 8, opset_import: ["" : 18]> unet (float[batch,4] sample, float[1] timestep,
         float[batch,words,4] encoder_hidden_states) => (float[batch,4] out_sample)
         <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] far = {{9}}, float[batch,words,4] seen> {{
             seen = Relu (encoder_hidden_states)
-            shape = Shape ({told})  batch = Slice (shape, zero, one)  rest = Slice (shape, one, far)
-            both = Concat <axis = 0> (batch, rest)  told = Reshape (seen, both)
-            mean = ReduceMean <keepdims = 0> (told, one)  rows = Expand (timestep, batch)
+            shape = Shape ({source})  batch = Slice (shape, zero, one)  rest = Slice (shape, one, far)
+            both = Concat <axis = 0> (batch, rest)  reshaped = Reshape (seen, both)
+            mean = ReduceMean <keepdims = 0> (reshaped, one)  rows = Expand (timestep, batch)
             angle = Sin (rows)  shift = Unsqueeze (angle, one)
             a = Add (sample, mean)  out_sample = Add (a, shift)
         }}"""
@@ -304,14 +304,14 @@ def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, see
     config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
     scheduler = type(scheduler).from_config({**config, **DRAWING[name]})
     images = {"num_images_per_prompt": len(seeds)} if isinstance(seeds, list) else {}
-    pictures = []
+    outputs = []
     for looped in (False, True):
         generator = [torch.Generator().manual_seed(seed) for seed in seeds] if images else seeds
         arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
         pipeline = StableDiffusionPipeline.from_pretrained(plain, scheduler=scheduler, device_loop=looped)
-        pictures.append(draw(pipeline, **images, **arguments))
+        outputs.append(draw(pipeline, **images, **arguments))
         assert not looped or pipeline.loop.buffer_cache, "the loop ran on the host"
-    assert psnr(*pictures) > 80
+    assert psnr(*outputs) > 80
 
 
 def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
@@ -344,11 +344,11 @@ def test_buffers_are_bounded(plain: Path) -> None:
     """The buffers of the least recently used job shape are released."""
     looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
     looped.loop.MAX_CACHED = 1
-    held = []
+    sizes = []
     for images in (1, 2, 1):
         draw(looped, num_inference_steps=1, num_images_per_prompt=images)
-        held.append(looped.loop.buffer_bytes)
-    assert 0 < held[0] == held[2] < held[1]
+        sizes.append(looped.loop.buffer_bytes)
+    assert 0 < sizes[0] == sizes[2] < sizes[1]
 
 
 def test_threads_share_one_pipeline(plain: Path) -> None:
@@ -363,9 +363,9 @@ def test_threads_share_one_pipeline(plain: Path) -> None:
 
     alone = [one(job) for job in jobs]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(one, jobs))
-    for picture, expected in zip(together, alone, strict=True):
-        np.testing.assert_array_equal(picture, expected)
+        images = list(pool.map(one, jobs))
+    for image, expected in zip(images, alone, strict=True):
+        np.testing.assert_array_equal(image, expected)
 
 
 # --- Other commands on a hoisted folder -----------------------------------------------------------------------------

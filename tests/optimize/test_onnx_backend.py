@@ -8,22 +8,22 @@ import pytest
 
 from scripts.checks import onnx_backend
 
-# Reasons for which `optimize` refuses a case that ONNX Runtime runs.
-REFUSALS = ("is no tensor of numbers", "ONNX Runtime refuses")
+# Reasons for which `optimize` rejects a case that ONNX Runtime runs.
+REJECTIONS = ("is no tensor of numbers", "ONNX Runtime rejects")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_quarter_of_the_cases_of_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in onnx_backend.UNRELEASED.items():
         monkeypatch.setenv(name, value)
-    found: list[str] = []
-    counts = onnx_backend.run(0, onnx_backend.TARGETS, found.append)
-    assert found == []
+    faults: list[str] = []
+    counts = onnx_backend.run(0, onnx_backend.TARGETS, faults.append)
+    assert faults == []
     verdicts: Counter[str] = Counter()
     for (_, verdict, reason), count in counts.items():
         verdicts[verdict] += count
         if verdict == onnx_backend.REFUSED:
-            assert any(known in reason for known in REFUSALS), reason
+            assert any(refusal in reason for refusal in REJECTIONS), reason
     assert verdicts[onnx_backend.EQUAL] > 1000, verdicts
     assert verdicts[onnx_backend.REFUSED] < 50, verdicts
 

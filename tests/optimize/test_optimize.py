@@ -58,7 +58,7 @@ def run(path: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def drawn(small_export: Path) -> dict[tuple[int, ...], np.ndarray]:
+def expected_latents(small_export: Path) -> dict[tuple[int, ...], np.ndarray]:
     """What the exported UNet gives at two shapes (batch, height, width)."""
     source = ort.InferenceSession(small_export / "unet" / pipeline_folder.MODEL, providers=["CPUExecutionProvider"])
     return {shape: source.run(None, unet_inputs(*shape))[0] for shape in ((2, 16, 24), (1, 8, 8))}
@@ -122,16 +122,16 @@ def test_nhwc_targets_keep_two_transposes(small_export: Path, tmp_path: Path, ta
     (TARGETS["portable"], "float16", 3e-3), (NHWC, "float16", 3e-3),
 ], ids=lambda x: x.name if isinstance(x, Target) else str(x))  # fmt: skip
 def test_unet_generates_the_same_image(
-    drawn: dict[tuple[int, ...], np.ndarray],
+    expected_latents: dict[tuple[int, ...], np.ndarray],
     fused_unet: Callable[[Target, str], Path],
     target: Target,
     dtype: str,
     tolerance: float,
 ) -> None:
     session = ort.InferenceSession(fused_unet(target, dtype), providers=["CPUExecutionProvider"])
-    for shape, wanted in drawn.items():
-        got = session.run(None, unet_inputs(*shape, half=dtype == "float16"))[0]
-        assert relative_l2_error(np.asarray(got, np.float32), wanted) <= tolerance
+    for shape, expected in expected_latents.items():
+        actual = session.run(None, unet_inputs(*shape, half=dtype == "float16"))[0]
+        assert relative_l2_error(np.asarray(actual, np.float32), expected) <= tolerance
 
 
 def test_graphs_record_the_shapes_that_kernels_do_not_infer(fused_unet: Callable[[Target, str], Path]) -> None:
@@ -170,8 +170,8 @@ def test_operators_without_a_half_type_stay_in_float32(tmp_path: Path, dtype: st
     assert wide == {"Range", "Cast"}
     if dtype == "float16":
         x = np.ones((2, 8), np.float16)
-        got = run(tmp_path / "out.onnx", {"x": x, "n": np.array(8, np.float16)})
-        np.testing.assert_array_equal(got, x + np.arange(8))
+        actual = run(tmp_path / "out.onnx", {"x": x, "n": np.array(8, np.float16)})
+        np.testing.assert_array_equal(actual, x + np.arange(8))
 
 
 def test_bfloat16_stays_within_the_graph(tmp_path: Path) -> None:
@@ -292,11 +292,11 @@ def test_bad_input(name: str, tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> N
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out"), message, tmp_path)
 
 
-def check_refused(result: tuple[int, str, str], message: str, parent: Path, said: str = "") -> None:
-    """`said`: what may stand before the one line: nothing, but where the work had begun."""
+def check_refused(result: tuple[int, str, str], message: str, parent: Path, beginning: str = "") -> None:
+    """beginning: output before the one line, of work that had begun."""
     code, out, err = result
     assert code not in (0, None)
-    assert out.startswith(said) if said else not out
+    assert out.startswith(beginning) if beginning else not out
     assert message in err
     assert len(err.strip().splitlines()) == 1, err
     assert not (parent / "out").exists()

@@ -132,7 +132,7 @@ def test_the_decoder_in_8_bits(recorded: Path, reference: Path, tmp_path: Path) 
 
 
 def test_the_decoder_on_the_cpu(recorded: Path, reference: Path, tmp_path: Path) -> None:
-    """The kernels for int8 compute what QDQ does at the same layers."""
+    """The int8 kernels compute the same as QDQ at the same layers."""
     options: dict[str, Any] = {"eight_bits": "int8", "vae_decoder": True, "inputs": recorded}
     for target in ("cpu", "portable"):
         optimize("demo", tmp_path / target, target=target, components=[VAE_DECODER], **options)
@@ -294,14 +294,14 @@ def test_a_lora_beside_diffusers(float8: Path) -> None:
 
     before = draw()
     pipeline.load_lora_weights(lora_path("night"), "night")
-    drawn = draw()
+    image = draw()
     generator = torch.Generator().manual_seed(1)
     expected = np.asarray(diffusers_pipeline("night")(**CALL, generator=generator).images[0], np.float32)
-    assert psnr(drawn, expected) > 30  # measured 33.0; the goal of 8 bits is 30
-    assert psnr(before, expected) < 12  # measured 6.2: the LoRA changes the picture
+    assert psnr(image, expected) > 30  # measured 33.0; the goal of 8 bits is 30
+    assert psnr(before, expected) < 12  # measured 6.2: the LoRA changes the image
     pipeline.set_adapters("night", 0.5)
     half = draw()
-    assert psnr(half, drawn) < 40
+    assert psnr(half, image) < 40
     pipeline.unload_lora_weights()
     assert not pipeline.models.overrides.weights
     np.testing.assert_array_equal(draw(), before)
@@ -330,14 +330,14 @@ def test_a_lora_is_what_optimizing_the_fused_checkpoint_gives(
     deltas = manager.deltas({"night": 1.0})["unet"]
     dense, computed = LowRankDelta.dense, list[LowRankDelta]()
     monkeypatch.setattr(LowRankDelta, "dense", lambda delta: computed.append(delta) or dense(delta))
-    made = manager.updated_weights("unet", "unet", deltas)
+    updated = manager.updated_weights("unet", "unet", deltas)
     assert len(computed) == len({id(delta) for delta in computed}) > 20
-    assert len(computed) == sum(array.dtype == np.int8 for array in made.values())
-    wanted = LoraManager(tmp_path / "expected")._initializers("unet")
-    eight_bits = [name for name in made if made[name].dtype == np.int8]
+    assert len(computed) == sum(array.dtype == np.int8 for array in updated.values())
+    expected = LoraManager(tmp_path / "expected")._initializers("unet")
+    eight_bits = [name for name in updated if updated[name].dtype == np.int8]
     assert len(eight_bits) > 20
-    for name, value in made.items():
-        np.testing.assert_array_equal(value, wanted[name].values)
+    for name, value in updated.items():
+        np.testing.assert_array_equal(value, expected[name].values)
 
 
 def test_a_lora_needs_the_checkpoint(float8: Path, tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_calibration_prompts_that_overflow(
 
 
 def test_a_range_that_has_no_scale() -> None:
-    """An activation whose scale float16 cannot hold: the error names it and what to do."""
+    """The scale of an activation exceeds float16: the error names the activation and a remedy."""
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["": 21]> g (float[1,4,64] sample, float[64,64] w) => (float[1,4,64] y)
         { z = MatMul (sample, w) y = Relu (z) }"""

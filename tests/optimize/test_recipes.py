@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from recompute_weights import lowered, rebuilt, tensors
+from recompute_weights import checked_recipes, init_tensors, lowered_parts
 from small_presets import mini
 
 from fusion_passes import weight_recipes
@@ -59,9 +59,9 @@ def rebuild(path: Path, preset: str) -> dict[str, int]:
         ):
             weight = value.const_value.numpy()
             if value.name in table:
-                made = weight_recipes.evaluate(table[value.name], state.__getitem__)
-                assert made.dtype == weight.dtype
-                np.testing.assert_array_equal(made, weight, err_msg=value.name)
+                rebuilt = weight_recipes.evaluate(table[value.name], state.__getitem__)
+                assert rebuilt.dtype == weight.dtype
+                np.testing.assert_array_equal(rebuilt, weight, err_msg=value.name)
                 counts[name] += 1
             else:  # zeros, ones, scales and sinusoids: the graph's own
                 assert (
@@ -98,15 +98,15 @@ def test_every_weight_is_rebuilt(
 def test_for_every_target_and_type(component: str) -> None:
     """As `optimize_component` does it, on a graph that is fused once; other families: `test_families.test_counts`."""
     model = ir.from_proto(graph_fixtures.load(f"sd15-tiny-dynamo-20.{component}"))
-    checkpoint = tensors(model)
+    checkpoint = init_tensors(model)
     canonicalize(model)
     fuse(model)
     for target in (target for name, target in TARGETS.items() if name != "gpu"):  # as hip
         few = component == "unet" and target.name != "cpu"  # its graph takes the time of all others together
         for dtype in ["float16"] if few else target.dtypes[1:]:
             hoisted = component == "unet" and target.name == HOIST_TARGETS[0]  # the split takes as long as all else
-            parts = lowered(model.clone(), target, dtype, hoisted=hoisted)
-            assert rebuilt(parts, checkpoint) > 50
+            parts = lowered_parts(model.clone(), target, dtype, hoisted=hoisted)
+            assert checked_recipes(parts, checkpoint) > 50
 
 
 def test_recipes_as_text() -> None:
@@ -145,19 +145,19 @@ def test_subpixel_phases() -> None:
     random = np.random.default_rng(0)
     up, down = random.normal(size=(5, 2)).astype(np.float32), random.normal(size=(2, 36)).astype(np.float32)
     w = (up @ down).reshape(5, 4, 3, 3)
-    made = weight_recipes.evaluate(recipe, {"w": w.astype(np.float16)}.__getitem__)
+    phases = weight_recipes.evaluate(recipe, {"w": w.astype(np.float16)}.__getitem__)
     of_half = w.astype(np.float16).astype(np.float64)
-    np.testing.assert_array_equal(made[:5, 0, 0], of_half[:, :, 0, 0].astype(np.float16))  # even row, even column
-    np.testing.assert_array_equal(made[5:10, 1, 1], of_half[:, :, 1:, 2].sum(2).astype(np.float16))  # odd column
-    np.testing.assert_array_equal(made[10:15, 0, 1], of_half[:, :, :2, 1:].sum((2, 3)).astype(np.float16))  # odd row
+    np.testing.assert_array_equal(phases[:5, 0, 0], of_half[:, :, 0, 0].astype(np.float16))  # even row, even column
+    np.testing.assert_array_equal(phases[5:10, 1, 1], of_half[:, :, 1:, 2].sum(2).astype(np.float16))  # odd column
+    np.testing.assert_array_equal(phases[10:15, 0, 1], of_half[:, :, :2, 1:].sum((2, 3)).astype(np.float16))  # odd row
     change = weight_recipes.weight_delta(recipe, {"w": w})
-    form = update_graph.weight_update_spec(recipe, w.shape, made.dtype)
+    form = update_graph.weight_update_spec(recipe, w.shape, phases.dtype)
     assert form is not None
     session = ort.InferenceSession(update_graph.build_weight_update(form), providers=["CPUExecutionProvider"])
-    inputs = {"base": made, "up_0": up, "down_0": down, "source_shape": np.array(w.shape)}
+    inputs = {"base": phases, "up_0": up, "down_0": down, "source_shape": np.array(w.shape)}
     for scale in (1.0, -0.5):
         summed = session.run(None, {**inputs, "scale_0": np.full(2, scale, np.float32)})[0]
-        np.testing.assert_allclose(summed, made + scale * change, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(summed, phases + scale * change, rtol=1e-3, atol=1e-3)
 
 
 def test_origins_compare_all_numbers() -> None:

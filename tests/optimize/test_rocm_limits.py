@@ -15,8 +15,8 @@ def test_channels_of_group_norms(op_type: str, channels: int, reason: str | None
     gamma = ir.Value(name="gamma", shape=ir.Shape([channels]), const_value=ir.Tensor(np.ones(channels, np.float32)))
     groups = 32 if channels == 96 else 8
     node = ir.node(op_type, [ir.Value(name="x"), gamma], {"groups": groups, "channels_last": 1}, domain="sd_ort")
-    found = ROCM.contrib_constraints[op_type](node)
-    assert found is None if reason is None else reason in str(found)
+    violation = ROCM.contrib_constraints[op_type](node)
+    assert violation is None if reason is None else reason in str(violation)
 
 
 def test_attention_is_ours() -> None:

@@ -125,14 +125,14 @@ def test_synthetic_inputs_respect_the_graph() -> None:
     proto.graph.initializer.append(numpy_helper.from_array(np.ones((5, 3), np.float32), "table"))
     model = ir.from_proto(proto)
     for size in SIZES:
-        made = random_inputs("any", list(model.graph.inputs), {}, size)
-        assert (made["sigma"] > 0).all()
-        assert set(np.unique(made["ids"])) <= set(range(5))
-        assert ((made["t"] >= 1) & (made["t"] < 1000) & (made["t"] % 1 == 0)).all()
-        assert made["flags"].dtype == np.bool_
-        assert made["features"].min() < 0
-        assert set(np.unique(made["text_mask"])) <= {0, 1}
-        assert made["text_mask"].any(axis=1).all()
+        inputs = random_inputs("any", list(model.graph.inputs), {}, size)
+        assert (inputs["sigma"] > 0).all()
+        assert set(np.unique(inputs["ids"])) <= set(range(5))
+        assert ((inputs["t"] >= 1) & (inputs["t"] < 1000) & (inputs["t"] % 1 == 0)).all()
+        assert inputs["flags"].dtype == np.bool_
+        assert inputs["features"].min() < 0
+        assert set(np.unique(inputs["text_mask"])) <= {0, 1}
+        assert inputs["text_mask"].any(axis=1).all()
     lost = ir.Value(name="codes", shape=ir.Shape(["n"]), type=ir.TensorType(ir.DataType.INT64))
     with pytest.raises(InputError, match=r"codes \(INT64\): use --inputs"):
         random_inputs("any", [lost], {}, SIZES[0])

@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[i
 
 
 @pytest.fixture(scope="module")
-def kept(checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def template_cache(checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache with the template of the first checkpoint."""
     root = tmp_path_factory.mktemp("templates")
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,9 @@ def kept(checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFac
         yield root
 
 
-def test_fills_what_export_and_optimize_write(kept: Path, checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
+def test_fills_what_export_and_optimize_write(
+    template_cache: Path, checkpoint: Callable[[int], Path], tmp_path: Path
+) -> None:
     lines: list[str] = []
     second = checkpoint(2)
     manifest = optimize(str(second), tmp_path / "filled", components=COMPONENTS, **OPTIONS, on_progress=lines.append)
@@ -74,10 +76,10 @@ def test_fills_what_export_and_optimize_write(kept: Path, checkpoint: Callable[[
         assert pipeline_folder.tree_hash(tmp_path / "filled" / name) == pipeline_folder.tree_hash(second / name)
 
 
-def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
+def test_files_that_do_not_fit(template_cache: Path, checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
     third = checkpoint(3)
     path = third / "unet" / "diffusion_pytorch_model.safetensors"
-    whole, name = load_file(path), "conv_in.bias"
+    weights, name = load_file(path), "conv_in.bias"
 
     def refused(tensors: dict[str, torch.Tensor]) -> str:
         save_file(tensors, path, metadata={"format": "pt"})
@@ -86,11 +88,11 @@ def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tm
         assert not list(tmp_path.iterdir())
         return str(error.value)
 
-    broken = refused(whole | {name: whole[name] * torch.nan})
+    broken = refused(weights | {name: weights[name] * torch.nan})
     assert "NaN" in broken
     assert "--no-calibrate" not in broken
-    assert "do not fit" in refused(whole | {name: whole[name][1:].clone()})
-    assert "lacks 1 weights" in refused({key: tensor for key, tensor in whole.items() if key != name})
+    assert "do not fit" in refused(weights | {name: weights[name][1:].clone()})
+    assert "lacks 1 weights" in refused({key: tensor for key, tensor in weights.items() if key != name})
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(InputError, match="truncated"):
         optimize(str(third), tmp_path / "out", components=COMPONENTS, **OPTIONS)
@@ -161,9 +163,9 @@ def test_transformers_are_whole(name: str, transformer: str) -> None:
     assert path is not None
     assert path.name.startswith(f"{transformer}.transformer.onnx")
     layers = {source.rpartition(".")[0] for source in templates.Template(path).sources}
-    known = {part.module for parts in original_modules(preset.models["transformer"]).values() for part in parts}
-    unread = {layer for layer in known if "guidance_embedder" in layer and name == "flux-schnell"}
-    assert layers - {"pos_embed"} == known - unread
+    modules = {part.module for parts in original_modules(preset.models["transformer"]).values() for part in parts}
+    unread = {layer for layer in modules if "guidance_embedder" in layer and name == "flux-schnell"}
+    assert layers - {"pos_embed"} == modules - unread
 
 
 @pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-2511"])
@@ -175,7 +177,7 @@ def test_no_component_of_an_edit_is_exported(name: str) -> None:
 
 
 def test_templates_of_a_family_are_one_archive(tmp_path: Path) -> None:
-    """Each is read as it was written; a file of its own is replaced, and a damaged archive is told."""
+    """Reading returns each written template, writing replaces one, and a damaged archive is an error."""
     contents = {"sd15.unet": b"one" * 1000, "sd15-lcm.unet": b"two" * 1000}
     assert write_group(tmp_path, "sd15.unet", {"sd15.unet": contents["sd15.unet"]}) == tmp_path / "sd15.unet.onnx.xz"
     archive = write_group(tmp_path, "sd15.unet", contents)
@@ -206,8 +208,8 @@ def test_weightless_is_what_export_traces(
 ) -> None:
     """A template made without weights, as the package's are, is to the byte the one that an export keeps."""
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
-    made, recipes, config = weightless(PRESETS["sd15-mini"], "vae_encoder")
-    templates.write_template(tmp_path / "made.xz", made, recipes, config)
+    model, recipes, config = weightless(PRESETS["sd15-mini"], "vae_encoder")
+    templates.write_template(tmp_path / "made.xz", model, recipes, config)
     entry = pipeline_folder.read_manifest(default_export)["components"]["vae_encoder"]
     assert templates.store_template("kept", default_export / "vae_encoder", entry) is None
     duplicates = entry | {"duplicate_weights": [["a", "b"]]}

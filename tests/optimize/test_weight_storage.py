@@ -107,10 +107,10 @@ def test_graphs_compute_with_the_stored_weights(tmp_path: Path, storage: WeightS
     assert np.abs(run(serialized, x).astype(np.float32) - exact).max() < (5e-3 if float16 else 2e-6) * scale
     opened = tmp_path / "opened.onnx"
     assert np.abs(run(serialized, x, opened).astype(np.float32) - exact).max() < 0.03 * scale  # int8 activations
-    kept = onnx.load(opened)
-    kinds = [node.op_type for node in kept.graph.node]
+    stored = onnx.load(opened)
+    kinds = [node.op_type for node in stored.graph.node]
     assert kinds.count("MatMulNBits") >= (0 if storage.dtype == "float8" else 1)
-    large = [t.data_type for t in kept.graph.initializer if np.prod(t.dims) >= 4096]
+    large = [t.data_type for t in stored.graph.initializer if np.prod(t.dims) >= 4096]
     assert len(large) == 4
     assert not {TensorProto.FLOAT, TensorProto.FLOAT16} & set(large)  # nothing was folded
 
@@ -155,12 +155,12 @@ def test_memory_of_a_session(tmp_path: Path) -> None:
         for end in ends[1:]:
             end.type.tensor_type.shape.dim[1].dim_value = size
         graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
-        made = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+        model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
         if storage is not None:
-            store_weights(made, storage)
+            store_weights(model, storage)
         path = tmp_path / name / "m.onnx"
         path.parent.mkdir()
-        ir.save(made, path, external_data="m.data")
+        ir.save(model, path, external_data="m.data")
         if name != "small":
             command = [sys.executable, "-c", MEMORY, str(path), str(tmp_path / "small" / "m.onnx")]
             used[name] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -256,7 +256,7 @@ def test_float16_of_a_portable_folder(tmp_path: Path) -> None:
     onnx.save(model(), tmp_path / "m.onnx")
     entry = optimize_component(tmp_path / "m.onnx", tmp_path / "o" / "model.onnx", TARGETS["portable"], "float16",
                                calibrate=False, weights=WeightStorage("int4"))  # fmt: skip
-    made = ir.load(tmp_path / "o" / "model.onnx")
-    kinds = {str(v.name): v.dtype for v in made.graph.initializers.values()}
+    optimized = ir.load(tmp_path / "o" / "model.onnx")
+    kinds = {str(v.name): v.dtype for v in optimized.graph.initializers.values()}
     assert {dtype.name for dtype in kinds.values()} >= {"INT4", "INT8", "FLOAT16"}
     assert "stored_elements" in "".join(entry["weight_recipes"].values())

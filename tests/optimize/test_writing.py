@@ -50,12 +50,12 @@ def test_data_file_has_every_tensor_and_the_returned_hash(tmp_path: Path, monkey
     tensors = [*(ir.Tensor(array, name=f"t{i}") for i, array in enumerate(arrays)), outside, packed, lazy]
     stored, digest = external_data_writer.write(tmp_path / "x.data", tensors)
     assert digest == sha256(tmp_path / "x.data")
-    whole = (tmp_path / "x.data").read_bytes()
-    for wanted, got in zip(tensors, stored, strict=True):
-        assert (got.name, got.dtype, got.shape) == (wanted.name, wanted.dtype, wanted.shape)
-        assert whole[got.offset : got.offset + got.length] == wanted.tobytes()
-        assert got.tobytes() == wanted.tobytes()
-        assert got.offset % external_data_writer.ALIGNMENT == 0 or wanted.nbytes <= 300
+    content = (tmp_path / "x.data").read_bytes()
+    for tensor, actual in zip(tensors, stored, strict=True):
+        assert (actual.name, actual.dtype, actual.shape) == (tensor.name, tensor.dtype, tensor.shape)
+        assert content[actual.offset : actual.offset + actual.length] == tensor.tobytes()
+        assert actual.tobytes() == tensor.tobytes()
+        assert actual.offset % external_data_writer.ALIGNMENT == 0 or tensor.nbytes <= 300
 
 
 def test_exception_of_a_lazy_weight_ends_the_writing(tmp_path: Path) -> None:
@@ -75,13 +75,15 @@ def test_exception_of_a_lazy_weight_ends_the_writing(tmp_path: Path) -> None:
 
 
 def test_calibration_from_memory_is_that_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(made := model(), tmp_path / "model.onnx")  # its weights lie in a file from here on
+    save(source := model(), tmp_path / "model.onnx")  # its weights lie in a file from here on
     feeds = [{"x": np.random.default_rng(2).standard_normal((3, 64), np.float32)}]
     monkeypatch.setattr(calibration, "MIN_SHARED_BYTES", 1 << 13)
-    in_memory = calibration.measure(made, feeds, tmp_path)
+    in_memory = calibration.measure(source, feeds, tmp_path)
     monkeypatch.setattr(calibration, "SIZE_LIMIT", 0)
-    assert calibration.measure(made, feeds, tmp_path) == in_memory
-    weights = {name: value.const_value.numpy() for name, value in made.graph.initializers.items() if value.const_value}
+    assert calibration.measure(source, feeds, tmp_path) == in_memory
+    weights = {
+        name: value.const_value.numpy() for name, value in source.graph.initializers.items() if value.const_value
+    }
     product = feeds[0]["x"] @ weights["weight"]
     assert in_memory["p"] == pytest.approx(np.abs(product).max(), rel=1e-5)
     assert in_memory["y"] == pytest.approx(np.abs(product @ weights["other"] * weights["small"]).max(), rel=1e-5)

@@ -72,9 +72,9 @@ def test_callback_tensors(kind: str) -> None:
 def test_callback_tensor_values(models: Models, kind: str) -> None:
     """Every tensor of `_callback_tensor_inputs` has diffusers' values after the first step."""
     family, seen = FAMILIES[kind][0], list[dict[str, Any]]()
-    given = {"prompt": "a", "num_inference_steps": 4, "output_type": "latent", "height": 64, "width": 64}
-    given |= parity_pairs.images_of(parity_pairs.parameters(kind))
-    given = {name: value for name, value in given.items() if name in parity_pairs.parameters(kind)}
+    arguments = {"prompt": "a", "num_inference_steps": 4, "output_type": "latent", "height": 64, "width": 64}
+    arguments |= parity_pairs.images_of(parity_pairs.parameters(kind))
+    arguments = {name: value for name, value in arguments.items() if name in parity_pairs.parameters(kind)}
     names = getattr(sd_ort, kind)._callback_tensor_inputs
     for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
 
@@ -83,7 +83,7 @@ def test_callback_tensor_values(models: Models, kind: str) -> None:
             return {}
 
         call = {"callback_on_step_end": keep, "callback_on_step_end_tensor_inputs": list(names)}
-        pipeline(**given, **call, generator=seeded())
+        pipeline(**arguments, **call, generator=seeded())
     first, expected = seen[0], seen[len(seen) // 2]
     assert sorted(first) == sorted(expected) == sorted(names)
     for name in names:
@@ -93,36 +93,36 @@ def test_callback_tensor_values(models: Models, kind: str) -> None:
 @pytest.mark.parametrize("family", ["sd", "xl", "refiner"])
 def test_encode_prompt(models: Models, family: str) -> None:
     kind = FAMILIES_BY_KIND[family]
-    given: dict[str, Any] = {"device": "cpu", "num_images_per_prompt": 2, "do_classifier_free_guidance": True}
-    given |= {"prompt": ["a", "b"], "negative_prompt": ["c", "d"]}
+    arguments: dict[str, Any] = {"device": "cpu", "num_images_per_prompt": 2, "do_classifier_free_guidance": True}
+    arguments |= {"prompt": ["a", "b"], "negative_prompt": ["c", "d"]}
     pipelines = models.ours(family, kind), models.theirs(family, kind)
-    for mine, other in zip(*(pipeline.encode_prompt(**given) for pipeline in pipelines), strict=True):
+    for mine, other in zip(*(pipeline.encode_prompt(**arguments) for pipeline in pipelines), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["StableDiffusionPipeline", "StableDiffusionXLPipeline"])
 def test_prepare_latents(models: Models, kind: str) -> None:
     family = FAMILIES[kind][0]
-    made = []
+    latents = []
     for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
         pipeline.scheduler.set_timesteps(4)
-        made.append(pipeline.prepare_latents(2, 4, 64, 80, torch.float32, "cpu", [seeded(1), seeded(2)]))
-        made.append(pipeline.prepare_latents(1, 4, 64, 64, torch.float32, "cpu", None, tensor(1, 4, 8, 8)))
-    torch.testing.assert_close(made[:2], made[2:])
+        latents.append(pipeline.prepare_latents(2, 4, 64, 80, torch.float32, "cpu", [seeded(1), seeded(2)]))
+        latents.append(pipeline.prepare_latents(1, 4, 64, 64, torch.float32, "cpu", None, tensor(1, 4, 8, 8)))
+    torch.testing.assert_close(latents[:2], latents[2:])
 
 
 @pytest.mark.parametrize("kind", ["StableDiffusionImg2ImgPipeline", "StableDiffusionXLImg2ImgPipeline"])
 @pytest.mark.parametrize("generators", [1, 2])
 def test_prepare_latents_of_an_image(models: Models, kind: str, generators: int) -> None:
     family = FAMILIES[kind][0]
-    made = []
+    latents = []
     for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
         pipeline.scheduler.set_timesteps(4)
         timestep = pipeline.scheduler.timesteps[1:2].repeat(2)
         generator: Any = [seeded(1), seeded(2)] if generators == 2 else seeded(1)
         for image in (tensor(1, 3, 64, 64), tensor(1, 4, 8, 8)):
-            made.append(pipeline.prepare_latents(image, timestep, 1, 2, torch.float32, "cpu", generator))
-    torch.testing.assert_close(made[:2], made[2:], rtol=1e-4, atol=1e-4)
+            latents.append(pipeline.prepare_latents(image, timestep, 1, 2, torch.float32, "cpu", generator))
+    torch.testing.assert_close(latents[:2], latents[2:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"])
@@ -130,14 +130,16 @@ def test_prepare_latents_of_an_image(models: Models, kind: str, generators: int)
 def test_prepare_latents_of_a_masked_image(models: Models, kind: str, is_strength_max: bool) -> None:
     family = FAMILIES[kind][0]
     named: dict[str, Any] = {"image": tensor(1, 3, 64, 64), "is_strength_max": is_strength_max}
-    made = []
+    results = []
     for pipeline in (models.ours(family, kind), models.theirs(family, kind)):
         pipeline.scheduler.set_timesteps(4)
         named["timestep"] = pipeline.scheduler.timesteps[1:2].repeat(2)
-        given = (2, 4, 64, 64, torch.float32, "cpu")
-        made.append(pipeline.prepare_latents(*given, seeded(), **named, return_noise=True, return_image_latents=True))
-        made.append(pipeline.prepare_latents(*given, seeded(), tensor(2, 4, 8, 8), **named))
-    torch.testing.assert_close(made[:2], made[2:], rtol=1e-4, atol=1e-4)
+        sizes = (2, 4, 64, 64, torch.float32, "cpu")
+        results.append(
+            pipeline.prepare_latents(*sizes, seeded(), **named, return_noise=True, return_image_latents=True)
+        )
+        results.append(pipeline.prepare_latents(*sizes, seeded(), tensor(2, 4, 8, 8), **named))
+    torch.testing.assert_close(results[:2], results[2:], rtol=1e-4, atol=1e-4)
 
 
 FAMILIES_BY_KIND = {

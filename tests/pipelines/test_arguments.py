@@ -28,15 +28,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def reference(reference: Any) -> Any:
-    """With a scheduler that takes any schedule."""
+    """Return diffusers' pipeline with a scheduler that accepts any schedule."""
     reference.scheduler = diffusers.EulerDiscreteScheduler.from_config(reference.scheduler.config)
     return reference
 
 
 @pytest.fixture(scope="module")
 def pipeline(small_export: Path) -> StableDiffusionPipeline:
-    made: StableDiffusionPipeline = StableDiffusionPipeline.from_pretrained(small_export, scheduler="euler")
-    return made
+    result: StableDiffusionPipeline = StableDiffusionPipeline.from_pretrained(small_export, scheduler="euler")
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def plain(pipeline: Any) -> np.ndarray:
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     """Pictures (B, H, W, 3) in 0..1 of either pipeline."""
     generator = torch.Generator().manual_seed(7)
-    given = {"generator": generator, "output_type": "np", **SETTINGS, **arguments}
-    if "prompt_embeds" not in given:
-        given = {"prompt": PROMPT, **given}
-    return np.asarray(pipeline(**given)[0])
+    call = {"generator": generator, "output_type": "np", **SETTINGS, **arguments}
+    if "prompt_embeds" not in call:
+        call = {"prompt": PROMPT, **call}
+    return np.asarray(pipeline(**call)[0])
 
 
 # --- Names ----------------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def test_results_unpack_as_in_diffusers(pipeline: Any) -> None:
     pair = pipeline(PROMPT, **quick, generator=1, return_dict=False)
     images, flags = output
     assert (type(pair), len(pair), flags) == (tuple, 2, None)
-    for found in (output[0], output["images"], output.images, pair[0]):
-        torch.testing.assert_close(found, images, rtol=0, atol=0)
+    for result in (output[0], output["images"], output.images, pair[0]):
+        torch.testing.assert_close(result, images, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["array", "bytes", "tensor", "latents", "list"])
@@ -115,7 +115,7 @@ def test_image_formats(pipeline: Any, reference: Any, kind: str) -> None:
     unit = pixels.astype(np.float32) / 255
     tensor = torch.from_numpy(unit).permute(2, 0, 1)[None]
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    picture, same = {
+    input_image, same = {
         "array": (unit, unit[None]),
         "bytes": (pixels, Image.fromarray(pixels)),
         "tensor": (tensor, tensor),
@@ -125,11 +125,11 @@ def test_image_formats(pipeline: Any, reference: Any, kind: str) -> None:
     theirs = diffusers.StableDiffusionImg2ImgPipeline(**reference.components)
     theirs.set_progress_bar_config(disable=True)
     ours = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)
-    drawn = draw(ours, image=picture, strength=0.7, height=None, width=None)
+    image = draw(ours, image=input_image, strength=0.7, height=None, width=None)
     settings = {name: value for name, value in SETTINGS.items() if name not in ("height", "width")}
     generator = torch.Generator().manual_seed(7)
     expected = theirs(PROMPT, image=same, strength=0.7, generator=generator, output_type="np", **settings).images
-    assert psnr(drawn, expected) > MIN_PSNR
+    assert psnr(image, expected) > MIN_PSNR
 
 
 # --- What is there beside drawing -----------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ def test_components_and_configs(pipeline: Any, reference: Any) -> None:
 
 def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
     assert pipeline.to("cpu") is pipeline.to(torch.float32) is pipeline
-    for place, message in (("cuda", "provider="), (torch.float16, "--float16")):
+    for argument, message in (("cuda", "provider="), (torch.float16, "--float16")):
         with pytest.raises(InputError, match=message):
-            pipeline.to(place)
+            pipeline.to(argument)
     for options, message in (
         ({"torch_dtype": torch.float16}, "--float16"),
         ({"variant": "fp16"}, "--float16"),

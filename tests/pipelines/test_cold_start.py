@@ -38,8 +38,8 @@ def test_noise_is_torchs_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     each = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(seed)).numpy() for seed in (3, 4)]
     assert (noise.draw_noise((2, 4, 8, 8), noise.sources(seeds)) == np.concatenate(each)).all()
     monkeypatch.delitem(sys.modules, "torch")
-    drawn = noise.draw_noise((1, 4, 8, 8), noise.sources(3))
-    assert drawn.tobytes() == each[0].tobytes()
+    samples = noise.draw_noise((1, 4, 8, 8), noise.sources(3))
+    assert samples.tobytes() == each[0].tobytes()
     by_chance = noise.draw_noise((2, 4, 8, 8), None)
     assert abs(by_chance.std() - 1) < 0.3
     assert (by_chance[0] != by_chance[1]).all()

@@ -49,8 +49,7 @@ def draw(pipeline: Any, **options: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 2.0, "negative_prompt": "a blue square"}])
 def test_the_image_of_diffusers(guidance: dict[str, Any], pipeline: FluxPipeline) -> None:
-    """As many full steps, with a cache of its own for each prompt, and the same image; without the cache the first one
-    again."""
+    """Full steps and image equal diffusers', with a cache for each prompt; without it the first image returns."""
     first = draw(pipeline, **guidance)
     pipeline.enable_cache(threshold=THRESHOLD)
     cached = draw(pipeline, **guidance)
@@ -74,7 +73,7 @@ def test_the_image_of_diffusers(guidance: dict[str, Any], pipeline: FluxPipeline
 
 
 def test_the_graphs_of_gpus(tmp_path: Path) -> None:
-    """Head and rest of a hoisted graph in float16, whose norms add the residuals, compute what the whole graph does."""
+    """Head and rest of a hoisted float16 graph, with residuals in norms, compute the same as the complete graph."""
     optimize("demo-dit", tmp_path / "gpu", target="gpu", dtype="float16", calibrate=False)
     pipeline = FluxPipeline.from_pretrained(tmp_path / "gpu", "cpu", threads=1)
     first = draw(pipeline)
@@ -93,10 +92,10 @@ def test_a_lora(pipeline: FluxPipeline) -> None:
         lora[f"{name}.lora_B.weight"] = torch.randn(192, 2, generator=random) * 0.2
     first = draw(pipeline)
     pipeline.load_lora_weights(lora, "a")
-    wanted = draw(pipeline)
+    expected = draw(pipeline)
     pipeline.enable_cache(threshold=1e-9)
-    assert psnr(draw(pipeline), wanted) > 80
-    assert psnr(wanted, first) < 50
+    assert psnr(draw(pipeline), expected) > 80
+    assert psnr(expected, first) < 50
     pipeline.unload_lora_weights()
     assert psnr(draw(pipeline), first) > 80
 

@@ -34,7 +34,7 @@ def seeds(*values: int) -> list[torch.Generator]:
 
 
 @pytest.fixture(scope="module")
-def picture() -> Image.Image:
+def input_image() -> Image.Image:
     y, x = np.mgrid[:64, :64]
     return Image.fromarray(np.stack([4 * x, 4 * y, 255 - 2 * (x + y)], -1).astype(np.uint8))
 
@@ -48,9 +48,9 @@ def mask() -> Image.Image:
 
 def as_kind(kind: str, reference: Any) -> Any:
     """The diffusers pipeline class `kind` with the models of another."""
-    made = getattr(diffusers, kind)(**reference.components)
-    made.set_progress_bar_config(disable=True)
-    return made
+    result = getattr(diffusers, kind)(**reference.components)
+    result.set_progress_bar_config(disable=True)
+    return result
 
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
@@ -70,17 +70,17 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     ],
 )
 def test_arguments_that_do_not_fit(
-    small_export: Path, picture: Image.Image, arguments: dict[str, Any], message: str
+    small_export: Path, input_image: Image.Image, arguments: dict[str, Any], message: str
 ) -> None:
     ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export, low_memory=True)
     with pytest.raises(InputError, match=message):
-        draw(ours, **{"image": picture, **arguments})
+        draw(ours, **{"image": input_image, **arguments})
 
 
-def test_two_images_for_three_prompts(small_export: Path, picture: Image.Image) -> None:
+def test_two_images_for_three_prompts(small_export: Path, input_image: Image.Image) -> None:
     ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export, low_memory=True)
     with pytest.raises(InputError, match="2 images for 3 prompts"):
-        draw(ours, prompt=[PROMPT] * 3, image=[picture] * 2)
+        draw(ours, prompt=[PROMPT] * 3, image=[input_image] * 2)
 
 
 # --- Inpainting -----------------------------------------------------------------------------------------------------
@@ -127,24 +127,24 @@ def accelerated(controlled: Path, control_reference: Any) -> Any:
     ids=["scale", "guess", "part"],
 )
 def test_controlnet_in_diffusers(
-    accelerated: Any, control_reference: Any, picture: Image.Image,
+    accelerated: Any, control_reference: Any, input_image: Image.Image,
     arguments: dict[str, Any],
 ) -> None:  # fmt: skip
     arguments = {"height": 64, "width": 64, **arguments}
-    expected = draw(control_reference, image=picture, generator=seeds(3)[0], **arguments)
-    assert psnr(draw(accelerated, image=picture, generator=seeds(3)[0], **arguments), expected) > MIN_PSNR
+    expected = draw(control_reference, image=input_image, generator=seeds(3)[0], **arguments)
+    assert psnr(draw(accelerated, image=input_image, generator=seeds(3)[0], **arguments), expected) > MIN_PSNR
 
 
-def test_controlnet_without_its_image(control_pipeline: StableDiffusionPipeline, picture: Image.Image) -> None:
-    """A ControlNet wants one, and a picture of image to image is none."""
+def test_controlnet_without_its_image(control_pipeline: StableDiffusionPipeline, input_image: Image.Image) -> None:
+    """A ControlNet wants one, and the input of image to image is none."""
     with pytest.raises(InputError, match="give a control_image"):
         draw(control_pipeline, height=64, width=64)
     size = {"height": 64, "width": 64}
-    shown = draw(control_pipeline, control_image=picture, generator=3, controlnet_conditioning_scale=0.7, **size)
-    assert psnr(draw(control_pipeline, image=picture, generator=3, **size), shown) < 50, "without effect"
+    shown = draw(control_pipeline, control_image=input_image, generator=3, controlnet_conditioning_scale=0.7, **size)
+    assert psnr(draw(control_pipeline, image=input_image, generator=3, **size), shown) < 50, "without effect"
 
 
-def test_controlnet_of_another_scale(controlled: Path, tmp_path: Path, picture: Image.Image) -> None:
+def test_controlnet_of_another_scale(controlled: Path, tmp_path: Path, input_image: Image.Image) -> None:
     shutil.copytree(controlled, tmp_path / "other")
     config = tmp_path / "other" / "controlnet" / "config.json"
     entries = json.loads(config.read_text())
@@ -152,13 +152,13 @@ def test_controlnet_of_another_scale(controlled: Path, tmp_path: Path, picture: 
     config.write_text(json.dumps(entries))
     ours = StableDiffusionPipeline.from_pretrained(tmp_path / "other")
     with pytest.raises(InputError, match="halves its image 2 times and the VAE 3 times: use a ControlNet of this"):
-        draw(ours, control_image=picture)
+        draw(ours, control_image=input_image)
 
 
 @pytest.mark.parametrize("guess", [False, True])
-def test_several_controlnets(controlled: Path, control_reference: Any, picture: Image.Image, guess: bool) -> None:
-    """Each with its picture, scale and part of the schedule; their residuals add up."""
-    pictures = [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+def test_several_controlnets(controlled: Path, control_reference: Any, input_image: Image.Image, guess: bool) -> None:
+    """Each with its image, scale and part of the schedule; their residuals add up."""
+    pictures = [input_image, input_image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     arguments: dict[str, Any] = {"height": 64, "width": 64, "guess_mode": guess}
     arguments |= {"controlnet_conditioning_scale": [0.7, 0.4], "control_guidance_end": [1.0, 0.6]}
     parts = {**control_reference.components, "controlnet": [control_reference.controlnet] * 2}
@@ -168,7 +168,7 @@ def test_several_controlnets(controlled: Path, control_reference: Any, picture: 
     ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled, controlled])
     assert psnr(draw(ours, control_image=pictures, generator=3, **arguments), expected) > MIN_PSNR
     with pytest.raises(InputError, match="1 control images for 2 ControlNets"):
-        draw(ours, control_image=[picture], height=64, width=64)
+        draw(ours, control_image=[input_image], height=64, width=64)
 
     two = {"prompt": ["a cat", "a dog"], "height": 64, "width": 64}
     nested = [pictures, pictures[::-1]]  # one list per prompt
@@ -187,77 +187,77 @@ def test_several_controlnets(controlled: Path, control_reference: Any, picture: 
     with pytest.raises(InputError, match="1 control images for 2 ControlNets"):
         draw(ours, control_image=nested, **two, **tensors)
     with pytest.raises(InputError, match="one list per prompt, of 2 images each"):
-        draw(ours, control_image=[[picture], [picture]], **two)
+        draw(ours, control_image=[[input_image], [input_image]], **two)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count: int) -> None:
+def test_controlnets_on_the_device(controlled: Path, input_image: Image.Image, count: int) -> None:
     """One hands its residuals on, those of several are added up; waited for or not, the same bytes."""
-    drawn = {}
+    images = {}
     arguments = {"height": 64, "width": 64, "control_guidance_end": 0.6, "controlnet_conditioning_scale": 0.7}
-    shown = picture if count == 1 else [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+    shown = input_image if count == 1 else [input_image, input_image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     for looped, waits in ((False, [False]), (True, [False, True])):
         ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled] * count, device_loop=looped)
         for wait in waits:
             ours.loop.wait = wait
-            for seed in (1, 3):  # the second is drawn over the buffers of the first
-                drawn[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
+            for seed in (1, 3):  # the second one reuses the buffers of the first
+                images[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
         assert bool(ours.loop.buffer_cache) == looped
-    assert psnr(drawn[True, False], drawn[False, False]) > 80
-    np.testing.assert_array_equal(drawn[True, False], drawn[True, True])
-    if count == 1:  # each side of a split guidance has the ControlNet, and shows it the picture
+    assert psnr(images[True, False], images[False, False]) > 80
+    np.testing.assert_array_equal(images[True, False], images[True, True])
+    if count == 1:  # each side of a split guidance has the ControlNet, and its image
         ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled], split_guidance=(0, 1))
         split = draw(ours, control_image=shown, generator=3, progress=False, **arguments)
-        np.testing.assert_array_equal(split, drawn[True, True])
+        np.testing.assert_array_equal(split, images[True, True])
 
 
-def test_control_image_without_a_controlnet(small_export: Path, picture: Image.Image) -> None:
+def test_control_image_without_a_controlnet(small_export: Path, input_image: Image.Image) -> None:
     with pytest.raises(InputError, match="no ControlNet for the control image"):
-        draw(StableDiffusionPipeline.from_pretrained(small_export), control_image=picture, height=64, width=64)
+        draw(StableDiffusionPipeline.from_pretrained(small_export), control_image=input_image, height=64, width=64)
 
 
 # --- The command ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", ["euler", "pndm", "dpmsolver"])
-def test_on_the_device(small_export: Path, picture: Image.Image, mask: Image.Image, scheduler: str) -> None:
-    """Image to image, and inpainting whose mask keeps a picture, in the loop on the device as on the host."""
+def test_on_the_device(small_export: Path, input_image: Image.Image, mask: Image.Image, scheduler: str) -> None:
+    """Image to image, and inpainting whose mask keeps a part, in the loop on the device as on the host."""
     tasks = ((StableDiffusionImg2ImgPipeline, {}), (StableDiffusionInpaintPipeline, {"mask_image": mask}))
     for cls, more in tasks:
         pictures = []
         for looped in (False, True):
             pipeline = cls.from_pretrained(small_export, scheduler=scheduler, device_loop=looped)
-            arguments = {**SETTINGS, "image": picture, "strength": 0.8, "progress": False, **more}
+            arguments = {**SETTINGS, "image": input_image, "strength": 0.8, "progress": False, **more}
             pictures.append(pipeline(**arguments, generator=1).images)
             assert bool(pipeline.loop.buffer_cache) == looped
         assert psnr(pictures[1], pictures[0]) > 80
 
 
-def test_inpainting_unet_on_the_device(inpaint_export: Path, picture: Image.Image, mask: Image.Image) -> None:
-    """A UNet of nine channels sees mask and picture behind the latents."""
+def test_inpainting_unet_on_the_device(inpaint_export: Path, input_image: Image.Image, mask: Image.Image) -> None:
+    """A UNet of nine channels reads mask and image behind the latents."""
     pictures = []
     for looped in (False, True):
         pipeline = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export, device_loop=looped)
-        pictures.append(pipeline(**SETTINGS, image=picture, mask_image=mask, generator=1, progress=False).images)
+        pictures.append(pipeline(**SETTINGS, image=input_image, mask_image=mask, generator=1, progress=False).images)
         assert bool(pipeline.loop.buffer_cache) == looped
     assert psnr(pictures[1], pictures[0]) > 80
 
 
 def test_generate_from_an_image(
-    sd_ort: Cli, small_export: Path, tmp_path: Path, picture: Image.Image, mask: Any
+    sd_ort: Cli, small_export: Path, tmp_path: Path, input_image: Image.Image, mask: Any
 ) -> None:
-    picture.save(tmp_path / "in.png")
+    input_image.save(tmp_path / "in.png")
     mask.save(tmp_path / "mask.png")
     common = ("generate", PROMPT, "--model", small_export, "--steps", 2, "--seed", 1, "--image", tmp_path / "in.png")
     out = tmp_path / "out.png"
     code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
     assert (code, np.asarray(Image.open(out)).shape) == (0, (128, 128, 3)), error  # the model's, as in diffusers
     for side, size in ((130, (128, 192)), (100, (96, 96))):  # down to whole latents
-        picture.resize((196 if side == 130 else side, side)).save(tmp_path / "odd.png")
+        input_image.resize((196 if side == 130 else side, side)).save(tmp_path / "odd.png")
         code, _, error = sd_ort(*common[:-1], tmp_path / "odd.png", "--overwrite", "--out", out)
         assert (code, np.asarray(Image.open(out)).shape) == (0, (*size, 3)), error
     code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
     assert (code, "pass it with --image" in error) == (2, True)
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     code, _, error = sd_ort(*common[:-1], tmp_path / "text.png")
-    assert (code, "text.png cannot be read as a picture" in error) == (2, True)
+    assert (code, "text.png cannot be read as an image" in error) == (2, True)

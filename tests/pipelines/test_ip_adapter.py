@@ -1,4 +1,4 @@
-"""IP-Adapters: exported with a U-Net, fused, and drawn with as diffusers draws; files that do not fit are refused."""
+"""IP-Adapters: exported with a U-Net, fused, and used as in diffusers; files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ def adapted(preset: str, file: Path, encoder: Path | None = None) -> Any:
 @pytest.fixture(scope="module")
 def folder(files: Path, small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A pipeline folder with an adapter, "sd15-seen" or "sd15-seen-plus"."""
-    made: dict[str, Path] = {}
+    exported: dict[str, Path] = {}
 
     def make(name: str) -> Path:
-        if name not in made:
+        if name not in exported:
             out = tmp_path_factory.mktemp("exported") / name
-            parts = ["unet"] if made else ["image_encoder", "unet"]
+            parts = ["unet"] if exported else ["image_encoder", "unet"]
             options = {"exporter": "torchscript", "opset": 17, "components": parts}
             adapter = files / f"{name}.safetensors"
             export(None, out, preset="sd15-seen", random_weights=True, ip_adapter=adapter, **options)  # type: ignore[arg-type]
             for part in ("text_encoder", "vae_decoder"):
                 shutil.copytree(small_export / part, out / part)
-            if made:
-                shutil.copytree(next(iter(made.values())) / "image_encoder", out / "image_encoder")
-            made[name] = out
-        return made[name]
+            if exported:
+                shutil.copytree(next(iter(exported.values())) / "image_encoder", out / "image_encoder")
+            exported[name] = out
+        return exported[name]
 
     return make
 
@@ -96,24 +96,24 @@ def reference(files: Path) -> Callable[[str], Any]:
     """diffusers' pipeline with the same adapter."""
 
     def make(name: str) -> Any:
-        made = torch_pipeline("sd15-seen", random_weights=True)
-        made.load_ip_adapter(
+        result = torch_pipeline("sd15-seen", random_weights=True)
+        result.load_ip_adapter(
             str(files), subfolder="", weight_name=f"{name}.safetensors", image_encoder_folder="image_encoder"
         )
-        return made
+        return result
 
     return make
 
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     generator = torch.Generator().manual_seed(7)
-    given = {"generator": generator, "output_type": "latent", **SETTINGS, **arguments}
-    return np.asarray(pipeline("a red circle", **given)[0])
+    call = {"generator": generator, "output_type": "latent", **SETTINGS, **arguments}
+    return np.asarray(pipeline("a red circle", **call)[0])
 
 
-def error(drawn: np.ndarray, expected: np.ndarray) -> float:
-    assert drawn.shape == expected.shape
-    return relative_l2_error(drawn, expected)
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    assert actual.shape == expected.shape
+    return relative_l2_error(actual, expected)
 
 
 # --- As diffusers ---------------------------------------------------------------------------------------------------
@@ -134,16 +134,16 @@ def test_sdxl_unet_with_plus(files: Path) -> None:
     sample, text, pooled, sizes, images = (torch.randn(shape, generator=random) for shape in shapes)
     time, scales = torch.tensor([500.0]), torch.full((2, len(ours.config.ip_adapter["layers"])), 0.7)
     with torch.no_grad():
-        made = wrap("unet", ours, True, False)(sample, time, text, pooled, sizes, images, scales)
-        told = {"text_embeds": pooled, "time_ids": sizes, "image_embeds": [images]}
-        expected = theirs(sample, time, text, added_cond_kwargs=told)[0]
-    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+        actual = wrap("unet", ours, True, False)(sample, time, text, pooled, sizes, images, scales)
+        conditioning = {"text_embeds": pooled, "time_ids": sizes, "image_embeds": [images]}
+        expected = theirs(sample, time, text, added_cond_kwargs=conditioning)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["sd15-seen", "sd15-seen-plus"])
 def test_draws_as_diffusers(folder: Any, reference: Any, name: str) -> None:
     ours, theirs = StableDiffusionPipeline.from_pretrained(folder(name)), reference(name)
-    drawn = []
+    images = []
     for scale, shown in (
         (1.0, PICTURE),
         (0.6, [[PICTURE, OTHER]]),
@@ -151,11 +151,11 @@ def test_draws_as_diffusers(folder: Any, reference: Any, name: str) -> None:
     ):
         ours.set_ip_adapter_scale(scale)
         theirs.set_ip_adapter_scale(scale)
-        drawn.append(draw(ours, ip_adapter_image=shown))
-        assert error(drawn[-1], draw(theirs, ip_adapter_image=shown)) < TOLERANCE
-        assert len(drawn) == 1 or error(*drawn[-2:]) > EFFECT
+        images.append(draw(ours, ip_adapter_image=shown))
+        assert error(images[-1], draw(theirs, ip_adapter_image=shown)) < TOLERANCE
+        assert len(images) == 1 or error(*images[-2:]) > EFFECT
     embeds = ours.prepare_ip_adapter_image_embeds(OTHER)
-    np.testing.assert_array_equal(draw(ours, ip_adapter_image_embeds=embeds), drawn[-1])
+    np.testing.assert_array_equal(draw(ours, ip_adapter_image_embeds=embeds), images[-1])
     torch.testing.assert_close(embeds, theirs.prepare_ip_adapter_image_embeds([OTHER], None, "cpu", 1, True))
     hidden = embeds[0].ndim == 4
     torch.testing.assert_close(ours.encode_image(OTHER, "cpu", 2, hidden), theirs.encode_image(OTHER, "cpu", 2, hidden))
@@ -171,9 +171,9 @@ def test_scale_0_equals_no_adapter(folder: Any) -> None:
     with pytest.raises(InputError, match="has an IP-Adapter: give it an image"):
         draw(ours)
     ours.set_ip_adapter_scale(0)
-    drawn = draw(ours)
-    np.testing.assert_array_equal(draw(ours, ip_adapter_image=PICTURE), drawn)
-    assert error(drawn, draw(torch_pipeline("sd15-seen", random_weights=True))) < TOLERANCE
+    image = draw(ours)
+    np.testing.assert_array_equal(draw(ours, ip_adapter_image=PICTURE), image)
+    assert error(image, draw(torch_pipeline("sd15-seen", random_weights=True))) < TOLERANCE
 
 
 def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
@@ -182,9 +182,9 @@ def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
     shown = ("--ip-adapter-image", tmp_path / "shown.png", "--ip-adapter-scale", 0.6)
     assert sd_ort("generate", "a", *options, *shown, "--out", tmp_path / "a.png")[0] == 0
     assert Image.open(tmp_path / "a.png").text["ip_adapter_scale"] == "0.6"  # type: ignore[attr-defined]
-    code, _, said = sd_ort("generate", "a", *options, "--out", tmp_path / "b.png")
+    code, _, message = sd_ort("generate", "a", *options, "--out", tmp_path / "b.png")
     assert code == 2
-    assert "has an IP-Adapter: give it an image" in said
+    assert "has an IP-Adapter: give it an image" in message
     assert not (tmp_path / "b.png").exists()
 
 
@@ -195,13 +195,15 @@ def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
     """Both attentions of a layer become one node each, and a step has a sum more: all else runs once a prompt."""
     source = folder("sd15-seen-plus")
     optimize(source, tmp_path / "out", target="portable", components=["image_encoder", "unet"], hoist=True)
-    made = {path.parent.name: onnx.load(path, load_external_data=False).graph for path in tmp_path.glob("out/*/*.onnx")}
-    ops = {name: Counter(node.op_type for node in graph.node) for name, graph in made.items()}
+    graphs = {
+        path.parent.name: onnx.load(path, load_external_data=False).graph for path in tmp_path.glob("out/*/*.onnx")
+    }
+    ops = {name: Counter(node.op_type for node in graph.node) for name, graph in graphs.items()}
     step, prompt = ops["unet"], ops["unet_prompt"]
     layers = 4
     assert (step["MultiHeadAttention"], prompt["MultiHeadAttention"]) == (3 * layers, ip_adapters.DEPTH)
     assert not step["ScaledDotProductAttention"] + step["Softmax"] + step["Mul"] + prompt["ScaledDotProductAttention"]
-    assert {"image_embeds", "ip_adapter_scale"} <= {value.name for value in made["unet_prompt"].input}
+    assert {"image_embeds", "ip_adapter_scale"} <= {value.name for value in graphs["unet_prompt"].input}
     assert prompt["MatMul"] >= 4 * layers, "keys and values of text and of pictures"
     for part in ("text_encoder", "vae_decoder"):
         shutil.copytree(source / part, tmp_path / "out" / part)

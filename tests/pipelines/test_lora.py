@@ -70,14 +70,14 @@ def make(weights: dict[str, Tensors]) -> Callable[[int], dict[tuple[str, str], t
 
     def pairs(seed: int) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator().manual_seed(seed)
-        found = {}
+        factors = {}
         for component, modules in MODULES.items():
             for module in modules:
                 out, *rest = weights[component][f"{module}.weight"].shape
                 down = torch.randn(RANK, *rest, generator=generator) * 0.3
                 up = torch.randn(out, RANK, *([1] * (len(rest) - 1)), generator=generator) * 0.3
-                found[component, module] = down, up
-        return found
+                factors[component, module] = down, up
+        return factors
 
     return pairs
 
@@ -175,7 +175,7 @@ def test_filters_are_summed_while_sessions_open(
     def early(sums: list[Callable[[], np.ndarray]]) -> None:
         updates.compute_sums(sums)
 
-    def drawn(start_them: Callable[..., Any]) -> np.ndarray:
+    def image_of(start_them: Callable[..., Any]) -> np.ndarray:
         monkeypatch.setattr(updates, "start_sums", start_them)
         pipeline = StableDiffusionPipeline.from_pretrained(optimized)
         pipeline.load_lora_weights(kohya(make(1)), "one")
@@ -183,7 +183,7 @@ def test_filters_are_summed_while_sessions_open(
         return draw(pipeline)
 
     start = updates.start_sums
-    np.testing.assert_array_equal(drawn(late), drawn(early))
+    np.testing.assert_array_equal(image_of(late), image_of(early))
     assert min(counts) > 0
 
 
@@ -220,12 +220,12 @@ def test_packed_and_hoisted_weights(
     target: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding;
+    """Updated initializers equal those of the optimized merged checkpoint up to rounding;
     the same where they are computed on the device, two LoRAs at once; without changes those on disk. The provider is
     told of each that is written, once it is."""
-    told: list[tuple[int, bytes]] = []
-    renew = lambda provider: lambda value: told.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
-    monkeypatch.setattr("sd_ort.runtime.components.update_callback", renew)
+    written: list[tuple[int, bytes]] = []
+    record_update = lambda provider: lambda value: written.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
+    monkeypatch.setattr("sd_ort.runtime.components.update_callback", record_update)
     out = tmp_path / "out"
     optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoist=True, calibrate=False)
     loras = LoraManager(out)
@@ -239,26 +239,28 @@ def test_packed_and_hoisted_weights(
     models = Components(out)
     models.in_place = True
     assert loras.apply(models, changes)
-    touched = set()
+    updated_tensors = set()
     for part, numbers in changed.items():
         assert models.overrides.updatable[part].changed == numbers.keys()
         for name, array in numbers.items():
             recipe = loras.recipes["unet"][name]
-            touched |= set(recipes.sources(recipe))
-            wanted = recipes.evaluate(recipe, new.__getitem__)
-            assert array.dtype == wanted.dtype
-            for made in (array, models.overrides.updatable[part].values[name].numpy()):
-                np.testing.assert_allclose(made.astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=1e-3)
-    assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
-    held = [models.overrides.updatable[part].values[name] for part, numbers in changed.items() for name in numbers]
-    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
+            updated_tensors |= set(recipes.sources(recipe))
+            expected = recipes.evaluate(recipe, new.__getitem__)
+            assert array.dtype == expected.dtype
+            for actual in (array, models.overrides.updatable[part].values[name].numpy()):
+                np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), rtol=2e-3, atol=1e-3)
+    assert {f"{module}.weight" for module in MODULES["unet"]} <= updated_tensors
+    ort_values = [
+        models.overrides.updatable[part].values[name] for part, numbers in changed.items() for name in numbers
+    ]
+    assert sorted(written) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in ort_values)
     check_other_scales(loras, models)
-    told.clear()
+    written.clear()
     open_files = [os.path.realpath(file) for file in Path("/proc/self/fd").glob("*")]
     assert sum(str(out) in file for file in open_files) <= len(changed)  # a data file is opened once
     assert not loras.apply(models, {})
     assert not any(models.overrides.updatable[part].originals for part in changed)
-    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
+    assert sorted(written) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in ort_values)
     for part, numbers in changed.items():
         values = load(out / part / "model.onnx").graph.initializers
         for name in numbers:
@@ -277,8 +279,8 @@ def check_other_scales(loras: LoraManager, models: Components) -> None:
     for part, name in updates:
         assert name in models.overrides.updatable[part].originals
         array = loras.updated_weights("unet", part, deltas["unet"], [name])[name]
-        made = models.overrides.updatable[part].values[name].numpy()
-        np.testing.assert_allclose(made.astype(np.float32), array.astype(np.float32), rtol=2e-3, atol=1e-3)
+        actual = models.overrides.updatable[part].values[name].numpy()
+        np.testing.assert_allclose(actual.astype(np.float32), array.astype(np.float32), rtol=2e-3, atol=1e-3)
 
 
 def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
@@ -289,9 +291,9 @@ def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
         assert adapter.unmatched == []
         for component, modules in adapters[0].modules.items():
             assert adapter.modules[component].keys() == modules.keys()
-            for name, correction in modules.items():
+            for name, module in modules.items():
                 np.testing.assert_allclose(
-                    adapter.modules[component][name].delta().dense(), correction.delta().dense(), rtol=1e-5, atol=1e-6
+                    adapter.modules[component][name].delta().dense(), module.delta().dense(), rtol=1e-5, atol=1e-6
                 )
 
 
@@ -357,12 +359,12 @@ def test_strength_on_the_command_line() -> None:
 
 def test_weights_change_when_scales_do() -> None:
     """Not at every call; cross_attention_kwargs={"scale": s} weighs all LoRAs, and disabled ones have no part."""
-    taken: list[dict[str, Any]] = []
+    applied: list[dict[str, Any]] = []
     adapter = SimpleNamespace(modules={"unet": {"conv_in": 1}})
 
     class Recorded(LoraMixin):
         loras: Any = SimpleNamespace(
-            deltas=dict, adapters={"a": adapter, "b": adapter}, apply=lambda _, changes: taken.append(changes)
+            deltas=dict, adapters={"a": adapter, "b": adapter}, apply=lambda _, changes: applied.append(changes)
         )
         models: Any = None
         lora_state = replace(NO_LORAS, scales={"a": 1.0, "b": 1.0})
@@ -375,7 +377,7 @@ def test_weights_change_when_scales_do() -> None:
     pipeline.set_adapters("b", 2.0)
     pipeline.enable_lora()
     pipeline.delete_adapters(["b"])
-    assert [{name: scale["unet"] for name, scale in scales.items()} for scales in taken] == [
+    assert [{name: scale["unet"] for name, scale in scales.items()} for scales in applied] == [
         {"a": 0.5, "b": -0.25}, {"a": 0.25, "b": -0.125}, {"a": 0.5, "b": -0.25}, {}, {"b": 2.0}, {"a": 0.5},
     ]  # fmt: skip
     assert pipeline.get_list_adapters() == {"unet": ["a"]}

@@ -138,8 +138,8 @@ def check(ours: list[Any], case: Case, plain_image: np.ndarray, bound: float = 6
         pipeline.unload_lora_weights()
         np.testing.assert_array_equal(draw(pipeline), first)
         weights = {part: pipeline.loras._initializers(part) for part in pipeline.models.overrides.updatable}
-        for part, held in pipeline.models.overrides.updatable.items():
-            for name, value in held.values.items():
+        for part, updatable in pipeline.models.overrides.updatable.items():
+            for name, value in updatable.values.items():
                 np.testing.assert_array_equal(value.numpy(), pipeline.loras._values(weights[part][name]))
 
 
@@ -367,10 +367,10 @@ def test_ldm_names() -> None:
         },  # diffusers takes an upsampler without transformers for one
         unet_config=SimpleNamespace(layers_per_block=1),
     )[0]
-    known = {name.replace("_to_q", "_to_q_lora") for name in LDM_NAMES}
+    names = {name.replace("_to_q", "_to_q_lora") for name in LDM_NAMES}
     for name in converted:
         module = name.removeprefix("unet.").replace(".processor", "").split(".lora.")[0].split(".down.")[0]
-        assert module.split(".up.weight")[0].replace(".", "_") in known
+        assert module.split(".up.weight")[0].replace(".", "_") in names
 
 
 # --- Several adapters -----------------------------------------------------------------------------------------------
@@ -382,8 +382,8 @@ def both(judge: Any, ours: list[Any], act: Callable[[Any], Any]) -> None:
     images = list(act(theirs))
     assert psnr(images[0], images[-1], min_std=0.02) < 50
     for pipeline in ours:
-        for image, wanted in zip(act(pipeline), images, strict=True):
-            assert psnr(image, wanted, min_std=0.02) >= 60
+        for image, expected in zip(act(pipeline), images, strict=True):
+            assert psnr(image, expected, min_std=0.02) >= 60
         pipeline.unload_lora_weights()
 
 

@@ -85,11 +85,11 @@ def test_same_seed_same_image(reference: Any, pipeline: Any, arguments: dict[str
 def test_first_latents_are_those_of_diffusers(reference: Any) -> None:
     """Given to diffusers in half precision too, whose own draws would be others."""
     arguments = {**SETTINGS, "prompt": PROMPTS, "generator": seeds(3, 4), "output_type": "np"}
-    wanted = reference(**arguments).images
+    expected = reference(**arguments).images
     arguments["generator"] = seeds(3, 4)
     latents = first_latents(reference, arguments)
     assert (latents.dtype, latents.shape) == (torch.float32, (2, 4, 8, 8))
-    assert np.array_equal(reference(**arguments, latents=latents).images, wanted)
+    assert np.array_equal(reference(**arguments, latents=latents).images, expected)
 
 
 def test_fused_generates_the_same_image(reference: Any, fused: Any) -> None:
@@ -244,8 +244,8 @@ def test_generate_does_not_overwrite_and_says_what_it_leaves_out(
     out.write_text("precious")
     expect_error(generate(small_export, "--out", out), 5, "exists: choose another --out")
     assert out.read_text() == "precious"
-    code, _, said = generate(small_export, "--out", out, "--overwrite", "--negative", "blue", "--guidance", 1)
-    assert (code, "--negative has no effect: guidance 1 disables guidance." in said) == (0, True)
+    code, _, message = generate(small_export, "--out", out, "--overwrite", "--negative", "blue", "--guidance", 1)
+    assert (code, "--negative has no effect: guidance 1 disables guidance." in message) == (0, True)
     assert np.asarray(Image.open(out)).shape == (64, 64, 3)
 
 
@@ -352,7 +352,7 @@ def test_ctrl_c_while_drawing(small_export: Path, tmp_path: Path) -> None:
 def test_interrupt_has_a_line_of_its_own(
     where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wherever it meets the progress bar: still unmade, while it draws, or drawn and not yet in a `with`."""
+    """Wherever it meets the progress bar: before it exists, while it is printed, or printed and not yet in a `with`."""
 
     class Screen(io.StringIO):
         def write(self, text: str) -> int:

@@ -42,8 +42,8 @@ def test_tiled_decode_is_that_of_diffusers(small_export: Path, vae: Any, size: t
     with torch.no_grad():
         expected = vae.decode(latents / vae.config.scaling_factor).sample
     torch.testing.assert_close(tiled.decode(latents), expected, rtol=1e-3, atol=1e-4)
-    whole = StableDiffusionPipeline.from_pretrained(small_export).decode(latents)
-    assert (whole - expected).abs().max() > 1e-3, "these sizes are not tiled at all"
+    untiled = StableDiffusionPipeline.from_pretrained(small_export).decode(latents)
+    assert (untiled - expected).abs().max() > 1e-3, "these sizes are not tiled at all"
 
 
 def test_tiled_encode_is_that_of_diffusers(small_export: Path, vae: Any) -> None:
@@ -56,7 +56,7 @@ def test_tiled_encode_is_that_of_diffusers(small_export: Path, vae: Any) -> None
 
 
 def test_tiles_of_a_map_that_keeps_pixels() -> None:
-    """Blending equal pictures changes nothing, whatever the sizes."""
+    """Blending equal images changes nothing, whatever the sizes."""
     for height, width in ((16, 16), (17, 40), (64, 5), (33, 47)):
         x = np.random.default_rng(0).standard_normal((2, 3, height, width)).astype(np.float32)
         seen: list[tuple[int, ...]] = []
@@ -81,8 +81,8 @@ def test_slices_generate_the_same_image(small_export: Path) -> None:
             return decoder(latent_sample=latent_sample)
 
     sliced.vae_decoder = Counting()
-    whole = StableDiffusionPipeline.from_pretrained(small_export)
-    np.testing.assert_allclose(sliced(**arguments).images, whole(**arguments).images, atol=1e-4)
+    unsliced = StableDiffusionPipeline.from_pretrained(small_export)
+    np.testing.assert_allclose(sliced(**arguments).images, unsliced(**arguments).images, atol=1e-4)
     assert rows == [1, 1, 1]
 
 
@@ -98,7 +98,7 @@ def test_low_memory_keeps_one_component(small_export: Path) -> None:
 
 
 def test_safety_checker(small_export: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A checker that flags the second picture of a batch; without the component, or switched off, none is checked."""
+    """A checker that flags the second image of a batch; without the component, or switched off, none is checked."""
     out = Path(shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns("vae_encoder")))
     (out / "safety_checker").mkdir()
     graph = helper.make_graph(

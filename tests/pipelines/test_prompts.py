@@ -53,8 +53,8 @@ def embeddings(pipeline: Any, prompt: str = PROMPT, negative: str = "", **more: 
 
 
 def latents(pipeline: Any, **arguments: Any) -> np.ndarray:
-    given = {"prompt": PROMPT, **SETTINGS, "output_type": "latent", "progress": False, **arguments}
-    return np.asarray(pipeline(**given, generator=3).images)
+    call = {"prompt": PROMPT, **SETTINGS, "output_type": "latent", "progress": False, **arguments}
+    return np.asarray(pipeline(**call, generator=3).images)
 
 
 # --- Weights --------------------------------------------------------------------------------------------------------
@@ -74,17 +74,17 @@ def latents(pipeline: Any, **arguments: Any) -> np.ndarray:
     ],
 )
 def test_what_is_read(prompt: str, fragments: list[tuple[str, float]]) -> None:
-    found = parse(prompt)
-    assert [text for text, _ in found] == [text for text, _ in fragments]
-    assert [weight for _, weight in found] == pytest.approx([weight for _, weight in fragments])
+    parsed = parse(prompt)
+    assert [text for text, _ in parsed] == [text for text, _ in fragments]
+    assert [weight for _, weight in parsed] == pytest.approx([weight for _, weight in fragments])
 
 
 def test_chunks(pipeline: Any) -> None:
     """Of 75 tokens, each between the marks; BREAK begins one."""
     for prompt, counts in (("x" * 75, [75]), ("x" * 76, [75, 1]), ("a BREAK bc", [1, 2]), ("", [0])):
-        found = chunks(pipeline.tokenizer, prompt, 77)
-        assert [int((chunk.ids < 512).sum()) for chunk in found] == counts
-        for chunk in found:
+        result = chunks(pipeline.tokenizer, prompt, 77)
+        assert [int((chunk.ids < 512).sum()) for chunk in result] == counts
+        for chunk in result:
             assert (len(chunk.ids), chunk.ids[0], chunk.ids[-1]) == (77, 512, 513)
 
 
@@ -97,22 +97,22 @@ def test_a_prompt_without_weights_is_unchanged(pipeline: Any) -> None:
 def test_weights_scale_their_tokens_and_keep_the_mean(reference: Any, pipeline: Any) -> None:
     """Against torch's embeddings of the same tokens."""
     plain = embeddings(reference, "ab cd")[0]
-    wanted = plain.copy()
-    wanted[3:5] *= 1.5  # the start mark and two letters come before: the vocabulary is one of bytes
-    wanted *= plain.mean() / wanted.mean()
-    found = embeddings(pipeline, "ab (cd:1.5)", prompt_syntax="weights")[0]
-    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+    expected = plain.copy()
+    expected[3:5] *= 1.5  # the start mark and two letters come before: the vocabulary is one of bytes
+    expected *= plain.mean() / expected.mean()
+    actual = embeddings(pipeline, "ab (cd:1.5)", prompt_syntax="weights")[0]
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_long_prompts_are_laid_one_behind_the_other(reference: Any, pipeline: Any, caplog: Any) -> None:
     """And the shorter one is padded with empty chunks."""
-    found = embeddings(pipeline, "x" * 75 + "yz", "blurry", prompt_syntax="weights")
-    assert found.shape[1] == 2 * 77
+    actual = embeddings(pipeline, "x" * 75 + "yz", "blurry", prompt_syntax="weights")
+    assert actual.shape[1] == 2 * 77
     assert not caplog.records
     first, second, empty = (embeddings(reference, text)[0] for text in ("x" * 75, "yz", ""))
-    np.testing.assert_allclose(found[0, 77:], second, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(found[1, 77:], empty, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(found[0, :74], first[:74], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(actual[0, 77:], second, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(actual[1, 77:], empty, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(actual[0, :74], first[:74], rtol=1e-3, atol=1e-4)
     assert np.isfinite(latents(pipeline, prompt="x" * 80, prompt_syntax="weights")).all()
 
 

@@ -67,8 +67,8 @@ def ours(sdxl: Path) -> Any:
 
 def test_base_and_refiner(sdxl: Path, ours: Any, reference: Any) -> None:
     """The base draws 60 % of the schedule and hands latents on, another pipeline the rest of it."""
-    given = {"num_inference_steps": 5, "denoising_end": 0.6, "output_type": "latent", **SIZE}
-    latents = [p(**{**SETTINGS, **given}, generator=seed(7)).images for p in (ours, reference)]
+    call = {"num_inference_steps": 5, "denoising_end": 0.6, "output_type": "latent", **SIZE}
+    latents = [p(**{**SETTINGS, **call}, generator=seed(7)).images for p in (ours, reference)]
     torch.testing.assert_close(latents[0], latents[1], rtol=1e-3, atol=1e-3)
     theirs = diffusers.StableDiffusionXLImg2ImgPipeline(**reference.components)
     theirs.set_progress_bar_config(disable=True)
@@ -100,7 +100,7 @@ def test_base_and_refiner_in_diffusers(sdxl: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(PRESETS, "sdxl-mini", mini(PRESETS["sdxl-tiny"]))
     names = ["text_encoder_2", "unet"]
     export(None, tmp_path / "raw", preset="refiner-mini", random_weights=True, exporter="torchscript", components=names)
-    drawn = []
+    images = []
     for accelerated in (False, True):
         base, refiner = (torch_pipeline(name, random_weights=True) for name in ("sdxl-mini", "refiner-mini"))
         if accelerated:
@@ -111,7 +111,7 @@ def test_base_and_refiner_in_diffusers(sdxl: Path, tmp_path: Path, monkeypatch: 
                 OrtTextEncoder,
                 OrtVae,
             }
-        told = {**SETTINGS, "num_inference_steps": 4}
-        halfway = base(**told | {"output_type": "latent"}, denoising_end=0.5, generator=seed(3), **SIZE).images
-        drawn.append(np.asarray(refiner(**told, denoising_start=0.5, image=halfway, generator=seed(3)).images))
-    assert psnr(drawn[1], drawn[0]) > MIN_PSNR
+        arguments = {**SETTINGS, "num_inference_steps": 4}
+        halfway = base(**arguments | {"output_type": "latent"}, denoising_end=0.5, generator=seed(3), **SIZE).images
+        images.append(np.asarray(refiner(**arguments, denoising_start=0.5, image=halfway, generator=seed(3)).images))
+    assert psnr(images[1], images[0]) > MIN_PSNR

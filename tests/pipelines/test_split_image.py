@@ -69,7 +69,7 @@ def results(path: Path, edit: Callable[[Any], None] | None, arrays: Mapping[str,
 
 
 def test_bands_with_values_of_the_same_step(channels_last: Path) -> None:
-    """Bands that read what the whole image's graph returns in this step compute its rows, and offer what it returned.
+    """Bands with values of the complete graph from the same step compute the same rows and send the same values.
 
     Equal but for rounding: sums of other orders, and variances from mean squares, in float32.
     """
@@ -83,24 +83,24 @@ def test_bands_with_values_of_the_same_step(channels_last: Path) -> None:
     sample[:, :, :8] *= 3  # a band of another variance
     expected = results(path, None, {**arrays, "sample": sample})["out_sample"]
     bands = [Band(index, count) for index in range(count)]
-    whole, found = [], []
+    all_returned, outputs = [], []
     for band in bands:
         returned = results(path, partial(return_borders, band=band), {**arrays, "sample": sample})
         np.testing.assert_array_equal(returned.pop("out_sample"), expected)
         rows = np.split(sample, count, axis=2)[band.index]
-        whole.append(returned)
-        found.append(results(path, partial(compute_band, band=band), {**arrays, **returned, "sample": rows}))
-    np.testing.assert_allclose(np.concatenate([each["out_sample"] for each in found], 2), expected, atol=2e-5)
-    for reader, returned in zip(bands, whole, strict=True):
+        all_returned.append(returned)
+        outputs.append(results(path, partial(compute_band, band=band), {**arrays, **returned, "sample": rows}))
+    np.testing.assert_allclose(np.concatenate([each["out_sample"] for each in outputs], 2), expected, atol=2e-5)
+    for reader, returned in zip(bands, all_returned, strict=True):
         read = set()
-        for writer, offered in zip(bands, found, strict=True):
+        for writer, offered in zip(bands, outputs, strict=True):
             if writer != reader:
                 sources, names = outputs_for(offered, writer, reader.index), inputs_from(returned, reader, writer.index)
                 read |= set(names)
                 for source, name in zip(sources, names, strict=True):
                     np.testing.assert_allclose(offered[source], returned[name], atol=2e-5, err_msg=name)
         assert read == {name for name in returned if name not in ("patch.gamma", "patch.beta")}
-    without = {name: np.ones_like(value) * (name == "patch.gamma") for name, value in whole[0].items()}
+    without = {name: np.ones_like(value) * (name == "patch.gamma") for name, value in all_returned[0].items()}
     alone = results(path, partial(compute_band, band=bands[0]), {**arrays, **without, "sample": sample[:, :, :8]})
     assert np.abs(alone["out_sample"] - expected[:, :, :8]).max() > 0.01, "what others offer matters"
 
@@ -247,7 +247,7 @@ def test_generate(fused: Path, sd_ort: Callable[..., tuple[int, str, str]], tmp_
 
 @pytest.mark.parametrize("seed", range(10))
 def test_order_on_four_streams(seed: int) -> None:
-    """However four devices share their time, each step reads what all of them computed in this step.
+    """In any order of four devices, each step reads the values that all devices computed in this step.
 
     A band's rows are 10 x latents + its device's number, joined by a sum over its half; a step adds up both halves.
     """
@@ -283,5 +283,5 @@ def test_order_on_four_streams(seed: int) -> None:
 
 def test_steps_of_all_rows() -> None:
     steps = BandSteps(0, 2, lambda: None)  # type: ignore[arg-type,return-value]
-    whole = [step for step in range(20) if steps.is_whole(step)]
-    assert whole == [*range(WHOLE_STEPS), 8, 16]
+    full_steps = [step for step in range(20) if steps.is_whole(step)]
+    assert full_steps == [*range(WHOLE_STEPS), 8, 16]

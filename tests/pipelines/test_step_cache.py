@@ -92,16 +92,16 @@ def test_equals_pytorch(pipeline: StableDiffusionPipeline, interval: int, branch
 
 
 def test_the_cache_ends_with_disable_cache(pipeline: StableDiffusionPipeline) -> None:
-    whole = draw(pipeline)
+    uncached = draw(pipeline)
     pipeline.enable_cache(500)
     cached = draw(pipeline)
-    assert psnr(cached, whole) < 40
+    assert psnr(cached, uncached) < 40
     pipeline.enable_cache(2)
     steps = pipeline._shallow_steps([])
     assert steps is not None
     assert [steps.is_full(index) for index in range(5)] == [True, False, True, False, True]
     pipeline.disable_cache()
-    np.testing.assert_array_equal(draw(pipeline), whole)
+    np.testing.assert_array_equal(draw(pipeline), uncached)
     assert [name for name in pipeline.models.opened if name.startswith("unet ") and "shallow" in name] == []
 
 
@@ -137,15 +137,15 @@ def test_the_shallow_part_has_few_nodes_and_the_same_weights(tmp_path: Path, tar
     """No Shape of a deep value keeps the nodes that compute it; initializers are places in the folder's own file."""
     options = {"dtype": "float16"} if target == "cuda" else {}
     optimize("demo", tmp_path / "out", target=target, components=["unet"], **options)  # type: ignore[arg-type]
-    whole, shallow = (load(tmp_path / "out" / "unet" / "model.onnx") for _ in range(2))
+    full, shallow = (load(tmp_path / "out" / "unet" / "model.onnx") for _ in range(2))
     keep_shallow_part(shallow, 0)
-    assert len(shallow.graph) < len(whole.graph) / 4
+    assert len(shallow.graph) < len(full.graph) / 4
     places = [
         {(n, v.const_value.offset) for n, v in model.graph.initializers.items() if hasattr(v.const_value, "offset")}
-        for model in (whole, shallow)
+        for model in (full, shallow)
     ]
     assert places[1] < places[0]
-    sizes = [sum(v.const_value.nbytes for v in model.graph.initializers.values()) for model in (whole, shallow)]  # type: ignore[union-attr]
+    sizes = [sum(v.const_value.nbytes for v in model.graph.initializers.values()) for model in (full, shallow)]  # type: ignore[union-attr]
     assert sizes[1] < 0.06 * sizes[0]
 
 
@@ -171,9 +171,9 @@ def test_img2img_no_guidance_and_callbacks(pipeline: StableDiffusionPipeline) ->
     start = Image.fromarray(draw(pipeline).astype(np.uint8))
     other = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)
     arguments: dict[str, Any] = {"image": start, "strength": 0.6, "num_inference_steps": 20}
-    whole = draw(other, **arguments)
+    uncached = draw(other, **arguments)
     other.enable_cache(2)
-    assert 20 < psnr(draw(other, **arguments), whole) < 90
+    assert 20 < psnr(draw(other, **arguments), uncached) < 90
     other.disable_cache()
 
     def stop_guidance(pipe: Any, index: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -261,15 +261,15 @@ def test_a_controlnet_and_perturbed_attention(controlled: Path, pipeline: Stable
     images = []
     for looped in (False, True):
         pipe = StableDiffusionPipeline.from_pretrained(controlled, "cpu", threads=1, device_loop=looped)
-        whole = draw(pipe, **call)
+        uncached = draw(pipe, **call)
         pipe.enable_cache(2)
         images.append(draw(pipe, **call))
-        assert psnr(images[-1], whole) < 90
+        assert psnr(images[-1], uncached) < 90
         (shallow,) = (model for name, model in pipe.models.opened.items() if "shallow" in name)
         assert "down_block_res_sample_0" in shallow.inputs
         assert psnr(draw(pipe, **call, controlnet_conditioning_scale=0.0), images[-1]) < 90
     assert psnr(*images) > 60
     perturbed = StableDiffusionPAGPipeline.from_pipe(pipeline)
-    whole = draw(perturbed, pag_scale=2.0)
+    uncached = draw(perturbed, pag_scale=2.0)
     perturbed.enable_cache(2)
-    assert 20 < psnr(draw(perturbed, pag_scale=2.0), whole) < 90
+    assert 20 < psnr(draw(perturbed, pag_scale=2.0), uncached) < 90

@@ -73,7 +73,7 @@ def expected_image(theirs: Any, config: Any, module: str, **options: Any) -> tup
 
 @pytest.mark.parametrize("guidance", [{}, GUIDED])
 def test_mag_cache(guidance: dict[str, Any], pipeline: FluxPipeline, theirs: Any) -> None:
-    """As many full steps, with a cache of its own for each prompt, and the same image; then the first one again."""
+    """Full steps and image equal diffusers', with a cache for each prompt; then the first image returns."""
     first = draw(pipeline, **guidance)
     pipeline.enable_cache(MagCacheConfig(**MAG))
     cached = draw(pipeline, **guidance)
@@ -98,8 +98,8 @@ def test_ratios_are_measured_as_diffusers_does(
     ratios = pipeline.mag_ratios
     pipeline.disable_cache()
     expected_image(theirs, TheirMagCacheConfig(**settings), "proj_out")
-    wanted = [float(number) for number in capsys.readouterr().out.split("[")[-1].split("]")[0].split(",")]
-    np.testing.assert_allclose(ratios, wanted, rtol=1e-4)
+    expected = [float(number) for number in capsys.readouterr().out.split("[")[-1].split("]")[0].split(",")]
+    np.testing.assert_allclose(ratios, expected, rtol=1e-4)
     assert len(set(ratios)) == STEPS
 
 
@@ -107,8 +107,8 @@ def test_steps_of_mag_cache() -> None:
     """Ratios are interpolated as torch rounds; skipped steps are bounded; the first ones are full."""
     for length, count in ((28, 12), (12, 28), (5, 1), (7, 7)):
         grid = torch.arange(count, dtype=torch.float32) * ((length - 1) / max(count - 1, 1))
-        wanted = torch.round(grid).long().numpy() if count > 1 else [length - 1]
-        np.testing.assert_array_equal(nearest(length, count), wanted)
+        expected = torch.round(grid).long().numpy() if count > 1 else [length - 1]
+        np.testing.assert_array_equal(nearest(length, count), expected)
     ones = MagCacheConfig(num_inference_steps=10, mag_ratios=[1.0] * 10)
     assert ones.full_steps() == [True, True, False, False, False, True, False, False, False, True]
 
@@ -119,7 +119,7 @@ def test_steps_of_mag_cache() -> None:
     {"use_lite_mode": True, "max_order": 2, "cache_interval": 2},
 ])  # fmt: skip
 def test_taylor_seer(settings: dict[str, Any], pipeline: FluxPipeline, theirs: Any) -> None:
-    """As many full steps for each prompt, and the same image; the factors' rounding to bfloat16 is no linear one."""
+    """Full steps of each prompt and the image equal diffusers'; rounding factors to bfloat16 is not linear."""
     first = draw(pipeline, **GUIDED)
     pipeline.enable_cache(TaylorSeerCacheConfig(**settings))
     cached = draw(pipeline, **GUIDED)

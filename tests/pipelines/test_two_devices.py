@@ -82,27 +82,27 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
     graph = ir.load(hoisted / "unet" / MODEL).graph
     cut = partition_graph(hoisted / "unet" / MODEL, 3)
     sizes = [part.bytes for part in cut]
-    whole = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
+    total = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
     for number, before in enumerate(itertools.accumulate(sizes[:-1]), 1):
-        assert abs(before - whole * number / 3) <= MAX_IMBALANCE * whole
-    assert whole <= sum(sizes) < 1.01 * whole
+        assert abs(before - total * number / 3) <= MAX_IMBALANCE * total
+    assert total <= sum(sizes) < 1.01 * total
     parts = [onnx.load_from_string(part.graph).graph for part in cut]
     omitted = sum(not value.name for node in graph for value in node.outputs)
     assert sum(not name for part in parts for node in part.node for name in node.output) == omitted > 0
     name = max(cut[-1].weights - cut[0].weights)
     value = graph.initializers[name].const_value
     assert value is not None
-    drawn = []
+    images = []
     for devices in (None, (0, 1, 2)):
         pipeline = StableDiffusionPipeline.from_pretrained(hoisted, unet_on=devices, device_loop=True)
         pipeline.models.replace_weights({"unet": {name: value.numpy() * np.float32(1.5)}})
         pipeline.on_weights_updated(closed=True)
-        drawn.append(draw(pipeline))
+        images.append(draw(pipeline))
     pipeline.device_loop = False
-    drawn.append(draw(pipeline))
+    images.append(draw(pipeline))
     assert len(pipeline.models["unet"].partitions) == 3
-    for spread in drawn[1:]:
-        np.testing.assert_allclose(spread, drawn[0], atol=1e-5)
+    for image in images[1:]:
+        np.testing.assert_allclose(image, images[0], atol=1e-5)
 
 
 def test_what_is_not_split_is_said(small_export: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,33 +118,35 @@ def test_what_is_not_split_is_said(small_export: Path, caplog: pytest.LogCapture
 
 
 def test_decoding_while_the_next_batch_is_generated(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same bytes; decoded in another thread, by a session of its own; what was drawn is given before a failure."""
+    """Same bytes; decoded in another thread, by a session of its own; finished images are returned before a failure."""
     calls = [{**SETTINGS, "num_inference_steps": 1, "generator": seed} for seed in (1, 2)]
     one = StableDiffusionPipeline.from_pretrained(small_export)
     expected = [output.images for output in one.draw_each(calls)]
     two = StableDiffusionPipeline.from_pretrained(small_export, decode_on=1)
     finish, threads = two._finish, set()
-    monkeypatch.setattr(two, "_finish", lambda *given: threads.add(threading.current_thread().name) or finish(*given))
-    drawn = two.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
+    monkeypatch.setattr(
+        two, "_finish", lambda *arguments: threads.add(threading.current_thread().name) or finish(*arguments)
+    )
+    outputs = two.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
     for images in expected:
-        np.testing.assert_array_equal(next(drawn).images, images)
+        np.testing.assert_array_equal(next(outputs).images, images)
     with pytest.raises(InputError, match="height"):
-        next(drawn)
+        next(outputs)
     assert any(name.startswith("host") for name in threads)
     assert "vae_decoder" not in two.models.opened
 
 
 def test_host_works_while_the_next_batch_is_generated(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same bytes, made of pixels and of noise in another thread; what was drawn is given before a failure."""
+    """Equal bytes with noise and conversion in another thread; finished images are returned before a failure."""
     pipeline = StableDiffusionPipeline.from_pretrained(small_export, device_loop=True)
     shared = {**SETTINGS, "num_inference_steps": 1, "output_type": "pil"}
     calls = [{**shared, "generator": [seed]} for seed in (1, 2, 2)] + [{**shared, "generator": 3, "output_type": "np"}]
     threads: dict[str, set[str]] = {"noise": set(), "images": set()}
 
     def recording(name: str, function: Any) -> Any:
-        def call(*given: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             threads[name].add(threading.current_thread().name)
-            return function(*given)
+            return function(*arguments)
 
         return call
 
@@ -153,13 +155,13 @@ def test_host_works_while_the_next_batch_is_generated(small_export: Path, monkey
     expected = [pipeline(**call).images for call in calls]
     monkeypatch.setattr(noise, "to_normal", recording("noise", noise.to_normal))
     monkeypatch.setattr(text_to_image, "pil_images", recording("images", pil_images))
-    drawn = pipeline.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
-    for wanted in expected:
-        given = next(drawn).images
-        assert isinstance(given, type(wanted))
-        np.testing.assert_array_equal(given, wanted)
+    outputs = pipeline.draw_each([*calls, {"prompt": "a", "height": 1, "width": 1}])
+    for reference in expected:
+        images = next(outputs).images
+        assert isinstance(images, type(reference))
+        np.testing.assert_array_equal(images, reference)
     with pytest.raises(InputError, match="height"):
-        next(drawn)
+        next(outputs)
     assert threads["images"] == {"host_0"}
     assert threads["noise"] == {"MainThread", "host_0"}  # of the first call, and of the seeds of later ones
     assert pipeline._started_noise == []
@@ -310,7 +312,7 @@ def test_order_of_partitions(seed: int) -> None:
     result in the last, and the step after the chain its result. A range adds its number to what it reads."""
     streams, chance = [Queue() for _ in range(3)], random.Random(seed)
     sample, first, second, third, result = (Value([1]) for _ in range(5))
-    taken = {name: Value([0]) for name in ("first in 1", "first in 2", "second in 2")}
+    targets = {name: Value([0]) for name in ("first in 1", "first in 2", "second in 2")}
 
     def part(number: int, work: Callable[[], None]) -> Any:
         return SimpleNamespace(run=lambda wait: streams[number].queued.append(("run", work)))
@@ -319,13 +321,13 @@ def test_order_of_partitions(seed: int) -> None:
     chain.partitions = [SimpleNamespace(stream=stream) for stream in streams]  # type: ignore[misc]
     chain.runs = [
         part(0, lambda: first.__setitem__(0, sample[0] + 1)),
-        part(1, lambda: second.__setitem__(0, taken["first in 1"][0] + 2)),
-        part(2, lambda: third.__setitem__(0, taken["first in 2"][0] + taken["second in 2"][0] + 3)),
+        part(1, lambda: second.__setitem__(0, targets["first in 1"][0] + 2)),
+        part(2, lambda: third.__setitem__(0, targets["first in 2"][0] + targets["second in 2"][0] + 3)),
     ]
     chain.copies = [
         [],
-        [PeerCopy(first, 0, taken["first in 1"])],
-        [PeerCopy(first, 0, taken["first in 2"]), PeerCopy(second, 1, taken["second in 2"])],
+        [PeerCopy(first, 0, targets["first in 1"])],
+        [PeerCopy(first, 0, targets["first in 2"]), PeerCopy(second, 1, targets["second in 2"])],
         [PeerCopy(third, 2, result)],
     ]
     chain.reserve_events()

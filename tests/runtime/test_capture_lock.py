@@ -147,7 +147,7 @@ class Device:
             shape=lambda: [1],
         )
 
-    def made(self, name: str) -> Any:
+    def new_value(self, name: str) -> Any:
         self.plain_call(name)
         return self.value()
 
@@ -158,7 +158,7 @@ class Stream:
     prefix, handle = "cuda", 1
 
     def __init__(self, device: Device, void: int = 0) -> None:
-        """`void`: how many captures fail."""
+        """void: number of captures that fail."""
         self.device, self.void = device, void
 
     def call(self, name: str, *_: Any) -> None:
@@ -221,8 +221,8 @@ class OpenSession:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     value_class = SimpleNamespace(
-        ortvalue_from_numpy=lambda *_, **__: device.made("ortvalue_from_numpy"),
-        ortvalue_from_shape_and_type=lambda *_, **__: device.made("ortvalue_from_shape_and_type"),
+        ortvalue_from_numpy=lambda *_, **__: device.new_value("ortvalue_from_numpy"),
+        ortvalue_from_shape_and_type=lambda *_, **__: device.new_value("ortvalue_from_shape_and_type"),
     )
     wheel = SimpleNamespace(
         OrtValue=value_class,

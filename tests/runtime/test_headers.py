@@ -1,4 +1,4 @@
-"""ONNX Runtime's headers: where they come from on a machine that has none."""
+"""Sources of ONNX Runtime's headers on a machine without them."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], 
     monkeypatch.setattr(headers, "SYSTEM_FOLDERS", ())
     monkeypatch.setattr(headers.shutil, "which", lambda name: None)
     monkeypatch.setattr(headers, "RELEASE", dict.fromkeys(headers.RELEASE, hashlib.sha256(CONTENT).hexdigest()))
-    asked: list[str] = []
+    addresses: list[str] = []
 
     def serving(content: bytes) -> list[str]:
         def urlopen(address: str, timeout: float) -> io.BytesIO:
-            asked.append(address)
+            addresses.append(address)
             return io.BytesIO(content)
 
         monkeypatch.setattr(headers.urllib.request, "urlopen", urlopen)
-        return asked
+        return addresses
 
     return serving
 
 
 def test_a_machine_without_npm_takes_the_release(serve: Callable[[bytes], list[str]]) -> None:
     """Those of the plugin API, once."""
-    asked = serve(CONTENT)
+    addresses = serve(CONTENT)
     folder = headers.find_headers(api=29)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict.fromkeys(headers.RELEASE, CONTENT)
-    assert [address.rpartition("/")[2] for address in asked] == list(headers.RELEASE)
+    assert [address.rpartition("/")[2] for address in addresses] == list(headers.RELEASE)
     assert all(
-        address.startswith("https://raw.githubusercontent.com/microsoft/onnxruntime/v1.29.0/") for address in asked
+        address.startswith("https://raw.githubusercontent.com/microsoft/onnxruntime/v1.29.0/") for address in addresses
     )
     assert headers.find_headers(api=29) == folder
-    assert len(asked) == 3
+    assert len(addresses) == 3
 
 
 def test_other_files_are_refused(serve: Callable[[bytes], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

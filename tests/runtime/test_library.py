@@ -80,17 +80,17 @@ def test_a_gpu_build_is_of_all_sources(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(build_module, "find_hip_compiler", lambda: build_module.HipCompiler("true"))
     monkeypatch.setattr(build_module, "find_headers", lambda *_, **__: tmp_path)
-    made = []
+    compiled = []
 
     def run(command: Sequence[str], _: str) -> None:
         if "--build" in command:
-            made.append(Path(command[2]))
-            (made[-1] / HIP_LIBRARY).touch()
+            compiled.append(Path(command[2]))
+            (compiled[-1] / HIP_LIBRARY).touch()
 
     monkeypatch.setattr(build_module, "_run", run)
     library = build(cpu=False, hip=["gfx1100"], provider=True)
     assert library_path(HIP_LIBRARY) == library == build(cpu=False, hip=["gfx1100"], provider=True)
-    assert len(made) == 1
+    assert len(compiled) == 1
     with (sources / "operators/group_norm/binding.h").open("a") as file:
         file.write("// changed")
     sources_hash.cache_clear()
@@ -101,10 +101,10 @@ def test_a_gpu_build_is_of_all_sources(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_truncated_library_is_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process that loads one ends with SIGBUS."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = []
+    compiled = []
 
     def compile_(_: object, folder: Path) -> None:
-        made.append(folder)
+        compiled.append(folder)
         fill(folder, age=0)
         (folder / LIBRARY).write_bytes(bytes(1000))
         record = {"sources": sources_hash(), "libraries": {LIBRARY: record_file(folder / LIBRARY)}}
@@ -120,7 +120,7 @@ def test_a_truncated_library_is_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_pat
     library.write_bytes(bytes(999) + b"x")  # of the right size
     assert build() == library
     assert library.read_bytes() == bytes(1000)
-    assert len(made) == 3
+    assert len(compiled) == 3
 
 
 def test_the_least_recently_used_builds_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sd_ort: Cli) -> None:

@@ -31,13 +31,13 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that ONNX Runtime is made to believe is a provider called FakeEP."""
     path = tmp_path / "libfake.so"
     path.write_bytes(b"")
-    found: list[Any] = []
+    devices: list[Any] = []
     monkeypatch.setattr(
         onnxruntime,
         "register_execution_provider_library",
-        lambda name, file: found.append(SimpleNamespace(ep_name="FakeEP")),
+        lambda name, file: devices.append(SimpleNamespace(ep_name="FakeEP")),
     )
-    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: list(found))
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: list(devices))
     return path
 
 

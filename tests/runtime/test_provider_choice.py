@@ -1,4 +1,4 @@
-"""The provider that `auto` chooses, on machines that are made up: GPUs, wheels, builds and free memory."""
+"""The provider that `auto` chooses, on simulated machines: GPUs, wheels, builds and free memory."""
 
 from __future__ import annotations
 
@@ -177,5 +177,5 @@ def test_gpus_by_the_drivers_files(tmp_path: Path) -> None:
     ]:
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    found = [(gpu.vendor, gpu.name, gpu.architecture) for gpu in provider_choice.installed_gpus(tmp_path)]
-    assert found == [("cuda", "NVIDIA H200", ""), ("hip", "AMD gfx942", "gfx942"), ("hip", "AMD gfx90a", "gfx90a")]
+    gpus = [(gpu.vendor, gpu.name, gpu.architecture) for gpu in provider_choice.installed_gpus(tmp_path)]
+    assert gpus == [("cuda", "NVIDIA H200", ""), ("hip", "AMD gfx942", "gfx942"), ("hip", "AMD gfx90a", "gfx90a")]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiled_files import empty_library
 
 from custom_ops import rocm
 from custom_ops.amd_targets import TARGETS, simd
@@ -89,19 +90,12 @@ def test_cmake_of_pip_is_found(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -
     assert build.find_program("cmake", "") == str(cmake)
 
 
-def shared_library(path: Path, *options: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["gcc", "-shared", "-x", "c", "/dev/null", "-x", "none", "-o", str(path), *options]
-    subprocess.run(command, check=True)
-    return path
-
-
 def test_libraries_of_pip_are_loaded_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that needs libamdhip64 loads after those of pip's packages, which no loader finds, and so does
     hipBLASLt by its name."""
-    core = shared_library(tmp_path / "_rocm_sdk_core/lib/libamdhip64.so.97", "-Wl,-soname,libamdhip64.so.97")
-    shared_library(tmp_path / "_rocm_sdk_libraries_x/lib/libhipblaslt.so.1", "-Wl,-soname,libhipblaslt.so.1")
-    ours = shared_library(tmp_path / "ours.so", "-Wl,--no-as-needed", str(core))
+    core = empty_library(tmp_path / "_rocm_sdk_core/lib/libamdhip64.so.97", "-Wl,-soname,libamdhip64.so.97")
+    empty_library(tmp_path / "_rocm_sdk_libraries_x/lib/libhipblaslt.so.1", "-Wl,-soname,libhipblaslt.so.1")
+    ours = empty_library(tmp_path / "ours.so", "-Wl,--no-as-needed", str(core))
     script = (
         "import ctypes, sys; from pathlib import Path; from sd_ort.runtime import providers\n"
         "sys.path.insert(0, sys.argv[1]) if sys.argv[2] == 'packages' else None\n"
@@ -173,7 +167,7 @@ def test_device_libraries_older_than_the_compiler_are_named(nowhere: Path) -> No
 
 @pytest.mark.skipif(not CLANG, reason="clang 19 is not installed")
 def test_clang_without_device_libraries_is_refused(nowhere: Path) -> None:
-    """As clang itself says it: the driver looks for them when it only preprocesses."""
+    """The error is clang's own: it looks for device libraries even if it only preprocesses."""
     compiler = build.HipCompiler(CLANG, (f"--rocm-path={nowhere}",))
     with pytest.raises(BuildError, match="finds no ROCm device library, so it cannot build for gfx942: install"):
         build.check_compiler(compiler, ["gfx942"])

@@ -182,7 +182,7 @@ def test_external_data_through_a_link(model: Path, tmp_path: Path) -> None:
 
 def test_unknown_operator_is_one_line(tmp_path: Path) -> None:
     path = write_model(tmp_path, op="NoSuchOp", domain="nowhere")
-    with pytest.raises(InputError, match="ONNX Runtime refuses") as caught:
+    with pytest.raises(InputError, match="ONNX Runtime rejects") as caught:
         session.create_session(path)
     assert "\n" not in str(caught.value)
     assert "optimized for" not in str(caught.value)
@@ -192,10 +192,10 @@ def test_unknown_operator_is_one_line(tmp_path: Path) -> None:
 
 
 def test_onnxruntime_reports_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, expected in ((None, "1"), ("0", "0")):  # who asks for it has it
+    for value, expected in ((None, "1"), ("0", "0")):  # who asks for it has it
         monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
-        if given:
-            monkeypatch.setenv("ORT_DISABLE_TELEMETRY", given)
+        if value:
+            monkeypatch.setenv("ORT_DISABLE_TELEMETRY", value)
         ort_wheel.import_onnxruntime.cache_clear()
         ort_wheel.import_onnxruntime()
         assert os.environ["ORT_DISABLE_TELEMETRY"] == expected

@@ -1,4 +1,4 @@
-"""The type of the fixture `sd_ort`."""
+"""Type of the fixture `sd_ort`."""
 
 from __future__ import annotations
 

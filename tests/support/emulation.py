@@ -1,4 +1,4 @@
-"""GPU kernels compiled for the host against tests/gpu_emulator; an object serves all tests and runs."""
+"""Build GPU kernels for the CPU with the headers of tests/gpu_emulator, with a cache of object files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from custom_ops import GPU_OPERATORS
 from sd_ort.core.cache import cache_folder
 
 ROOT = Path(__file__).parents[2]
-# What the emulator stands in for: waves of 64 lanes (CDNA), and of 32 with different matrix instructions.
+# Architecture -> preprocessor definitions. CDNA has wavefronts of 64 lanes; RDNA has 32 and other matrix instructions.
 DEVICES = {
     "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
     "rdna2": ["-D__HIP_PLATFORM_AMD__", "-D__gfx1030__"],
@@ -24,7 +24,7 @@ DEVICES = {
 }
 COMPILER = "clang++-19"
 FOLDERS = (ROOT / "tests/gpu_emulator", ROOT / "custom_ops")
-# Loops stay loops: the host needs none of the registers that unrolling saves, and compiles in half the time.
+# No unrolled loops: unrolling saves registers of a GPU, and without it the compiler takes half the time.
 ROLLED = [word for name in ("pragma-unroll-threshold", "unroll-threshold") for word in ("-mllvm", f"-{name}=1")]
 FLAGS = [
     *("-x", "c++", "-std=c++17", "-O1", "-fPIC", "-DSD_ORT_EMULATED", '-DSD_ORT_BUILD_HASH="emulated"'),
@@ -34,7 +34,7 @@ FLAGS = [
 
 
 def gpu_sources() -> list[Path]:
-    """What a GPU library is made of, as CMakeLists.txt has it."""
+    """Return the sources of a GPU op library, as in CMakeLists.txt."""
     folders = [ROOT / "custom_ops/operators" / name for name in GPU_OPERATORS]
     own = [path for folder in folders for path in (*folder.glob("kernels/*.hip"), *folder.glob("[cl]*.cc"))]
     shared = [ROOT / "custom_ops/gpu_library.cc", ROOT / "custom_ops/common/tuner.cc"]
@@ -42,44 +42,44 @@ def gpu_sources() -> list[Path]:
 
 
 @cache
-def included(source: Path) -> frozenset[Path]:
-    """The source, and every file of ours that it includes, directly or not."""
-    found = {source}
+def source_and_includes(source: Path) -> frozenset[Path]:
+    """Return a source and the files of FOLDERS that it includes, directly or indirectly."""
+    files = {source}
     for name in re.findall(r'^#include "(.+)"$', source.read_text(), re.MULTILINE):
         for path in (source.parent / name, *(folder / name for folder in FOLDERS)):
             if path.is_file() and path != source:
-                found |= included(path.resolve())
+                files |= source_and_includes(path.resolve())
                 break
-    return frozenset(found)
+    return frozenset(files)
 
 
 def compile_object(source: Path, device: str, folder: Path) -> Path:
-    """The object file of a C++ or HIP source, compiled by the first who asks for it; kept in ~/.cache/sd-ort.
+    """Return the object file of a C++ or HIP source; compile it if ~/.cache/sd-ort has none.
 
-    A source in `folder`, which a test brings along, is compiled there.
+    The object file of a source in `folder`, the temporary folder of a test, is written to `folder` instead.
     """
     own = source.is_relative_to(folder)
-    made = folder / f"{device}_{source.name}.o" if own else kept(source, device, ".o")
-    if made.is_file():
-        return made
-    header = precompiled(device)
-    return build_once(made, [*FLAGS, *DEVICES[device], *header, "-c", str(source)])
+    path = folder / f"{device}_{source.name}.o" if own else cached_path(source, device, ".o")
+    if path.is_file():
+        return path
+    header = header_options(device)
+    return build_once(path, [*FLAGS, *DEVICES[device], *header, "-c", str(source)])
 
 
-def precompiled(device: str) -> list[str]:
-    """Options that put what most sources include before a source, read once for all of them."""
+def header_options(device: str) -> list[str]:
+    """Return compiler options that include a precompiled header with the headers of most sources."""
     header = ROOT / "tests/gpu_emulator/precompiled.h"
-    # No times: another checkout at this place has the same headers, whose content the name says.
+    # No timestamps: the file name has a hash of the headers, so another checkout at this path can use the file.
     own = ["-x", "c++-header", "-fpch-instantiate-templates", "-Xclang", "-fno-pch-timestamp"]
-    made = kept(header, device, ".pch", str(ROOT), *own)  # at another place, a header is another file
-    build_once(made, [*FLAGS, *DEVICES[device], *own, str(header)])
-    return ["-include-pch", str(made), "-Xclang", "-fno-validate-pch"]
+    path = cached_path(header, device, ".pch", str(ROOT), *own)  # it stores absolute paths
+    build_once(path, [*FLAGS, *DEVICES[device], *own, str(header)])
+    return ["-include-pch", str(path), "-Xclang", "-fno-validate-pch"]
 
 
-def kept(source: Path, device: str, suffix: str, *more: str) -> Path:
-    """Where what is made of a source lies, by everything that it is made of."""
+def cached_path(source: Path, device: str, suffix: str, *more: str) -> Path:
+    """Return the path of a compiled file in the cache: a hash of compiler, flags, source and includes."""
     digest = hashlib.sha256(repr((compiler_version(), FLAGS[:-2], DEVICES[device], *more)).encode())
-    for path in sorted(included(source)):
+    for path in sorted(source_and_includes(source)):
         digest.update(path.read_bytes())
     folder = cache_folder() / "emulated"
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def compiler_version() -> str:
 
 
 def build_once(to: Path, options: list[str]) -> Path:
-    """`to`, made by clang with these options by the first who asks for it; whole or not at all."""
+    """Compile to the file `to` if it does not exist, and return it. A failed compilation leaves no file."""
     with to.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not to.is_file():
@@ -103,15 +103,15 @@ def build_once(to: Path, options: list[str]) -> Path:
 
 
 def link(objects: list[Path], library: Path) -> Path:
-    """A shared library of objects."""
+    """Link object files into a shared library."""
     subprocess.run([COMPILER, "-shared", *map(str, objects), "-o", str(library)], check=True)
     return library
 
 
 def load_blas_lt(folder: Path) -> None:
-    """Puts tests/gpu_emulator/blas_lt.cc in the place of cuBLASLt and hipBLASLt for this process.
+    """Load tests/gpu_emulator/blas_lt.cc as cuBLASLt and hipBLASLt of this process.
 
-    The operators find the vendors' libraries by name: the loader gives them these, which already carry the names.
+    Operators load the vendors' libraries by name. The dynamic loader returns the library that already has this soname.
     """
     for name, flags in (("libcublasLt.so.13", []), ("libhipblaslt.so.1", ["-DSD_ORT_HIPBLASLT"])):
         source = str(ROOT / "tests/gpu_emulator/blas_lt.cc")

@@ -1,4 +1,4 @@
-"""What torch.export makes of a diffusers forward that sd-ort replaces: why the replacement is still needed."""
+"""Check that torch.export still fails for the diffusers forwards that sd-ort replaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def assert_not_exportable(
 ) -> None:
     """Assert that the module specializes a dynamic axis of `shapes`, and that its rotation is of complex numbers.
 
-    `make` is called twice: a module holds tables of the trace that failed.
+    `make` is called twice: a failed trace leaves its tensors in a module.
     """
     with pytest.raises(Exception, match=r"specialized|Constraints violated|Could not guard"):
         torch.export.export(make(), arguments, dynamic_shapes=shapes, strict=False)

@@ -1,4 +1,4 @@
-"""Pipeline folders without a model: as far as what only lists them looks."""
+"""Pipeline folders without models, for tests of commands that only list folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sd_ort.core.pipeline_folder import MODEL, write_manifest
 
 
 def fake_folder(path: Path, **manifest: Any) -> Path:
-    """A pipeline folder without a model in it."""
+    """Write a pipeline folder without a model."""
     (path / "unet").mkdir(parents=True)
     (path / "unet" / MODEL).touch()
     (path / "model_index.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""GGUF files that tests write with the package `gguf`, as ComfyUI-GGUF does."""
+"""Write GGUF test files with the package `gguf`, in the layout of ComfyUI-GGUF."""
 
 from __future__ import annotations
 

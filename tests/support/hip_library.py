@@ -1,6 +1,6 @@
 """The GPU library and the execution provider compiled for AMD: one build for all tests of a run.
 
-SD_ORT_HIP_WHEEL names a wheel that scripts/build_wheels --hip made, to test its libraries instead.
+SD_ORT_HIP_WHEEL names a wheel of scripts/build_wheels --hip whose libraries are tested instead.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build
 from sd_ort.runtime.library import HIP_LIBRARY, PROVIDER_LIBRARIES
 
-MADE = os.environ.get("SD_ORT_HIP_WHEEL")
+HIP_WHEEL = os.environ.get("SD_ORT_HIP_WHEEL")
 
 # One of each kind of matrix instruction, and RDNA2, which has none; scripts/checks/all_architectures sets the variable,
 # for all.
 TARGETS = (
     WHEEL_TARGETS
-    if MADE
+    if HIP_WHEEL
     else ("gfx90a", "gfx942", "gfx10-3-generic", "gfx1030", "gfx1100", "gfx1200", "gfx1201")
     if "SD_ORT_ALL_ARCHITECTURES" in os.environ
     else ("gfx942", "gfx1030", "gfx1100", "gfx1201")
@@ -31,8 +31,8 @@ TARGETS = (
 def hip_library() -> Path:
     """The GPU library for TARGETS, the provider beside it. Another process that builds it is waited for."""
     cache_folder().mkdir(parents=True, exist_ok=True)
-    if MADE:
-        with zipfile.ZipFile(MADE) as archive:
+    if HIP_WHEEL:
+        with zipfile.ZipFile(HIP_WHEEL) as archive:
             for name in (HIP_LIBRARY, PROVIDER_LIBRARIES["hip"]):
                 archive.extract(f"custom_ops/{name}", cache_folder() / "wheel")
         return cache_folder() / "wheel/custom_ops" / HIP_LIBRARY

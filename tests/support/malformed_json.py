@@ -1,4 +1,4 @@
-"""JSON files that are broken in every way, and fields of the wrong type: which file, what is in it, who reads it."""
+"""Malformed JSON files and fields of wrong types, with the commands that read each file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FIELDS: dict[tuple[str, str], list[Any]] = {
 
 
 def cases() -> Iterator[tuple[str, str, Any]]:
-    """(name, file, content as bytes, or (key, value) to set)."""
+    """Yield (case name, file, damage). The damage is the content as bytes, or a (key, value) to set."""
     for file in READERS:
         for kind, content in BROKEN.items():
             yield f"{file} {kind}", file, content
@@ -76,5 +76,5 @@ def damage(folder: Path, file: str, content: Any) -> None:
         path.write_bytes(content)
         return
     key, value = content
-    known = json.loads(path.read_text()) if path.is_file() else {"format": 1, "stage": "optimize"}
-    path.write_text(json.dumps(known | {key: value}))
+    manifest = json.loads(path.read_text()) if path.is_file() else {"format": 1, "stage": "optimize"}
+    path.write_text(json.dumps(manifest | {key: value}))

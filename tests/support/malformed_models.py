@@ -1,4 +1,4 @@
-"""Graphs that lie: each entry damages the toy's UNet, whose weights keep lying in model.onnx.data."""
+"""Malformed ONNX files: each case damages the U-Net of tiny_pipeline; its model.onnx.data stays intact."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def external(name: str, location: str, **entries: str) -> onnx.TensorProto:
 
 
 def set_entry(key: str, value: str) -> Change:
-    """Set what the kernel says of its external data."""
+    """Set an external data entry of an initializer."""
 
     def change(proto: onnx.ModelProto) -> None:
         tensor = weight(proto, "kernel")
-        kept = {entry.key: entry.value for entry in tensor.external_data} | {key: value}
+        entries = {entry.key: entry.value for entry in tensor.external_data} | {key: value}
         del tensor.external_data[:]
-        for name, text in kept.items():
+        for name, text in entries.items():
             tensor.external_data.add(key=name, value=text)
 
     return change
@@ -88,15 +88,15 @@ def replace(op: str, **fields: object) -> Change:
     """Replace fields of the first node of an operator; `attribute` takes a dict."""
 
     def change(proto: onnx.ModelProto) -> None:
-        found = node(proto, op)
+        target = node(proto, op)
         for name, value in fields.items():
             if name == "attribute":
-                del found.attribute[:]
-                found.attribute.extend(helper.make_attribute(*item) for item in value.items())  # type: ignore
+                del target.attribute[:]
+                target.attribute.extend(helper.make_attribute(*item) for item in value.items())  # type: ignore
             elif isinstance(value, list):
-                getattr(found, name)[:] = value
+                getattr(target, name)[:] = value
             else:
-                setattr(found, name, value)
+                setattr(target, name, value)
 
     return change
 

@@ -1,4 +1,4 @@
-"""Sessions on our execution provider, as its tests open them."""
+"""Sessions on the sd-ort provider with the settings that its tests need."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def session_of(
     return ort.InferenceSession(model if isinstance(model, bytes) else str(model), settings, enable_fallback=0)
 
 
-def placed(session: ort.InferenceSession) -> dict[str, Counter[str]]:
-    """Operators by provider, from ONNX Runtime's own assignment."""
-    found: dict[str, Counter[str]] = {}
+def assigned_operators(session: ort.InferenceSession) -> dict[str, Counter[str]]:
+    """Return the operators that ONNX Runtime assigned to each provider."""
+    nodes: dict[str, Counter[str]] = {}
     for part in session.get_provider_graph_assignment_info():
-        found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
-    return found
+        nodes.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+    return nodes
 
 
-def small(op_type: str, **attributes: Any) -> bytes:
+def single_node_model(op_type: str, **attributes: Any) -> bytes:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, "n"])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     graph = helper.make_graph([helper.make_node(op_type, ["x"], ["y"], **attributes)], "small", [x], [y])

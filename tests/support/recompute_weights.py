@@ -1,4 +1,4 @@
-"""Weights of rewritten graphs, made again by their recipes."""
+"""Compare the weights of rewritten graphs with the results of their weight recipes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from sd_ort.optimize.options import HOIST_TARGETS
 from sd_ort.optimize.targets import TARGETS, Target
 
 
-def tensors(model: ir.Model) -> dict[str, np.ndarray]:
-    """The initializers of a graph as it came, each of which is its own recipe from now on."""
+def init_tensors(model: ir.Model) -> dict[str, np.ndarray]:
+    """Return the initializers of an exported graph by name, and start the recipes of the graph with them."""
     recipes.init_recipes(model)
     return {str(value.name): numbers(value) for value in model.graph.initializers.values()}
 
 
 def numbers(weight: ir.Value) -> np.ndarray:
     assert weight.const_value is not None
-    found: np.ndarray = weight.const_value.numpy()
-    return found
+    values: np.ndarray = weight.const_value.numpy()
+    return values
 
 
-def rebuilt(models: Iterable[ir.Model], tensors: Mapping[str, np.ndarray]) -> int:
-    """How many weights have recipes, each of which makes the weight of `tensors` bit for bit; what has none is the
-    graph's own: integers, few numbers, or all the same, or sines."""
+def checked_recipes(models: Iterable[ir.Model], tensors: Mapping[str, np.ndarray]) -> int:
+    """Return how many weights have recipes; assert that each recipe computes its weight from `tensors` bit for bit.
+
+    Weights without a recipe are constants of the graph: integers, at most 32 values, equal values, or sines.
+    """
     count = 0
     for value in (value for model in models for value in model.graph.initializers.values()):
         weight, recipe = numbers(value), recipes.recipe_of(value)
@@ -40,31 +42,38 @@ def rebuilt(models: Iterable[ir.Model], tensors: Mapping[str, np.ndarray]) -> in
             own = weight.dtype.kind == "i" or weight.size <= 32 or (weight == weight.flat[0]).all()
             assert own or "sin" in str(value.name), value.name
             continue
-        made = recipes.evaluate(recipe, tensors.__getitem__)
-        assert (made.dtype, made.shape, made.tobytes()) == (weight.dtype, weight.shape, weight.tobytes()), value.name
+        recomputed = recipes.evaluate(recipe, tensors.__getitem__)
+        assert (recomputed.dtype, recomputed.shape, recomputed.tobytes()) == (
+            weight.dtype,
+            weight.shape,
+            weight.tobytes(),
+        ), value.name
         count += 1
     return count
 
 
-def rebuilt_for_every_target(
+def check_recipes_of_targets(
     name: str, canonical: ir.Model, fused: ir.Model, tensors: Mapping[str, np.ndarray]
 ) -> None:
-    """In float16, a U-Net hoisted for one that does it by default. `fused`: with the fusions that most targets have."""
-    gc.disable()  # it walks the large graphs again and again
+    """Assert the recipes of a graph in float16 for each target but gpu, whose graphs are those of hip.
+
+    A U-Net is hoisted for the first target that does this by default. fused: `canonical` after all FUSIONS.
+    """
+    gc.disable()  # its repeated walks of the large graphs take most of the time
     try:
-        for target in (target for name, target in TARGETS.items() if name != "gpu"):  # as hip
+        for target in (target for name, target in TARGETS.items() if name != "gpu"):  # gpu: as hip
             model = (fused if target.fusions == FUSIONS else canonical).clone()
             if target.fusions != FUSIONS:
                 fuse(model, target.fusions)
             hoisted = name.endswith(".unet") and target.name == HOIST_TARGETS[0]  # the split takes as long as all else
-            parts = lowered(model, target, "float16", hoisted=hoisted)
-            assert rebuilt(parts, tensors) > 50, target.name
+            parts = lowered_parts(model, target, "float16", hoisted=hoisted)
+            assert checked_recipes(parts, tensors) > 50, target.name
     finally:
         gc.enable()
 
 
-def lowered(model: ir.Model, target: Target, dtype: str, *, hoisted: bool) -> list[ir.Model]:
-    """What a fused graph becomes for a target, as `optimize_component` makes it."""
+def lowered_parts(model: ir.Model, target: Target, dtype: str, *, hoisted: bool) -> list[ir.Model]:
+    """Return the graphs of a fused model after passes, dtype conversion and lowering of a target."""
     run_all(model, target.passes_for(dtype))
     if dtype != "float32" and not target.half_storage_only:
         precision.convert(model, dtype, float32_inputs=target.float32_inputs)

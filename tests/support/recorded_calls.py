@@ -1,4 +1,4 @@
-"""The C declarations that Python code uses without stating them: recorded from its calls through ctypes."""
+"""Record the C signatures that Python code assumes in its calls through ctypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALARS = {
 
 @dataclass
 class Calls:
-    """Stands for ctypes.CDLL. Each function of its libraries records how it is called, and returns 0.
+    """Replacement of ctypes.CDLL. Each function of its libraries records its argument types and returns 0.
 
     Numbers that are passed by address are set to 1: one device, which can reach others, and one node of a graph.
     """
@@ -41,13 +41,13 @@ class Calls:
         return Library(self)
 
     def add(self, name: str, result: Any, arguments: tuple[Any, ...]) -> None:
-        """Record one call. A function must be called alike every time."""
+        """Record one call. Asserts that all calls of a function have the same argument types."""
         declaration = f"{self.c_type(result)} ({', '.join(self.c_type_of(value) for value in arguments)})"
         assert self.declarations.setdefault(name, declaration) == declaration
         self.values.setdefault(name, []).append(tuple(getattr(value, "value", value) for value in arguments))
 
     def c_type(self, declared: Any) -> str:
-        """Return a ctypes class as C has it."""
+        """Return the C type of a ctypes class."""
         if declared is not None and issubclass(declared, ctypes.Structure):
             self.structures[declared.__name__] = declared
             return declared.__name__
@@ -82,7 +82,7 @@ class Calls:
 
 
 class Library:
-    """A library whose every function exists."""
+    """Library that has a function of any name."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -95,7 +95,7 @@ class Library:
 
 @dataclass
 class Function:
-    """A function of a library, with the attributes that ctypes knows."""
+    """Function of a Library, with the attributes of ctypes functions."""
 
     calls: Calls
     name: str

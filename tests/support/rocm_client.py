@@ -161,12 +161,12 @@ class Product:
         proposal = self.proposals[number]
         size = proposal.workspace_bytes
         workspace = self.rocm.allocate(size) if size else ctypes.c_void_p()
-        given = {"a": a, "algorithm": ctypes.byref(proposal), "workspace": workspace, "size": size, **changes}
+        arguments = {"a": a, "algorithm": ctypes.byref(proposal), "workspace": workspace, "size": size, **changes}
         check(
             self.lt.hipblasLtMatmul(
-                *(self.handle, self.description, ctypes.byref(ctypes.c_float(0.5)), given["a"], self.layouts[0]),
+                *(self.handle, self.description, ctypes.byref(ctypes.c_float(0.5)), arguments["a"], self.layouts[0]),
                 *(b, self.layouts[1], ctypes.byref(ctypes.c_float(beta)), d, self.layouts[2], d, self.layouts[2]),
-                *(given["algorithm"], given["workspace"], ctypes.c_size_t(given["size"]), None),
+                *(arguments["algorithm"], arguments["workspace"], ctypes.c_size_t(arguments["size"]), None),
             )
         )
         numbers = [
@@ -184,8 +184,8 @@ class Product:
             expected *= 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (expected + 0.044715 * expected**3)))
         result = self.rocm.download(d, stored[2])
         assert (result[:, :, self.m :] == stored[2][:, :, self.m :]).all(), "written between the columns"
-        found = to_float(result, self.out).transpose(0, 2, 1)[:, : self.m]
-        return float(np.abs(found - expected).max() / np.abs(expected).max())
+        actual = to_float(result, self.out).transpose(0, 2, 1)[:, : self.m]
+        return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 class Tensors:
@@ -302,8 +302,8 @@ def open_rocm(folder: Path) -> None:
 
 def product(beta: float = 0.0, **options: Any) -> list[float]:
     """Return the error of each proposal for a Product with these options."""
-    asked = Product(_opened[0], **options)
-    return [asked.run(number, number, beta) for number in range(asked.count)]
+    tried = Product(_opened[0], **options)
+    return [tried.run(number, number, beta) for number in range(tried.count)]
 
 
 def tensors(method: str, *arguments: Any, **options: Any) -> Any:
@@ -342,15 +342,15 @@ def gemm(function: str, dtype: str, sizes: Sequence[int], transposed: tuple[bool
         number.transpose(0, 2, 1) if flag else number for number, flag in zip((left, right), transposed, strict=True)
     )
     expected = 0.5 * left @ right + 2 * old
-    found = to_float(rocm.download(c, stored[2]), dtype).transpose(0, 2, 1)
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    actual = to_float(rocm.download(c, stored[2]), dtype).transpose(0, 2, 1)
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 # ---- Wrong uses ----
 
 
 def shifted_algorithm(rocm: Rocm) -> None:
-    """The second result read where it would be if an algorithm had 32 bytes."""
+    """Read the second heuristic result at the offset that an algorithm of 32 bytes would give."""
     product = Product(rocm)
     address = ctypes.addressof(product.proposals) + 64
     product.run(0, algorithm=ctypes.c_void_p(address))

@@ -17,7 +17,7 @@ def stored_parts(argument: StoredArgument, weight: np.ndarray, dtype: Any = np.f
 
 
 def dequantize(argument: StoredArgument, parts: list[np.ndarray]) -> np.ndarray:
-    """Return what ONNX's text says of DequantizeLinear, in float32."""
+    """Return the output of DequantizeLinear by the definition of ONNX, in float32."""
     _, axis, block, _ = argument
     elements, *others = (part.astype(np.float32) for part in parts)
     scales, zeros = (

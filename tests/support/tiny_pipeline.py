@@ -1,4 +1,4 @@
-"""A pipeline folder of 40 kB that every command takes, made by code in milliseconds: what the hostile cases damage."""
+"""Write a pipeline folder of 40 kB in milliseconds. Every command accepts it; the hostile tests damage copies of it."""
 
 from __future__ import annotations
 

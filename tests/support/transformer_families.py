@@ -1,4 +1,4 @@
-"""What tests of families of diffusion transformers share, whose modules are exported in place of diffusers' forward."""
+"""Shared checks of diffusion transformers: export, fusion, quantization, LoRA and caches."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def check_fusions(
     optimize(folder, out, target="portable", components=["transformer"])
     graph = load(out / "transformer" / "model.onnx").graph
     counts = Counter(node.op_type for node in graph)
-    wanted = dict.fromkeys(TAKEN_APART, 0) | dict(expected)
-    assert {op: counts[op] for op in wanted} == wanted
+    counts_by_op = dict.fromkeys(TAKEN_APART, 0) | dict(expected)
+    assert {op: counts[op] for op in counts_by_op} == counts_by_op
     result = verify(folder, out, components=["transformer"])
     assert result["passed"], result["rows"]
     return graph

@@ -36,7 +36,10 @@ _WEIGHTS = 2.0**15
 def _case(
     *sizes: int, packed: str = "", distribution: str = "normal", scale: float = 0.0, **options: Any
 ) -> OperatorCase:
-    """Batch, heads, sequence, kv_sequence and head size; scale 0 is the default. `options`: of `attention_case`."""
+    """Return a case of these batch, heads, sequence, kv_sequence and head size.
+
+    scale: 0 is the default of the operator. options: arguments of `attention_case`.
+    """
     case = attention_case(*sizes, packed=packed, distribution=distribution, roundoffs=_WEIGHTS, **options)
     if scale:
         case = replace(case, name=f"{case.name}-scale{scale}", attributes={**case.attributes, "scale": scale})

@@ -183,8 +183,11 @@ def attention_case(
     quantized: tuple[str, ...] = (),
     **attributes: int | float,
 ) -> OperatorCase:
-    """`packed` is "", "kv" or "qkv"; `bias` gives the batch and head axes of attention_bias. `roundoffs`: of float32,
-    for a kernel that computes in a narrower type. `quantized`: the outputs, one of them in float8."""
+    """Return a case of attention.
+
+    packed: "", "kv" or "qkv". bias: batch and head axes of attention_bias. roundoffs: those of float32, for a kernel
+    that computes in a narrower dtype. quantized: names of the outputs; one of them is in float8.
+    """
     groups = int(attributes.get("kv_num_heads", heads))
     query, keys = (batch, sequence, heads * head_size), (batch, kv_sequence, groups * head_size)
     inputs: dict[str, Shape] = {"query": query, "key": keys, "value": keys}

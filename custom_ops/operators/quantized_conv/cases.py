@@ -36,7 +36,7 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
 
 
 def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:
-    """Generate elements of the whole range, and scales that give Y a magnitude of about 1."""
+    """Generate elements of the full range, and scales that give Y a magnitude of about 1."""
     shape = case.inputs[name]
     if name == "scale":
         return rng.uniform(0.5, 1.5, shape) / (74.0**2 * np.sqrt(np.prod(case.inputs["W"][1:])))

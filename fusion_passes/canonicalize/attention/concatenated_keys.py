@@ -39,8 +39,8 @@ class ConcatenatedHeads(Rule):
             if len(before) != 3 or len(after) != 4 or before[:2] != after[:2]:
                 return "a Reshape does not split [B,S,N*D] into heads"
         sizes = [(values.dims(heads) or [])[2:] for heads in (a_heads, b_heads)]
-        known = sizes[0] == sizes[1] and all(isinstance(size, int) for size in sizes[0])
-        return None if known else "the heads differ in number or size"
+        are_equal = sizes[0] == sizes[1] and all(isinstance(size, int) for size in sizes[0])
+        return None if are_equal else "the heads differ in number or size"
 
     def rewrite(self, op: Any, a: ir.Value, b: ir.Value, a_heads: ir.Value, out: ir.Value, **_: Any) -> Any:
         heads, size = values.size(a_heads, 2) or 0, values.size(a_heads, 3) or 0  # known: see `reject_reason`

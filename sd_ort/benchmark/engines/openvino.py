@@ -38,7 +38,7 @@ def compile_model(path: Path, precision: str, threads: int | None) -> Any:
         return core.compile_model(core.read_model(path.resolve()), "CPU", options)  # rejects weights behind a link
     except Exception as error:  # openvino's exceptions share no base class but Exception
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # its own source lines are first
-        raise SdOrtError(f"OpenVINO refuses {path}: {''.join(lines[-1:])[:300]}") from error
+        raise SdOrtError(f"OpenVINO rejects {path}: {''.join(lines[-1:])[:300]}") from error
 
 
 def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:

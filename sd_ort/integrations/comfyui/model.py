@@ -74,7 +74,7 @@ def _unet_model(models: TorchComponentSessions) -> Any:
         )
     model = base(description, model_type=getattr(comfy.model_base.ModelType, prediction))
     renamed = comfy.utils.unet_to_diffusers(description.unet_config)
-    # It lists class_embedding, refused above, beside the add_embedding that has the same names in ComfyUI.
+    # It lists class_embedding, rejected above, beside the add_embedding that has the same names in ComfyUI.
     to_comfy = {name: theirs for name, theirs in renamed.items() if not name.startswith("class_embedding.")}
     model.diffusion_model = DiffusionModel(models, to_comfy, _meta_weights(description.unet_config))
     if config["in_channels"] == 9:

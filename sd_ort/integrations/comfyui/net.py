@@ -38,7 +38,7 @@ def prompt_key(options: Mapping[str, Any], *more: Hashable) -> Hashable:
 
 
 class MetaWeights:
-    """Mixin of modules whose weights are in a graph: ComfyUI reads their names and shapes from `meta_weights`."""
+    """Mixin for modules with weights in a graph: ComfyUI reads names and shapes from `meta_weights`."""
 
     meta_weights: Mapping[str, torch.Tensor]
 

@@ -92,7 +92,7 @@ class LoadModel(io.ComfyNode):
 
 
 class LoadDiffusionModel(io.ComfyNode):
-    """Loads the UNet or the diffusion transformer of a pipeline folder alone, as MODEL."""
+    """Node that loads only the UNet or diffusion transformer of a pipeline folder, as MODEL."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -81,7 +81,7 @@ class TransformerNet(GraphNet):
 
 
 class Sd3Net(TransformerNet):
-    """Stable Diffusion 3 and 3.5, whose graph reads latents."""
+    """Stable Diffusion 3 and 3.5. The graph takes latents."""
 
     def forward(
         self,
@@ -164,10 +164,10 @@ class QwenImageNet(TransformerNet, comfy.ldm.qwen_image.model.QwenImageTransform
         first = max(height // 2 // 2, width // 2 // 2)
         txt_ids = torch.arange(first, first + context.shape[1], device=x.device).reshape(-1, 1).expand(-1, 3)
         if attention_mask is not None:
-            kept = attention_mask != 0
-            if attention_mask.is_floating_point() or not bool((kept == kept[:1]).all()):
+            visible = attention_mask != 0
+            if attention_mask.is_floating_point() or not bool((visible == visible[:1]).all()):
                 raise InputError("prompts of a batch have other tokens left out: sample them one by one.")
-            context, txt_ids = context[:, kept[0]], txt_ids[kept[0]]
+            context, txt_ids = context[:, visible[0]], txt_ids[visible[0]]
         conditioning = {"encoder_hidden_states": context, "img_ids": img_ids[0], "txt_ids": txt_ids}
         out = self.predict(
             tokens, timesteps, conditioning, (height, width), transformer_options, a_ControlNet=control,
@@ -178,7 +178,7 @@ class QwenImageNet(TransformerNet, comfy.ldm.qwen_image.model.QwenImageTransform
 
 
 class ZImageNet(TransformerNet, comfy.ldm.lumina.model.NextDiT):
-    """Z-Image, whose graph reads tokens padded to multiples of `TOKEN_MULTIPLE`."""
+    """Z-Image. The graph takes tokens, padded to multiples of `TOKEN_MULTIPLE`."""
 
     def _forward(
         self,

@@ -36,7 +36,7 @@ class Span:
 
 
 class Arena:
-    """OrtValues that lie one behind the other in device memory, each in the shape and dtype of another value."""
+    """OrtValues at consecutive offsets of one allocation, each with the shape and dtype of another value."""
 
     def __init__(self, sessions: DeviceSessions, likes: Mapping[str, Any]) -> None:
         (dtype,) = {np.dtype(DTYPES[like.data_type()]) for like in likes.values()}
@@ -57,14 +57,14 @@ class Arena:
 
 
 class BandUnet:
-    """The U-Net of a step on one device: the whole image's graph, or that of its band.
+    """The two U-Net graphs of one device: the complete image's and its band's.
 
     `received`: what the other bands offered in the last two steps, by the parity of the step. The band's graph reads
     these extrapolated to its own step.
     """
 
     def __init__(self, sessions: DeviceSessions, steps: BandSteps, unet: OrtModel, values: Mapping[str, Any]) -> None:
-        """Bind both graphs. The whole image's also writes what other devices send in later steps."""
+        """Bind both graphs. The complete graph's outputs include the values that other devices send in later steps."""
         self.band = band = Band(steps.index, steps.count)
         device, graph = sessions.models.device, partial(sessions.graph, capture=isinstance(unet, GpuGraphModel))
         likes = BoundRun(unet.session, {name: values[name] for name in unet.inputs}, device).outputs
@@ -100,7 +100,7 @@ class BandUnet:
 
     @property
     def outputs(self) -> Mapping[str, Any]:
-        """Return the whole image's outputs."""
+        """Outputs of the complete graph."""
         return self.whole[0].outputs
 
     def begin(self, steps: BandSteps) -> None:

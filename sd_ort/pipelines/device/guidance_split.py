@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 class SplitGuidanceLoop(DeviceLoop):
     """A device loop whose second half of guidance is predicted on another device."""
 
-    def __init__(self, models: Components, partner: Components) -> None:
+    def __init__(self, models: Components, peer: Components) -> None:
         super().__init__(models)
-        self.other = DeviceLoop(partner)
+        self.other = DeviceLoop(peer)
         self.pool = ThreadPoolExecutor(len(GUIDANCE_HALVES), "guidance")
         self.turn = threading.Lock()
         self.events = [Events(loop.models.stream) for loop in (self, self.other)]

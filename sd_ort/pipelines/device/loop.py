@@ -154,8 +154,8 @@ class SamplingBuffers:
         shape = list(job.latents.shape)
         shape[1] += 0 if job.channels is None else job.channels.shape[1]
         self.values["sample"] = sessions.value(np.zeros((job.rows, *shape[1:]), unet.dtype("sample")))
-        readers = [unet, *(models[control.name] for control in job.controls)]
-        self.timestep = next((model.one("timestep") for model in readers if "timestep" in model.inputs), None)
+        denoisers = [unet, *(models[control.name] for control in job.controls)]
+        self.timestep = next((model.one("timestep") for model in denoisers if "timestep" in model.inputs), None)
         if self.timestep is not None:
             self.values["timestep"] = sessions.value(self.timestep)
         self.values = self.conditioning.inputs_of(unet) | self.values

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class SplitImageLoop(DeviceLoop):
-    """A device loop whose image is computed by several devices."""
+    """Sampling loop that computes one image on several devices."""
 
     def __init__(self, models: Components) -> None:
         super().__init__(models)
@@ -55,7 +55,7 @@ class SplitImageLoop(DeviceLoop):
         self.events = [(Events(loop.models.stream), Events(loop.models.stream)) for loop in self.loops]
 
     def run(self, job: SamplingJob) -> np.ndarray:
-        """As `DeviceLoop.run`. Raises InputError as `patches.bands_of`."""
+        """Run the loop and return the image, like `DeviceLoop.run`. Raises InputError like `patches.bands_of`."""
         bands = bands_of(self.models, job.guidance)
         with self.turn, ExitStack() as locks:
             for loop in self.loops[::-1]:
@@ -76,7 +76,7 @@ class SplitImageLoop(DeviceLoop):
                 return image
 
     def _for_band(self, job: SamplingJob, models: Components, band: Band) -> SamplingJob:
-        """Return the job of one device: with the graphs of its band."""
+        """Return the job of one device with the graphs of its band."""
         label = f"band {band.index + 1} of {band.count}"
         key = models.edit("unet", f"whole image and {label}", partial(_edited, return_borders, band), captured=True)
 
@@ -91,7 +91,7 @@ class SplitImageLoop(DeviceLoop):
 
     @property
     def buffer_bytes(self) -> int:
-        """As `DeviceLoop.buffer_bytes`, on all devices."""
+        """Size of the buffers on all devices."""
         return super().buffer_bytes + sum(loop.buffer_bytes for loop in self.loops[1:])
 
 
@@ -106,7 +106,7 @@ def _edited(edit: Callable[[ir.Model, Band], None], band: Band, path: Path) -> b
 
 
 class PatchDevice:
-    """One device of an image, with its events: rows are computed and sent, a prediction is sent, a step taken."""
+    """One device of a split image, with events for: rows computed, rows sent, prediction sent, step finished."""
 
     def __init__(self, buffers: SamplingBuffers, job: SamplingJob, events: Events, guidance_events: Events) -> None:
         assert buffers.schedule is not None
@@ -128,7 +128,7 @@ class PatchDevice:
             self.stream.set_device()
 
     def send(self, others: Sequence[PatchDevice]) -> None:
-        """Copy rows to the other bands' devices, once these have read the previous ones."""
+        """Copy rows to the devices of the other bands after these have read the previous ones."""
         self.use()
         for other in others:
             if self.stream is not None:

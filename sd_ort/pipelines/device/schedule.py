@@ -35,7 +35,7 @@ class DeviceSchedule:
         graphs: BoundDenoiserGraphs,
         control_scales: tuple[np.dtype, ...],
     ) -> None:
-        """Bind what runs before the first step. The time graph's outputs are added to `values`, the U-Net's inputs.
+        """Bind the graphs that run before the first step. The time graph's outputs are added to `values`.
 
         Args:
             timestep: array of the shape and dtype of the U-Net's timestep, None if it has none (a hoisted U-Net).
@@ -177,9 +177,9 @@ def schedule_tables(schedule: LinearSchedule, guidance: float | None) -> dict[st
     if schedule.noise_count:
         most = max(1, int((schedule.noise_coefficients != 0).sum(1).max()))
         order = np.argsort(schedule.noise_coefficients == 0, 1, kind="stable")  # samples that a step uses come first
-        drawn = order[:, :most]
-        tables["drawn"] = np.concatenate([drawn[:1], drawn])
-        used = np.take_along_axis(schedule.noise_coefficients, drawn, 1)
+        indices = order[:, :most]
+        tables["drawn"] = np.concatenate([indices[:1], indices])
+        used = np.take_along_axis(schedule.noise_coefficients, indices, 1)
         tables["drawn_weights"] = np.concatenate([np.zeros_like(used[:1]), used])
         if window == 1:
             tables["weights"] = np.concatenate([tables["weights"], tables.pop("drawn_weights")], 1)

@@ -75,7 +75,7 @@ class DeviceSessions:
 
 
 class BoundDenoiserGraphs(DenoiserGraphs[Any]):
-    """The graphs of the folder's U-Net over OrtValues. `runs`: what was bound, by component."""
+    """Runs of the folder's U-Net graphs over OrtValues. runs: bound runs by component."""
 
     def __init__(self, sessions: DeviceSessions) -> None:
         self.sessions, self.runs = sessions, dict[str, BoundRun]()

@@ -27,7 +27,7 @@ FLOAT16_MAX = 65504
 
 
 def _clipped(x: Tensor) -> Tensor:
-    """Return x without infinities if it is float16, as diffusers does behind a block."""
+    """Clip infinities of x if it is float16, as diffusers does after a block."""
     return x.clip(-FLOAT16_MAX, FLOAT16_MAX) if x.dtype == torch.float16 else x
 
 
@@ -42,7 +42,7 @@ class FastFluxTransformerBlock(FluxTransformerBlock):
         image_rotary_emb: Angles | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         x, *image = self.norm1(hidden_states, emb=temb)
         y, *text = self.norm1_context(encoder_hidden_states, emb=temb)
         image, text = [each[:, None] for each in image], [each[:, None] for each in text]
@@ -78,7 +78,7 @@ class FastFluxSingleTransformerBlock(FluxSingleTransformerBlock):
         image_rotary_emb: Angles | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         length = encoder_hidden_states.shape[1]
         joined = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         x, gate = self.norm(joined, emb=temb)
@@ -100,7 +100,7 @@ class FastFlux2TransformerBlock(Flux2TransformerBlock):
         image_rotary_emb: Angles | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         (shift, scale, gate), (ff_shift, ff_scale, ff_gate) = Flux2Modulation.split(temb_mod_img, 2)
         (c_shift, c_scale, c_gate), (c_ff_shift, c_ff_scale, c_ff_gate) = Flux2Modulation.split(temb_mod_txt, 2)
         attention, text_attention = self.attn(
@@ -130,7 +130,7 @@ class FastFlux2SingleTransformerBlock(Flux2SingleTransformerBlock):
         split_hidden_states: bool = False,
         text_seq_len: int | None = None,
     ) -> Any:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         if encoder_hidden_states is not None:
             text_seq_len = encoder_hidden_states.shape[1]
             hidden_states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
@@ -162,7 +162,7 @@ class FastJointTransformerBlock(JointTransformerBlock):
         temb: Tensor,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """As in diffusers; a feed-forward layer in chunks runs diffusers' own code."""
+        """Compute the output of diffusers' forward; a feed-forward layer in chunks runs diffusers' own code."""
         if self._chunk_size is not None:
             return super().forward(hidden_states, encoder_hidden_states, temb, joint_attention_kwargs)
         arguments = joint_attention_kwargs or {}
@@ -199,7 +199,7 @@ class FastQwenImageTransformerBlock(QwenImageTransformerBlock):
         joint_attention_kwargs: dict[str, Any] | None = None,
         modulate_index: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """As in diffusers; tokens with two modulations (edits with `zero_cond_t`) run diffusers' own code."""
+        """Compute diffusers' forward; tokens with two modulations (`zero_cond_t`) run diffusers' own code."""
         if modulate_index is not None or self.zero_cond_t:
             return super().forward(
                 hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb,
@@ -235,7 +235,7 @@ class FastZImageTransformerBlock(ZImageTransformerBlock):
         adaln_noisy: Tensor | None = None,
         adaln_clean: Tensor | None = None,
     ) -> Tensor:
-        """As in diffusers; tokens with two modulations (Omni) run diffusers' own code."""
+        """Compute the output of diffusers' forward; tokens with two modulations (Omni) run diffusers' own code."""
         if noise_mask is not None:
             return super().forward(x, attn_mask, freqs_cis, adaln_input, noise_mask, adaln_noisy, adaln_clean)
         scale = gate = ff_scale = ff_gate = None
@@ -267,7 +267,7 @@ class FastKrea2TransformerBlock(Krea2TransformerBlock):
         image_rotary_emb: Angles,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         modulation = temb.unflatten(-1, (6, -1)) + self.scale_shift_table
         scale, shift, gate, ff_scale, ff_shift, ff_gate = modulation.unbind(-2)
         attention = self.attn(

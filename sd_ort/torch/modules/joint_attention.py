@@ -91,7 +91,7 @@ class FastFluxProcessor(FastProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As in diffusers: the tokens of the text come first."""
+        """Compute the output of diffusers' processor: the tokens of the text come first."""
         if attn.fused_projections:  # since `optimize`
             return self.original(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         heads = _projected(attn, hidden_states, attn.head_dim)
@@ -105,7 +105,7 @@ class FastFluxProcessor(FastProcessor):
 
 
 class FastFlux2ParallelProcessor(FastProcessor):
-    """Flux2ParallelSelfAttnProcessor, whose products are joined with those of the feed-forward layers."""
+    """Flux2ParallelSelfAttnProcessor with one GEMM for QKV and the feed-forward layers."""
 
     def __call__(
         self,
@@ -114,7 +114,7 @@ class FastFlux2ParallelProcessor(FastProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles | None = None,
     ) -> Tensor:
-        """As in diffusers."""
+        """Compute the output of diffusers' processor."""
         joined = attn.to_qkv_mlp_proj(hidden_states)
         *qkv, mlp = joined.split([*[attn.inner_dim] * 3, joined.shape[-1] - 3 * attn.inner_dim], dim=-1)
         q, k, v = (each.unflatten(-1, (-1, attn.head_dim)) for each in qkv)
@@ -135,7 +135,7 @@ class FastJointProcessor(FastProcessor):
         *args: object,
         **kwargs: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As in diffusers: the tokens of the image come first, and the mask is ignored."""
+        """Compute the output of diffusers' processor: the tokens of the image come first, and the mask is ignored."""
         size = attn.inner_dim // attn.heads
         heads = _projected(attn, hidden_states, size)
         if encoder_hidden_states is None:
@@ -157,7 +157,7 @@ class FastQwenProcessor(FastProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """As in diffusers: the tokens of the text come first."""
+        """Compute the output of diffusers' processor: the tokens of the text come first."""
         if encoder_hidden_states is None or attention_mask is not None:
             return self.original(
                 attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
@@ -179,7 +179,7 @@ class FastQwenProcessor(FastProcessor):
 
 
 class FastZProcessor(FastProcessor):
-    """ZSingleStreamAttnProcessor, whose angles differ between the rows of a batch."""
+    """ZSingleStreamAttnProcessor with rotary angles for each row of a batch."""
 
     def __call__(
         self,
@@ -189,7 +189,7 @@ class FastZProcessor(FastProcessor):
         attention_mask: Tensor | None = None,
         freqs_cis: Tensor | None = None,
     ) -> Tensor:
-        """As in diffusers."""
+        """Compute the output of diffusers' processor."""
         q, k, v = _projected(attn, hidden_states, attn.inner_dim // attn.heads)
         if freqs_cis is not None:
             cos, sin = _complex_angles((freqs_cis,), q)
@@ -209,14 +209,14 @@ class FastKrea2Processor(FastProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles | None = None,
     ) -> Tensor:
-        """As in diffusers."""
+        """Compute the output of diffusers' processor."""
         heads = _projected(attn, hidden_states, attn.head_dim)
         y = self.attend(_rotated(heads, real_angles(image_rotary_emb, heads[0])), attention_mask)
         return attn.to_out[0](y * torch.sigmoid(attn.to_gate(hidden_states)))
 
 
 def _projected(attn: Any, x: Tensor, size: int, added: bool = False) -> Heads:
-    """Return the normalized heads of a stream; added: by the layers of the second one."""
+    """Return the normalized heads of a stream. added: use the layers of the second stream."""
     if added:
         layers, norms = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k)
     else:
@@ -237,7 +237,7 @@ def _rotated(heads: Heads, angles: Angles | None) -> Heads:
 
 
 def real_angles(tables: Angles | None, x: Tensor) -> Angles | None:
-    """Return the angles of diffusers' tables (S, head size), whose columns are in pairs of equal ones."""
+    """Return the angles of diffusers' tables (S, head size), where each angle stands in two columns."""
     return None if tables is None else _once(tables, x, lambda: (tables[0][:, ::2], tables[1][:, ::2]))
 
 
@@ -296,7 +296,7 @@ ATTENTIONS = tuple({cls for _, cls in PROCESSORS.values()} - {Attention})
 
 
 def is_joint(module: nn.Module) -> bool:
-    """Return whether a module is an attention of a diffusion transformer: of its own class, or by its processor."""
+    """Return whether a module is an attention of a diffusion transformer, by its class or its processor."""
     return isinstance(module, ATTENTIONS) or (isinstance(module, Attention) and type(module.processor) in PROCESSORS)
 
 

@@ -64,7 +64,7 @@ def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _parameters(layer: nn.Module, x: Tensor) -> tuple[Tensor | None, float, bool] | None:
-    """Return weight, epsilon and whether it is an RMS norm; None for a layer that only its own code can compute."""
+    """Return weight, epsilon and whether it is an RMS norm; None for unsupported layers."""
     if is_unmodified(layer, nn.LayerNorm) and layer.weight is None:
         return None, layer.eps, False
     if is_unmodified(layer, Krea2RMSNorm):
@@ -86,7 +86,7 @@ class FastAdaLayerNormZero(AdaLayerNormZero):
         hidden_dtype: torch.dtype | None = None,
         emb: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
         shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
@@ -97,7 +97,7 @@ class FastAdaLayerNormZeroSingle(AdaLayerNormZeroSingle):
     """AdaLayerNormZeroSingle with its norm, scale and shift as one operator."""
 
     def forward(self, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
         return modulated_norm(self.norm, x, 1 + scale[:, None], shift[:, None])[0], gate
 
@@ -106,7 +106,7 @@ class FastSD35AdaLayerNormZeroX(SD35AdaLayerNormZeroX):
     """SD35AdaLayerNormZeroX with each norm, scale and shift as one operator."""
 
     def forward(self, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         shift, scale, *others, shift2, scale2, gate2 = self.linear(self.silu(emb)).chunk(9, dim=1)
         y = modulated_norm(self.norm, hidden_states, 1 + scale[:, None], shift[:, None])[0]
         y2 = modulated_norm(self.norm, hidden_states, 1 + scale2[:, None], shift2[:, None])[0]
@@ -117,6 +117,6 @@ class FastAdaLayerNormContinuous(AdaLayerNormContinuous):
     """AdaLayerNormContinuous with its norm, scale and shift as one operator."""
 
     def forward(self, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
-        """As in diffusers."""
+        """Compute the output of diffusers' forward."""
         scale, shift = self.linear(self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
         return modulated_norm(self.norm, x, (1 + scale)[:, None], shift[:, None])[0]

@@ -16,7 +16,7 @@ MAX_SHORT_KEYS = 80  # of a prompt: what one of the kernels processes at once
 
 def _fallback(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if k.shape[1] != q.shape[1]:  # not by enable_gqa, which most of torch's kernels refuse with a mask
+    if k.shape[1] != q.shape[1]:  # not by enable_gqa, which most of torch's kernels reject with a mask
         k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
     return y.transpose(1, 2).contiguous()

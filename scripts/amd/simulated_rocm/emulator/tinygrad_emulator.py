@@ -188,7 +188,7 @@ def _broadcast_rows(emu: Any) -> None:
 
 
 def _load_halves_from_odd_addresses() -> None:
-    """Make loads of 16 bits take any address, as the hardware does. The emulator takes the even one before it."""
+    """Let 16-bit loads read odd addresses, as the hardware does. The emulator rounds them down."""
     from test.mockgpu.amd.pcode import Parser
     from tinygrad.dtype import dtypes
 
