@@ -1,9 +1,9 @@
 """Krea 2's transformer and text encoder as modules of tensors, for the exporters.
 
 diffusers' own forward of the transformer is called, without a mask: the pipeline drops the tokens that a mask leaves
-out. What is replaced exports, but not to graphs that take weights by their names or that fusions know; each class says
-why. `tests/export/test_krea2.py` compares both modules with diffusers 0.42.1 and transformers 5, and fails once norms,
-time embedding or positions need no replacement.
+out. Three modules are replaced: they export, but not to graphs that take weights by their names or that fusions know.
+Each class says why. diffusers' attention is exported as it is. `tests/export/test_krea2.py` compares both models with
+diffusers 0.42.1 and transformers 5, and fails once one of the three needs no replacement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
 
 from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
@@ -36,38 +35,6 @@ class ScaledNorm(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden_states, self.scale.shape, self.scale, self.epsilon)
-
-
-class GroupedAttention:
-    """Attention processor that repeats heads of keys and values by Expand, which fusions undo.
-
-    Replaces `Krea2AttnProcessor`, whose `repeat_interleave` and choice of a backend exporters write in several ways.
-    """
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        attention_mask: None = None,
-        image_rotary_emb: Tables | None = None,
-    ) -> torch.Tensor:
-        """Return the gated attention of hidden_states (B, S, C). image_rotary_emb: tables (cos, sin) [S, head size]."""
-        query, key, value = (
-            project(hidden_states).unflatten(-1, (count, attn.head_dim))
-            for project, count in (
-                (attn.to_q, attn.num_heads), (attn.to_k, attn.num_kv_heads), (attn.to_v, attn.num_kv_heads)
-            )
-        )  # fmt: skip
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if image_rotary_emb is not None:
-            query, key = (apply_rotary_emb(each, image_rotary_emb, sequence_dim=1) for each in (query, key))
-        groups = attn.num_heads // attn.num_kv_heads
-        if groups > 1:
-            key, value = (each.unsqueeze(3).expand(-1, -1, -1, groups, -1).flatten(2, 3) for each in (key, value))
-        heads = (each.transpose(1, 2) for each in (query, key, value))
-        attended = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2, 3)
-        output: torch.Tensor = attn.to_out[0](attended * torch.sigmoid(attn.to_gate(hidden_states)))
-        return output
 
 
 class TimeEmbedding(torch.nn.Module):
@@ -99,8 +66,6 @@ class Krea2Transformer(torch.nn.Module):
             for child_name, child in list(module.named_children()):
                 if isinstance(child, Krea2RMSNorm):
                     setattr(module, child_name, ScaledNorm(child, f"{name}.{child_name}"))
-            if hasattr(module, "set_processor"):
-                module.set_processor(GroupedAttention())
 
     def forward(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, timestep: torch.Tensor,

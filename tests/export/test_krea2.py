@@ -87,16 +87,16 @@ def test_the_text_encoder_equals_transformers() -> None:
     assert nmse(actual[visible], states[mask == 1]) <= 1e-12
 
 
-class TimeInFloat32(torch.nn.Module):
-    """A time embedding without dtype among its inputs, which exporters take no values of."""
+class Replaced(torch.nn.Module):
+    """The modules of diffusers and transformers that sd-ort replaces, as one, which is one export."""
 
-    def __init__(self, embedding: Any) -> None:
+    def __init__(self, norm: Any, embedding: Any, rotary: Any) -> None:
         super().__init__()
-        self.embedding = embedding
+        self.norm, self.embedding, self.rotary = norm, embedding, rotary
 
-    def forward(self, timestep: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.embedding(timestep, torch.float32)
-        return embedded
+    def forward(self, hidden: torch.Tensor, timestep: torch.Tensor, positions: torch.Tensor) -> tuple[Any, ...]:
+        """Return the output of each."""
+        return self.norm(hidden), self.embedding(timestep, torch.float32), *self.rotary(hidden, positions)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own exporter
@@ -104,23 +104,20 @@ def test_diffusers_still_needs_the_modules() -> None:
     """If a line fails, exporters support that class: remove its replacement from krea2_modules.py."""
     model, encoder = built(FAMILY, "transformer"), built(FAMILY, "text_encoder")
     norm = next(module for module in model.modules() if isinstance(module, Krea2RMSNorm))
-    weight = norm.weight.detach()
-    assert not has_initializer(exported(norm, torch.randn(2, 3, norm.dim)), weight), "1 + weight is a constant"
     embedding, half = model.time_embed, model.time_embed.embed_dim // 2
+    rotary = encoder.language_model.rotary_emb
+    inputs = torch.randn(2, 5, norm.dim), torch.rand(2), torch.arange(5)[None, None].expand(3, 2, 5)
+    with torch.no_grad():
+        program = torch.onnx.export(
+            Replaced(norm, embedding, rotary), inputs, dynamo=True, opset_version=23, verbose=False
+        )
+    assert program is not None
+    graph = program.model.graph
+    assert not has_initializer(graph, norm.weight.detach()), "1 + weight is a constant"
     frequencies = torch.exp(-math.log(1e4) * torch.arange(half, dtype=torch.float32) / half)
-    graph = exported(TimeInFloat32(embedding), torch.rand(2))
     assert has_initializer(graph, embedding.linear_1.bias.detach())
     assert not has_initializer(graph, frequencies), "they have other last bits"
-    positions = torch.arange(5)[None, None].expand(3, 2, 5)
-    graph = exported(encoder.language_model.rotary_emb, torch.randn(2, 5, 8), positions)
     assert "ScatterND" in {node.op_type for node in graph}, "axes are interleaved by assignment"
-
-
-def exported(module: torch.nn.Module, *arguments: torch.Tensor) -> ir.Graph:
-    with torch.no_grad():
-        program = torch.onnx.export(module, arguments, dynamo=True, opset_version=23, verbose=False)
-    assert program is not None
-    return program.model.graph
 
 
 def has_initializer(graph: ir.Graph, expected: torch.Tensor) -> bool:
