@@ -225,7 +225,7 @@ def all_unet_layers(work: Path) -> AllLayers:
 
 def recipes_head(found: AllLayers, count: int) -> list[str]:
     """Return the first lines of the page of `recipe_table`."""
-    differences = found.differences()
+    differences = [kind.replace("LAST", found.last) for kind in found.differences()]
     return [
         "# The demo's U-Net in 8 bits: each layer, beside the published recipes for SDXL", "",
         f"Ours differs from a published recipe in {len(differences)} kinds of layers: {', '.join(differences)}. "

@@ -261,11 +261,16 @@ def page(tables: Sequence[str], latents: Mapping[int, np.ndarray], images_only: 
     """Return the Markdown page. latents: of the measured images by size."""
     run = head("scripts/bench/vae_eight_bits.py")
     counts = ", ".join(f"{len(each)} of {edge}²" for edge, each in latents.items())
+    mirrored = "".join(
+        f"; one of {edge}² is an image of {smaller}² and its mirror images"
+        for edge, smaller in MIRRORED.items()
+        if edge in latents
+    )
     lines = [
         "# The demo's VAE decoder in 8 bits", "",
         "`optimize --float8|--int8 --vae-decoder`, of target portable unless named: weights a scale an output channel, "
         f"activations a scale a tensor, calibrated on {CALIBRATION_PROMPTS} prompts. PSNR beside the decoder in "
-        f"float32, over images of unseen prompts: {counts}; an image of 2048² is one of 1024² and its mirror images. "
+        f"float32, over images of unseen prompts: {counts}{mirrored}. "
         "QuantizeLinear and DequantizeLinear compute in float32 on a CPU, so their time is not that of 8-bit kernels; "
         "target cpu has such kernels for int8. Times are of one thread of a shared machine.", "",
         *tables, "", *([] if images_only else [*roofline(), ""]),

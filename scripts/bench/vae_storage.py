@@ -52,8 +52,8 @@ def main() -> None:
             print(rows[-1], flush=True)
     run = head("scripts/bench/vae_storage.py")
     lines = ["# The demo's VAE decoder with weights in 8 bits", "",
-             "Latents of unseen prompts, target cpu, one thread of a shared machine. That of 2048² is one of 1024² and "
-             "its mirror images. The activations stay in float32. Winograd convolutions, whose weights have another "
+             "Latents of unseen prompts, target cpu, one thread of a shared machine; those of 2048² are mirrored as in "
+             "`vae_eight_bits.py`. The activations stay in float32. Winograd convolutions, whose weights have another "
              "form, are left out.", "",
              *table(("image", "images", "weights", "median PSNR, dB", "worst", "processor s an image",
                      "weights on disk"), rows), "",
