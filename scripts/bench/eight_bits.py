@@ -223,9 +223,9 @@ def all_unet_layers(work: Path) -> AllLayers:
     return AllLayers(model, layers, reasons, kinds, last)
 
 
-def recipes_head(found: AllLayers, count: int) -> list[str]:
+def recipes_head(all_layers: AllLayers, count: int) -> list[str]:
     """Return the first lines of the page of `recipe_table`."""
-    differences = [kind.replace("LAST", found.last) for kind in found.differences()]
+    differences = [kind.replace("LAST", all_layers.last) for kind in all_layers.differences()]
     return [
         "# The demo's U-Net in 8 bits: each layer, beside the published recipes for SDXL", "",
         f"Ours differs from a published recipe in {len(differences)} kinds of layers: {', '.join(differences)}. "
@@ -239,18 +239,18 @@ def recipes_head(found: AllLayers, count: int) -> list[str]:
     ]  # fmt: skip
 
 
-def recipe_table(work: Path, runs: Path, format_: str, found: AllLayers, count: int) -> list[str]:
+def recipe_table(work: Path, runs: Path, format_: str, all_layers: AllLayers, count: int) -> list[str]:
     """Return the lines of a format: the U-Net by recipe, images of `count` prompts; kinds of layers; single layers."""
-    groups = {f"kind: {kind}": [found.layers[name] for name in names] for kind, names in found.kinds.items()}
-    groups |= {name: [layer] for name, layer in found.layers.items()}
-    by_name = {row["name"]: row for row in measured_alone(work, runs, format_, found.model, groups, LAYER_PROMPT)}
+    groups = {f"kind: {kind}": [all_layers.layers[name] for name in names] for kind, names in all_layers.kinds.items()}
+    groups |= {name: [layer] for name, layer in all_layers.layers.items()}
+    by_name = {row["name"]: row for row in measured_alone(work, runs, format_, all_layers.model, groups, LAYER_PROMPT)}
     kind_rows = []
-    for kind, names in found.kinds.items():
+    for kind, names in all_layers.kinds.items():
         own, alone = by_name[f"kind: {kind}"], [by_name[name] for name in names]
         errors = [row["error"] for row in alone]
-        kept = sum(name in found.reasons for name in names)
+        in_16_bits = sum(name in all_layers.reasons for name in names)
         kind_rows.append(
-            (kind.replace("LAST", found.last), str(len(names)), {0: "8", len(names): "16"}.get(kept, f"16: {kept}"),
+            (kind.replace("LAST", all_layers.last), str(len(names)), {0: "8", len(names): "16"}.get(in_16_bits, f"16: {in_16_bits}"),
              *("not said" if bits is None else "8" if bits else "16" for bits in KINDS[kind][1:]),
              f"{median(errors):.2e}", f"{max(errors):.2e}", f"{own['unet_error']:.2e}",
              f"{min(own['psnr_db'], 99.9):.1f}", f"{min(*(row['psnr_db'] for row in alone), 99.9):.1f}")
@@ -260,32 +260,32 @@ def recipe_table(work: Path, runs: Path, format_: str, found: AllLayers, count: 
         "PSNR, dB, all of them", "PSNR, dB, the worst alone",
     )  # fmt: skip
     layer_cells = (
-        (name, row["op"], "16" if name in found.reasons else "8", f"{row['error']:.2e}", f"{row['unet_error']:.2e}",
+        (name, row["op"], "16" if name in all_layers.reasons else "8", f"{row['error']:.2e}", f"{row['unet_error']:.2e}",
          f"{min(row['psnr_db'], 99.9):.1f}")
         for row in sorted(by_name.values(), key=lambda row: -row["unet_error"])
-        if (name := row["name"]) in found.layers
+        if (name := row["name"]) in all_layers.layers
     )  # fmt: skip
     return [
-        "", f"## {format_}: the U-Net by recipe", "", *whole_table(work, runs, format_, found, count),
+        "", f"## {format_}: the U-Net by recipe", "", *whole_table(work, runs, format_, all_layers, count),
         "", f"## {format_}: kinds of layers alone", "", *table(columns, kind_rows),
         "", f"## {format_}: single layers", "",
         *table(("layer", "operator", "bits: ours", "error", "U-Net's error", "PSNR, dB"), layer_cells),
     ]  # fmt: skip
 
 
-def whole_table(work: Path, runs: Path, format_: str, found: AllLayers, count: int) -> list[str]:
+def whole_table(work: Path, runs: Path, format_: str, all_layers: AllLayers, count: int) -> list[str]:
     """Return the table of the U-Net with our layers in 8 bits, with those of each recipe, and with each difference."""
-    chosen = {"**ours**": found.ours, DYNAMIC: found.ours} | {
-        recipe: found.of_recipe(i) for i, recipe in enumerate(RECIPES)
+    chosen = {"**ours**": all_layers.ours, DYNAMIC: all_layers.ours} | {
+        recipe: all_layers.of_recipe(i) for i, recipe in enumerate(RECIPES)
     }
-    chosen["all layers"] = list(found.layers)
-    for kind in found.differences():
-        names, label = found.kinds[kind], kind.replace("LAST", found.last)
-        if found.reasons.keys().isdisjoint(names):
-            chosen[f"ours without {label}"] = [name for name in found.ours if name not in names]
+    chosen["all layers"] = list(all_layers.layers)
+    for kind in all_layers.differences():
+        names, label = all_layers.kinds[kind], kind.replace("LAST", all_layers.last)
+        if all_layers.reasons.keys().isdisjoint(names):
+            chosen[f"ours without {label}"] = [name for name in all_layers.ours if name not in names]
         else:
-            chosen[f"ours and {label}"] = list(dict.fromkeys([*found.ours, *names]))
-    feeds = load_recorded_inputs(runs, "unet", list(found.model.graph.inputs), required=True)
+            chosen[f"ours and {label}"] = list(dict.fromkeys([*all_layers.ours, *names]))
+    feeds = load_recorded_inputs(runs, "unet", list(all_layers.model.graph.inputs), required=True)
     feeds = feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
     ranges = json.loads((work / f"ranges-{format_}.json").read_text())
     folder = layer_folder(work, format_)
@@ -294,21 +294,21 @@ def whole_table(work: Path, runs: Path, format_: str, found: AllLayers, count: i
     def run(graph: ir.Model) -> tuple[np.ndarray, list[np.ndarray]]:
         unet, outputs = run_graph(folder / "unet" / pipeline_folder.MODEL, graph, [], feeds)
         pipeline.models["unet"] = unet
-        made = pipeline(
+        drawing = pipeline(
             unseen_prompts(count, 0), height=demo.HEIGHT, width=demo.WIDTH, num_inference_steps=demo.STEPS,
             guidance_scale=demo.GUIDANCE, generator=list(range(count)), progress=False,
         )  # fmt: skip
-        return outputs["out_sample"], [np.asarray(image) for image in made.images]
+        return outputs["out_sample"], [np.asarray(image) for image in drawing.images]
 
-    expected, reference = run(found.model)
+    expected, reference = run(all_layers.model)
     rows = []
     for label, names in chosen.items():
         scales = None if label == DYNAMIC else ranges
-        copy, _ = quantized_copy(found.model, [found.layers[name] for name in names], format_, scales)
-        got, made = run(copy)
-        values = [metrics.psnr(mine, theirs) for mine, theirs in zip(made, reference, strict=True)]
+        copy, _ = quantized_copy(all_layers.model, [all_layers.layers[name] for name in names], format_, scales)
+        got, images = run(copy)
+        values = [metrics.psnr(mine, theirs) for mine, theirs in zip(images, reference, strict=True)]
         rows.append(
-            (label, f"{len(names)} of {len(found.layers)}", f"{metrics.relative_l2_error(got, expected):.2e}",
+            (label, f"{len(names)} of {len(all_layers.layers)}", f"{metrics.relative_l2_error(got, expected):.2e}",
              f"{median(values):.1f}", f"{min(values):.1f}")
         )  # fmt: skip
         print(rows[-1], flush=True)
@@ -584,10 +584,10 @@ def main() -> None:
         files.write_text(options.out, "\n".join(lines))
         return
     if options.recipes:
-        found = all_unet_layers(options.work)
-        lines = recipes_head(found, options.prompts)
+        all_layers = all_unet_layers(options.work)
+        lines = recipes_head(all_layers, options.prompts)
         for format_ in options.formats:
-            lines += recipe_table(options.work, runs, format_, found, options.prompts)
+            lines += recipe_table(options.work, runs, format_, all_layers, options.prompts)
         lines += ["", f"`{about['command']}` at {about['commit']}, {about['machine']['cpu']}", ""]
         files.write_text(options.out, "\n".join(lines))
         return
