@@ -53,7 +53,7 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 @click.option(
     "--vae-weights",
     is_flag=True,
-    help="With --weights: the VAE's too, in 8 bits. Decoding then takes 2.5 times as long on a CPU.",
+    help="With --weights: the VAE's too, in 8 bits. Decoding then takes twice as long on a CPU.",
 )
 @click.option(
     "--float8",
