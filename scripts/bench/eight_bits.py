@@ -250,7 +250,8 @@ def recipe_table(work: Path, runs: Path, format_: str, all_layers: AllLayers, co
         errors = [row["error"] for row in alone]
         in_16_bits = sum(name in all_layers.reasons for name in names)
         kind_rows.append(
-            (kind.replace("LAST", all_layers.last), str(len(names)), {0: "8", len(names): "16"}.get(in_16_bits, f"16: {in_16_bits}"),
+            (kind.replace("LAST", all_layers.last), str(len(names)),
+             {0: "8", len(names): "16"}.get(in_16_bits, f"16: {in_16_bits}"),
              *("not said" if bits is None else "8" if bits else "16" for bits in KINDS[kind][1:]),
              f"{median(errors):.2e}", f"{max(errors):.2e}", f"{own['unet_error']:.2e}",
              f"{min(own['psnr_db'], 99.9):.1f}", f"{min(*(row['psnr_db'] for row in alone), 99.9):.1f}")
@@ -260,8 +261,8 @@ def recipe_table(work: Path, runs: Path, format_: str, all_layers: AllLayers, co
         "PSNR, dB, all of them", "PSNR, dB, the worst alone",
     )  # fmt: skip
     layer_cells = (
-        (name, row["op"], "16" if name in all_layers.reasons else "8", f"{row['error']:.2e}", f"{row['unet_error']:.2e}",
-         f"{min(row['psnr_db'], 99.9):.1f}")
+        (name, row["op"], "16" if name in all_layers.reasons else "8", f"{row['error']:.2e}",
+         f"{row['unet_error']:.2e}", f"{min(row['psnr_db'], 99.9):.1f}")
         for row in sorted(by_name.values(), key=lambda row: -row["unet_error"])
         if (name := row["name"]) in all_layers.layers
     )  # fmt: skip
