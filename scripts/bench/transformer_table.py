@@ -41,7 +41,7 @@ Step and image: 1024 x 1024, bfloat16, random weights, beside torch.compile of t
 Memory: weights in GB of 10^9 bytes, text encoders + transformer ([weights](transformer_weights.md)). Fused: of the tiny
 preset, opset 23, target `gpu` ([fusions](fusion_transformers.md)); cuda and hip have as many of each, cpu as many
 attentions, rotary embeddings and norms. No family ran with its trained weights or on an AMD GPU; `demo-dit`, a trained
-FLUX.1 of 7.6 million weights, ran on CPUs.
+FLUX.1 of 7.6 million weights, ran on CPUs. `never ran` adds what else did not.
 """
 VIDEO = """
 ## AnimateDiff and video transformers
@@ -64,29 +64,40 @@ grow from step to step, most in 28 steps of FLUX.1. In float32 tiny models agree
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
-In bfloat16 Qwen-Image's step meets its goal, the other steps miss theirs. With linears in float8 Qwen-Image, Z-Image
-and Krea 2 meet theirs.
+A goal is the largest allowed ratio of our time to that of torch.compile, both measured in one process. In bfloat16
+Qwen-Image's step meets its goal, and the steps of FLUX.1, FLUX.2 klein, SD 3.5 and Krea 2 miss theirs. With linears in
+float8 the steps of Qwen-Image, Z-Image and Krea 2 meet theirs. Of the whole images FLUX.2 klein's meets its goal, those
+of FLUX.1 and Z-Image-Turbo miss theirs.
 
-Made by `scripts/bench/transformer_table.py` from `{folder}/`, one file per run of
-`scripts/bench/bench_transformer_step.py` (commands below). Random weights, full width and depth, bfloat16. `queued`: ms
-per step of steps queued behind one another, medians of seven rounds in which ours and the peer take turns in one
-process; `ours` the same of our provider in those rounds, and `ratio` the median of the rounds' ratios. Peers use
-cuDNN's attention. Ours is hoisted, tuned and captured: the modulation of a schedule, rotary tables and text projections
-are computed before the loop, by torch in every step. `ready`: seconds to the first step; `other size`: seconds of the
-first step of another size. `float8`: our linears in float8 (e4m3), the rest in float16, beside torch in bfloat16.
+The models have full width and depth, and random weights. Steps with linears in float8 (e4m3), the rest in float16,
+stand beside torch's in bfloat16. All else is bfloat16 on both sides. Peers use cuDNN's attention. Our transformer is
+hoisted, tuned and captured: modulation, rotary tables and text projections are computed before the loop; torch computes
+them in each step.
 
-Products and attention, which are the vendor's libraries' on both sides (cuBLASLt, cuDNN), are 87 to 95 % of our
-kernels' time. The class tables are of two steps after a pause, at
-the full clock; a step behind others takes 4 to 12 % longer than its kernels, since they draw more than the card's power
-limit, ours with fewer pauses between them more than torch's.
-
-At that limit a step takes as long as its energy divided by the limit. The floor is what products and attentions alone
-take there, each by the fastest of torch's and cuBLASLt's algorithms or by cuDNN (`scripts/bench/transformer_floor.py`,
-files in `{folder}/floor/`; all floors on one H200, steps on the cards of
-their sections). The goals of SD 3.5, klein and Krea 2 lie below their floors: an engine without any other kernel would
-miss them. So does Z-Image's whole image, 0.82. FLUX.1's goal lies 1.4 ms above its floor, our step 5.0.
+At the card's power limit a step takes as long as its energy divided by the limit. The floor is the time of products and
+attentions alone at that limit, each by the fastest of torch's and cuBLASLt's algorithms or by cuDNN
+(`scripts/bench/transformer_floor.py`, files in `{folder}/floor/`). All floors are of one H200, steps of the cards in
+their sections. The goals of SD 3.5, klein and Krea 2 lie below their floors: an engine without any other kernel would
+miss them. So does the goal of Z-Image's whole image, 0.82. FLUX.1's goal lies 1.4 ms above its floor, our step 5.0.
 
 {floors}
+"""
+COLUMNS = """
+## Columns of the sections below
+
+Each section is one run of `scripts/bench/bench_transformer_step.py`.
+
+- `queued`: ms per step of steps queued behind one another, the median of seven rounds in which ours and the peer take
+  turns
+- `ours`: the same of our provider in those rounds
+- `ratio`: the median of the rounds' ratios of ours to the peer; below 1 ours is faster
+- `ready s`: seconds to the first step
+- `other size s`: seconds of the first step of another size
+- `error`: relative L2 norm of the difference to torch eager in bfloat16
+
+The tables of kernels are of two steps after a pause, at the full clock. A step behind others takes 4 to 12 % longer
+than its kernels: they draw more than the card's power limit, ours with fewer pauses between them more than torch's.
+Products and attentions, by the vendor's libraries on both sides (cuBLASLt, cuDNN), are 87 to 95 % of our kernels' time.
 """
 TAIL = """
 ## Again
@@ -98,8 +109,11 @@ TAIL = """
     python scripts/bench/bench_transformer_image.py flux-dev --steps 28
     python scripts/bench/bench_transformer_image.py flux2-klein-4b --steps 4
     python scripts/bench/bench_transformer_image.py z-image-turbo --steps 8
-    python scripts/bench/bench_transformer_step.py qwen-image --float8 --peers compile
-    python scripts/bench/bench_transformer_step.py z-image-turbo --float8 --peers compile
+    python scripts/bench/bench_transformer_step.py qwen-image --profile 30
+    python scripts/bench/bench_transformer_step.py z-image-turbo --peers compile --profile 30
+    python scripts/bench/bench_transformer_step.py krea2 --peers compile
+    python scripts/bench/bench_transformer_step.py qwen-image --float8 --peers compile --profile 30
+    python scripts/bench/bench_transformer_step.py z-image-turbo --float8 --peers compile --profile 30
     python scripts/bench/bench_transformer_step.py krea2 --float8 --peers compile
     python scripts/bench/transformer_weights.py
     python scripts/bench/fusion_transformers.py
@@ -119,6 +133,7 @@ def main() -> None:
     text = (
         HEAD.format(folder=options.folder, floors=floor_table(steps, options.folder / "floor"))
         + family_section(steps, images, options.folder.parent)
+        + COLUMNS
         + "".join(map(section, steps))
         + image_section(images)
         + VIDEO
@@ -150,7 +165,7 @@ def family_section(steps: list[dict[str, Any]], images: list[dict[str, Any]], re
             rows.append(("fused", f"{', '.join(counts)}; {raw[-1]} nodes became {ours[-1]}"))
         missing = [what for what, value in (("a step", step), ("an image", image)) if not value]
         missing = [f"{' and '.join(missing)} of full size"] if missing else []
-        rows.append(("never ran", "; ".join([*missing, *([never] if never else [])]) or "see above"))
+        rows.append(("never ran", "; ".join([*missing, *([never] if never else [])]) or "nothing else"))
         text += f"\n### {preset}\n\n" + "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]) + "\n"
     return text
 
@@ -220,7 +235,7 @@ def section(run: dict[str, Any]) -> str:
     lines = [
         f"\n## {run['preset']}, {run['pixels']} x {run['pixels']}, {run['rows']} row{'s' * (run['rows'] > 1)}"
         f"{', linears in float8' * in_float8(run)}\n",
-        f"{name}; {', '.join(f'{key} {value}' for key, value in versions.items())}; commit {run['commit']}.\n",
+        f"{name}; {', '.join(f'{key} {value}' for key, value in versions.items())}; commit {run['commit'][:8]}.\n",
         "engine | queued | ours | ratio | goal | ready s | other size s | error",
         "--- | --- | --- | --- | --- | --- | --- | ---",
     ]
