@@ -74,11 +74,12 @@ stand beside torch's in bfloat16. All else is bfloat16 on both sides. Peers use 
 hoisted, tuned and captured: modulation, rotary tables and text projections are computed before the loop; torch computes
 them in each step.
 
-At the card's power limit a step takes as long as its energy divided by the limit. The floor is the time of products and
-attentions alone at that limit, each by the fastest of torch's and cuBLASLt's algorithms or by cuDNN
-(`scripts/bench/transformer_floor.py`, files in `{folder}/floor/`). All floors are of one H200, steps of the cards in
-their sections. The goals of SD 3.5, klein and Krea 2 lie below their floors: an engine without any other kernel would
-miss them. So does the goal of Z-Image's whole image, 0.82. FLUX.1's goal lies 1.4 ms above its floor, our step 5.0.
+At the card's power limit a step takes as long as its energy divided by the limit. The floor is the time of products
+and attentions alone at that limit, each by the fastest of torch's and cuBLASLt's algorithms or by cuDNN
+(`scripts/bench/transformer_floor.py`, files in `{folder}/floor/`). All floors are of one H200, steps of
+the cards in their sections. The goals of SD 3.5, klein and Krea 2 lie below their floors: an engine without any other
+kernel would miss them. So does the goal of Z-Image's whole image, 0.82. FLUX.1's goal lies 1.4 ms above its floor,
+our step 5.0.
 
 {floors}
 """
