@@ -14,10 +14,12 @@ Exits with 1 if a kernel spills.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,37 +30,44 @@ from sd_ort.runtime.library import PROVIDER_LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
+# Those of custom_ops/CMakeLists.txt that decide about machine code; a test compares.
+FLAGS = ("-std=c++17", "-O3", "-D__HIP_PLATFORM_AMD__", "-ffp-contract=fast")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", nargs="?", type=Path, help="wheel with kernels for AMD [the sources are compiled]")
+    parser.add_argument("--sources", nargs="+", type=Path, help="compile only these .hip files")
+    options = parser.parse_args()
+    if options.wheel and options.sources:
+        parser.error("--sources compiles files: a wheel cannot be given too.")
+    path = ROOT / ("results/amd/resources_wheel.md" if options.wheel else "results/ops_amd_resources.md")
     with tempfile.TemporaryDirectory() as folder:
-        path = ROOT / "results/ops_amd_resources.md"
-        if sys.argv[1:2] == ["--sources"]:
-            libraries = compile_sources([Path(source) for source in sys.argv[2:]], Path(folder))
-        elif wheel := sys.argv[1:]:
-            path = ROOT / "results/amd/resources_wheel.md"
-            libraries = [provider_library(Path(wheel[0]), Path(folder))]
+        if options.sources:
+            libraries = compile_sources(options.sources, Path(folder))
+        elif options.wheel:
+            libraries = [provider_library(options.wheel, Path(folder))]
         else:
             libraries = [build.build(cpu=False, hip=ARCHS, on_progress=print)]
         kernels = []
         for library in libraries:
             kernels += code_objects.read_kernels(code_objects.extract(library, Path(folder)))
     table = code_objects.table(kernels)
-    path.write_text(replace_rows(path.read_text(), table) if sys.argv[1:2] == ["--sources"] else table)
+    path.write_text(replace_rows(path.read_text(), table) if options.sources else table)
     spilling = [f"{kernel.name} {kernel.target}" for kernel in kernels if kernel.spills or kernel.scratch_bytes]
     print(f"{path}: {len(kernels)} kernels, {len(spilling)} spill {spilling}")
     sys.exit(bool(spilling))
 
 
-def compile_sources(sources: list[Path], folder: Path) -> list[Path]:
+def compile_sources(sources: Sequence[Path], folder: Path) -> list[Path]:
     """Compile files of kernels for ARCHS with the flags of custom_ops/CMakeLists.txt, and return the objects' paths."""
     compiler = build.find_hip_compiler()
-    flags = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-D__HIP_PLATFORM_AMD__", "-ffp-contract=fast"]
     targets = [f"--offload-arch={target}" for target in ARCHS]
     objects = []
     for source in sources:
         objects.append(folder / f"{source.stem}.o")
-        words = [*compiler.flags, *targets, *flags, f"-I{ROOT / 'custom_ops'}", "-x", "hip", "-c", str(source)]
+        flags = [*FLAGS, "-fPIC", "-fvisibility=hidden", f"-I{ROOT / 'custom_ops'}"]
+        words = [*compiler.flags, *targets, *flags, "-x", "hip", "-c", str(source)]
         subprocess.run([compiler.path, *words, "-o", str(objects[-1])], check=True)
     return objects
 

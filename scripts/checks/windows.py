@@ -55,6 +55,7 @@ class Wine:
         if program is None:
             sys.exit("no Wine: apt-get install wine64")
         self.program, self.prefix = program, prefix
+        prefix.parent.mkdir(parents=True, exist_ok=True)  # Wine makes its own folder, but not the one above
         self.environment = {
             **os.environ,
             "WINEPREFIX": str(prefix),

@@ -132,7 +132,7 @@ def to_lines(findings: dict[str, Any]) -> list[str]:
         )
         lines.append(f"AMD GPU {index}   {', '.join(filter(None, (device and device['name'], target, memory)))}")
     blas = findings["hipblaslt"]
-    version = blas and blas["version"]
+    version = blas and _blas_version(blas["version"])
     lines += (
         []
         if sys.platform == "win32"
@@ -153,6 +153,11 @@ def _in_parentheses(value: object) -> str:
 def _version(number: int | None) -> str | None:
     """Return 7.2.26015 for HIP's 70226015; None for None."""
     return None if number is None else f"{number // 10_000_000}.{number // 100_000 % 100}.{number % 100_000}"
+
+
+def _blas_version(number: int | None) -> str | None:
+    """Return 1.2.0 for hipBLASLt's 100200; None for None."""
+    return None if number is None else f"{number // 100_000}.{number // 100 % 1000}.{number % 100}"
 
 
 def _has_device(root: Path) -> bool:

@@ -65,8 +65,23 @@ def test_a_complete_machine(machine: Path, library: Path) -> None:
         "AMD GPU 0   Radeon, gfx1100, 20.0 of 24.0 GB free",
         "AMD driver  amdgpu 6.14.14",
         "HIP runtime /opt/rocm/lib/libamdhip64.so.7 (7.2.26015)",
-        "hipBLASLt   /opt/rocm/lib/libhipblaslt.so.1 (100200)",
+        "hipBLASLt   /opt/rocm/lib/libhipblaslt.so.1 (1.2.0)",
         f"AMD kernels gfx11-generic ({library})",
+    ]
+
+
+def test_unknown_versions(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver of Linux itself has no version, and hipBLASLt says its own only with a device."""
+    (machine / "sys/module/amdgpu/version").unlink()
+    blas = {"path": "/opt/rocm/lib/libhipblaslt.so.1", "version": None}
+    monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"devices": [], "version": None, "hipblaslt": blas})
+    findings = amd.examine(machine)
+    assert findings is not None
+    assert amd.to_lines(findings)[:4] == [
+        "AMD GPU 0   gfx1100, HIP does not see it",
+        f"AMD driver  amdgpu of Linux {os.uname().release}",
+        "HIP runtime /opt/rocm/lib/libamdhip64.so.7",
+        "hipBLASLt   /opt/rocm/lib/libhipblaslt.so.1",
     ]
 
 
@@ -103,6 +118,8 @@ def test_groups(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing(machine) == [
         "/dev/kfd and /dev/dri/renderD128 cannot be opened by this user: sudo usermod -aG render me, then log in again."
     ]
+    monkeypatch.setattr(amd.Path, "group", lambda path: "video" if path.name == "kfd" else "render")
+    assert "sudo usermod -aG video,render me, then" in missing(machine)[0]
     (machine / ".dockerenv").touch()
 
     def unknown(path: Path) -> str:
@@ -196,6 +213,9 @@ def test_wsl(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv("HSA_ENABLE_DXG_DETECTION", "1")
     monkeypatch.setattr(amd, "ask_hip", lambda library: HIP | {"target": "gfx1100"})
+    with monkeypatch.context() as closed:
+        closed.setattr(amd.os, "access", lambda path, mode: False)
+        assert missing(machine) == ["/dev/dxg cannot be opened: update Windows' AMD driver and WSL (wsl --update)."]
     assert missing(machine) == []
     findings = amd.examine(machine)
     assert findings is not None
