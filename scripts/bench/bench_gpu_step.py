@@ -62,7 +62,7 @@ CLASSES = (
     ("layer norm", r"layer_?norm|LayerNorm|adaptive_norm|rotary_qkv"),
     ("gelu", r"(?<!linear_split_)gelu"),
     ("convolution", r"conv|wgrad|fprop|implicit|xmma.*(nhwc|indexed)|nhwcAddPadding|nchwToNhwc|nhwcToNchw|cudnn"),
-    ("matrix product", r"gemm|nvjet|cutlass|splitK|cublas|triton_tem|linear_split_gelu"),
+    ("matrix product", r"gemm|nvjet|cutlass|splitK|cublas|triton_tem|linear_split_gelu|quantized_linear"),
     ("concat, resize, transpose", r"[Cc]oncat|[Rr]esize|[Uu]psample|subpixel|[Tt]ranspose|[Uu]pSample"),
     ("memset, memcpy", r"[Mm]emset|[Mm]emcpy"),
     ("element-wise", r""),
