@@ -243,7 +243,7 @@ def table(record: Record) -> list[str]:
                 gain = f"  {result['microseconds']:9.2f} us  {faster:5.2f}x of the default"
             lines.append(f"{operator:24} {signature:40} {result['candidate']:28}{gain}")
             if rejected := result.get("rejected"):
-                lines.append(f"{'':24} faster, but rejected: {rejected}")
+                lines.append(f"{'':24} rejected, though perhaps faster: {rejected}")
     for entry in record.get("onnxruntime", []):
         count = sum(len(results) for results in entry["results"].values())
         lines.append(f"ONNX Runtime, {entry['ep']}: {count} results of {len(entry['results'])} operators")
@@ -350,7 +350,7 @@ def save(sessions: Iterable[Any], source: TunableLibrary | None, onnxruntime_ver
     if not operators and not ort_results:
         return None
     for operator, signature, rejected in _rejected(operators):
-        log.warning("%s %s: faster candidates were rejected: %s. Please report it.", operator, signature, rejected)
+        log.warning("%s %s: candidates that may be faster were rejected: %s.", operator, signature, rejected)
     validators = validators_of(source, onnxruntime_version)
     path = path_for(validators)
     record = {"format": FORMAT, "validators": validators, "operators": operators, "onnxruntime": ort_results}

@@ -227,8 +227,8 @@ def test_rejected_candidates_are_reported(caplog: pytest.LogCaptureFixture) -> N
     results = results_of("a")
     results["GroupNorm"]["a"]["rejected"] = "default: wrong results"
     path = save(FakeOps(results=results))
-    assert "GroupNorm a: faster candidates were rejected: default: wrong results." in caplog.text
-    assert "faster, but rejected: default: wrong results" in "\n".join(tuning.table(tuning.read(path)))
+    assert "GroupNorm a: candidates that may be faster were rejected: default: wrong results." in caplog.text
+    assert "rejected, though perhaps faster: default: wrong results" in "\n".join(tuning.table(tuning.read(path)))
     caplog.clear()
     save(FakeOps(results=results_of("b")))
     assert caplog.text == ""
