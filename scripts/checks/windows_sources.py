@@ -75,7 +75,10 @@ def hip_host_compiler(compiler: list[str], headers: Path) -> list[str]:
     zig = compiler[0]
     verbose = run([*compiler, "-x", "c++", "-E", "-v", os.devnull])
     words = shlex.split(next(line for line in verbose.splitlines() if " -cc1 " in line))
-    flags = [word for pair in pairwise(words) if pair[0] in ("-isystem", "-D") for word in pair]
+    flags = []
+    for option, word in pairwise(words):
+        if option in ("-isystem", "-D"):  # zig names folders below the working directory from there
+            flags += [option, str(Path(word).absolute()) if option == "-isystem" else word]
     return [
         zig,
         "clang",
