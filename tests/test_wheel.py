@@ -11,13 +11,14 @@ import subprocess
 import sys
 import zipfile
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import wheel_size
 from compiled_files import installed_wheel
 
-from scripts.checks import windows_wheel
+from scripts.checks import windows_sources, windows_wheel
 from sd_ort.demo import FOLDERS
 from sd_ort.stages import optimize
 
@@ -120,3 +121,15 @@ def test_a_wheel_for_windows_has_its_libraries_and_tag(tmp_path: Path) -> None:
         assert rows[names[0]] == f"sha256={digest},2"
     assert wheel_size.main([wheel], tmp_path / "wheel.md") == 0
     assert "| libsd_ort_ep_hip.dll | gfx1200 | 0.0 | 0.0 | none |" in (tmp_path / "wheel.md").read_text()
+
+
+def test_the_headers_of_a_zig_below_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zig names them relative to it, and CMake compiles elsewhere."""
+    zig = tmp_path / "zig"
+    zig.write_text('#!/bin/sh\necho " zig clang -cc1 -isystem lib/include -D WINDOWS=1 -isystem /usr/include" >&2\n')
+    zig.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    command = windows_sources.hip_host_compiler([str(zig), "c++"], Path("/rocm/include"))
+    headers = [str(tmp_path / "lib/include"), "/usr/include", "/rocm/include"]
+    assert [word for option, word in pairwise(command) if option == "-isystem"] == headers
+    assert "WINDOWS=1" in command
