@@ -50,7 +50,7 @@ from fusion_passes.eight_bits.qdq import insert_qdq
 from fusion_passes.quantized_weights import FORMATS
 from scripts.report import head, table
 from sd_ort import StableDiffusionPipeline, demo
-from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
+from sd_ort.checkpoints.recorded_inputs import Arrays, load_recorded_inputs
 from sd_ort.core import files, metrics, pipeline_folder
 from sd_ort.demo.fidelity import score, unseen_prompts
 from sd_ort.demo.scenes import training_prompts
@@ -143,7 +143,7 @@ def measured_alone(
     names = list(dict.fromkeys(str(layer.x.name) for layers in groups.values() for layer in layers))
     feeds = load_recorded_inputs(runs, "unet", list(model.graph.inputs), required=True)
     ranges = cached_ranges(work / f"ranges-{format_}.json", model, names, feeds, format_)
-    feeds = feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
+    feeds = sampled_runs(feeds)
     folder = layer_folder(work, format_)
     pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")
     rows_file = work / f"layers-{format_}.json"
@@ -169,6 +169,11 @@ def measured_alone(
         rows_file.write_text(json.dumps(rows))
         print(rows[-1], flush=True)
     return [row for row in rows if row["name"] in groups]
+
+
+def sampled_runs(feeds: list[Arrays]) -> list[Arrays]:
+    """Return LAYER_RUNS of the recorded runs, evenly spaced."""
+    return feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
 
 
 def kind_of(module: str, last: str) -> str:
@@ -198,7 +203,7 @@ class AllLayers:
         return [name for name in self.layers if (name not in self.reasons if says[name] is None else says[name])]
 
     def differences(self) -> list[str]:
-        """Return the kinds of which a recipe says something else than ours does."""
+        """Return the kinds of layers for which a recipe and our rules choose different bits."""
         return [
             kind
             for kind, names in self.kinds.items()
@@ -267,15 +272,15 @@ def recipe_table(work: Path, runs: Path, format_: str, all_layers: AllLayers, co
         if (name := row["name"]) in all_layers.layers
     )  # fmt: skip
     return [
-        "", f"## {format_}: the U-Net by recipe", "", *whole_table(work, runs, format_, all_layers, count),
+        "", f"## {format_}: the U-Net by recipe", "", *unet_table(work, runs, format_, all_layers, count),
         "", f"## {format_}: kinds of layers alone", "", *table(columns, kind_rows),
         "", f"## {format_}: single layers", "",
         *table(("layer", "operator", "bits: ours", "error", "U-Net's error", "PSNR, dB"), layer_cells),
     ]  # fmt: skip
 
 
-def whole_table(work: Path, runs: Path, format_: str, all_layers: AllLayers, count: int) -> list[str]:
-    """Return the table of the U-Net with our layers in 8 bits, with those of each recipe, and with each difference."""
+def unet_table(work: Path, runs: Path, format_: str, all_layers: AllLayers, count: int) -> list[str]:
+    """Return a table of U-Nets in 8 bits: our layers, those of each recipe, and ours with one difference each."""
     chosen = {"**ours**": all_layers.ours, DYNAMIC: all_layers.ours} | {
         recipe: all_layers.of_recipe(i) for i, recipe in enumerate(RECIPES)
     }
@@ -286,8 +291,7 @@ def whole_table(work: Path, runs: Path, format_: str, all_layers: AllLayers, cou
             chosen[f"ours without {label}"] = [name for name in all_layers.ours if name not in names]
         else:
             chosen[f"ours and {label}"] = list(dict.fromkeys([*all_layers.ours, *names]))
-    feeds = load_recorded_inputs(runs, "unet", list(all_layers.model.graph.inputs), required=True)
-    feeds = feeds[:: max(len(feeds) // LAYER_RUNS, 1)][:LAYER_RUNS]
+    feeds = sampled_runs(load_recorded_inputs(runs, "unet", list(all_layers.model.graph.inputs), required=True))
     ranges = json.loads((work / f"ranges-{format_}.json").read_text())
     folder = layer_folder(work, format_)
     pipeline = StableDiffusionPipeline.from_pretrained(folder, "cpu")

@@ -25,10 +25,11 @@ announce = cache(print_line)  # once per process
 
 @contextmanager
 def step_bar(steps: Iterable[Any], is_visible: bool) -> Iterator[Any]:
-    """Iterable progress bar over `steps`. Leaving or an interrupt closes it, so the next output starts a line.
+    """Context manager of a progress bar over `steps`, which it yields.
 
-    tqdm's constructor draws, and an interrupt meanwhile leaves a bar that nobody closes: with a delay, here shorter
-    than its clock can tell, it does not, and the first drawing comes once the bar is in `with`.
+    An exit or an interrupt closes the bar, so that later output starts on a new line. tqdm's constructor draws, and an
+    interrupt meanwhile leaves a bar that nobody closes: with a delay, here shorter than its clock can tell, it does
+    not, and the first drawing comes once the bar is in `with`.
     """
     from tqdm import tqdm  # tqdm.auto imports asyncio
 

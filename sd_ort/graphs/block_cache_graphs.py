@@ -136,7 +136,7 @@ class _Ends:
         self.before_first = embedded.outputs[0]
         norm = self._normalized("proj_out.weight")
         if _adds_stream(norm):
-            _add_before(graph, norm)
+            _split_sum(graph, norm)
         self.after_last = _first_input(norm)
 
     def _consumer(self, tensor: str, index: int | None = None) -> ir.Node:
@@ -200,8 +200,8 @@ def _adds_stream(norm: ir.Node) -> bool:
     return len(norm.inputs) > 4 and norm.inputs[4] is not None
 
 
-def _add_before(graph: ir.Graph, norm: ir.Node) -> None:
-    """Move the sum of an AdaptiveNorm to nodes before it, so that the norm reads the stream."""
+def _split_sum(graph: ir.Graph, norm: ir.Node) -> None:
+    """Split an AdaptiveNorm: nodes before it compute its gated sum, which it then only normalizes."""
     total = _first_input(norm)
     for op_type, operand in (("Mul", norm.inputs[3]), ("Add", norm.inputs[4])):  # gate, skip
         if operand is None:

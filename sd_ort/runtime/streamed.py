@@ -32,10 +32,10 @@ PCIE_BYTES = 25e9  # a second, of pinned memory over 16 lanes of PCIe 4.0
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Plan of a streamed component: number of partitions, and number of those that stay on the device.
+    """Partitions of a component whose weights are streamed to the device.
 
-    The number of streamed ones is even, so that the last one of a step and the first one of the next have different
-    buffers.
+    count: number of all. resident: number of those that stay on the device. The number of the others is even, so that
+    the last one of a step and the first one of the next have different buffers.
     """
 
     count: int

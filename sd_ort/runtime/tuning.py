@@ -2,7 +2,7 @@
 
 A file holds `format`, `validators` (GPU architecture, driver and runtime versions, hash of the op library, version of
 ONNX Runtime), `operators` (operator -> signature of the call -> candidate, microseconds, default_microseconds, and
-`rejected`: faster candidates that failed or gave wrong results) and `onnxruntime` (what its own tunable operators
+`rejected`: failed or wrong candidates that may be faster) and `onnxruntime` (what its own tunable operators
 found, as `InferenceSession.get_tuning_results` gives it). A file whose validators differ from this machine's is
 rejected with the reason. There is one file for each set of validators, in $SD_ORT_TUNING, or else in results/tuning and
 the cache folder; sessions load the one that fits, from there or from `tuning` in the folder of their model, without

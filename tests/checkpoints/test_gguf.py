@@ -1,4 +1,4 @@
-"""GGUF files of U-Nets and transformers: every dtype as the format defines it, streamed, optimized and run."""
+"""GGUF files of U-Nets and transformers: their dtypes, streaming, optimization and inference."""
 
 from __future__ import annotations
 
