@@ -7,9 +7,9 @@
     python scripts/bench/first_block_cache.py flux-dev --thresholds 0.1 --skips 1 3 --lite 2 5    # and other caches
 
 Our provider in bfloat16 from a prompt to a PIL image, for each threshold the full steps and the seconds; diffusers runs
-with cuDNN's attention, its blocks compiled (torch.compile) and its own hooks around them. What random weights change from step to step says nothing of a trained
-model's full steps: the two parts are timed by a fit of the seconds over the full steps. MagCache runs with ratios of 1,
-so that it skips as many steps in a row as it may.
+with cuDNN's attention, its blocks compiled (torch.compile) and its own hooks around them. What random weights change
+from step to step says nothing of a trained model's full steps: the two parts are timed by a fit of the seconds over the
+full steps. MagCache runs with ratios of 1, so that it skips as many steps in a row as it may.
 """
 
 from __future__ import annotations

@@ -65,9 +65,7 @@ def keep_head(model: ir.Model, recipes: Mapping[str, WeightRecipe]) -> None:
     means = []
     for value in (difference, numbers[1]):
         magnitude = _node(graph, "Abs", [value], f"{value.name}.magnitude")
-        mean = _node(graph, "ReduceMean", [magnitude], f"{value.name}.mean", {"keepdims": 0})
-        mean.shape = ir.Shape([])
-        means.append(mean)
+        means.append(_mean(graph, magnitude))
     tiny = new_initializer(graph, f"{CHANGE}.tiny", np.asarray(np.finfo(np.float32).tiny))
     divisor = _node(graph, "Max", [means[1], tiny], f"{CHANGE}.divisor")
     add_output(graph, _node(graph, "Div", [means[0], divisor], f"{CHANGE}.ratio"), CHANGE)
@@ -216,6 +214,19 @@ def _split_sum(graph: ir.Graph, norm: ir.Node) -> None:
     norm.replace_input_with(0, total)
     for index in (3, 4):
         norm.replace_input_with(index, None)
+
+
+def _mean(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Append nodes and return the mean of a tensor of three axes, a number.
+
+    The last axis alone comes first: a GPU computes each number of a reduction with one block of threads.
+    """
+    axis = new_initializer(graph, f"{value.name}.last_axis", np.asarray([2], np.int64))
+    of_tokens = _node(graph, "ReduceMean", [value, axis], f"{value.name}.means", {"keepdims": 0})
+    of_tokens.shape = None if value.shape is None else ir.Shape(value.shape[:2])
+    mean = _node(graph, "ReduceMean", [of_tokens], f"{value.name}.mean", {"keepdims": 0})
+    mean.shape = ir.Shape([])
+    return mean
 
 
 def _node(
