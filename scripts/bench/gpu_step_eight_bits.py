@@ -13,8 +13,8 @@ of the engines before. Engines of ours open first, then the peers as they are na
 graph is calibrated on one small random input on the CPU, so that its error says nothing about a trained model; times do
 not depend on the values. All engines are hoisted, tuned, captured and timed in turn in one process (see
 bench_gpu_step.py); ratios are to the first row's engine.
-torchao quantizes the blocks' linears to float8, row-wise and dynamic. Its transformer and ResNet blocks are compiled
-and the whole call is captured; the row's name has the mode of torch.compile.
+torchao quantizes the blocks' linears to float8, row-wise and dynamic. Its transformer and ResNet blocks are compiled,
+with torchao's settings for the former, and the whole call is captured; the row's name has the mode of torch.compile.
 `device_MB` is what an engine of ours adds to the memory of the process on the device: weights, activations and graph.
 --folders only writes OUT/float16 and OUT/float8, whole pipelines for `sd-ort benchmark --provider sdcuda`.
 Build first: sd-ort build-ops --cuda sm_90.
