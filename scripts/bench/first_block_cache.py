@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Caches between the steps of a transformer of full width with random weights: images as called, beside diffusers.
 
-    python scripts/bench/first_block_cache.py flux-dev --out results/transformer_caches_h200.json
+    python scripts/bench/first_block_cache.py flux-dev
     python scripts/bench/first_block_cache.py flux-dev --blocks 4 8 --no-peer    # fewer blocks: a quick look
-    python scripts/bench/first_block_cache.py qwen-image --blocks 8 --out results/qwen_image_caches_h200.json
+    python scripts/bench/first_block_cache.py qwen-image --steps 20
     python scripts/bench/first_block_cache.py flux-dev --thresholds 0.1 --skips 1 3 --lite 2 5    # and other caches
 
-Our provider in bfloat16 from a prompt to a PIL image, for each threshold the full steps and the seconds; diffusers runs
-with cuDNN's attention, its blocks compiled (torch.compile) and its own hooks around them. What random weights change
-from step to step says nothing of a trained model's full steps: the two parts are timed by a fit of the seconds over the
-full steps. MagCache runs with ratios of 1, so that it skips as many steps in a row as it may.
+writes <out>/<preset>.json. Our provider in bfloat16 from a prompt to a PIL image, for each threshold the full steps and
+the seconds; diffusers runs with cuDNN's attention, its blocks compiled (torch.compile) and its own hooks around them.
+What random weights change from step to step says nothing of a trained model's full steps: the two parts are timed by a
+fit of the seconds over the full steps. MagCache runs with ratios of 1, so that it skips as many steps in a row as it
+may.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--provider", help="a provider instead of the built library")
     parser.add_argument("--raw", type=Path, default=Path("/dev/shm/sd_ort_fbc_raw"), help="folder for diffusers' files")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_fbc"), help="folder for ours")
-    parser.add_argument("--out", type=Path, default=Path("results/transformer_caches_h200.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/transformers/caches"))
     options = parser.parse_args()
     begun = time.perf_counter()
 
@@ -202,7 +203,7 @@ def main() -> None:
                 rows.append(run(model, config, options.rounds, **arguments))
                 say(f"{label} {json.dumps(rows[-1])}")
                 result[label] = {"rows": rows, **fit(rows, options.steps)}
-                files.write_json(options.out, result)
+                files.write_json(options.out / f"{options.preset}.json", result)
             say(f"{label} {fit(rows, options.steps)}")
     finally:
         for folder in (options.raw, options.work):

@@ -21,12 +21,12 @@ from sd_ort.checkpoints.presets import PRESETS
 
 # Preset -> what never ran of it, beside its step and its image where there are no files of them.
 FAMILIES = {
-    "flux-dev": "caches other than MagCache and TaylorSeer on a GPU",
+    "flux-dev": "",
     "flux2-klein-4b": "",
     "flux2-dev": "",
     "sd35-medium": "",
     "z-image-turbo": "",
-    "qwen-image": "edits of full size; caches on a GPU",
+    "qwen-image": "edits of full size",
     "krea2": "",
 }
 GOALS = {  # of torch.compile
@@ -61,6 +61,18 @@ IMAGES = """
 From the prompt to a PIL image, text encoder and VAE included, bfloat16, random weights, medians of three rounds in
 turn (`scripts/bench/bench_transformer_image.py`). PSNR to torch's image in bfloat16: rounding errors of random weights
 grow from step to step, most in 28 steps of FLUX.1. In float32 tiny models agree to 60 dB and more (`parity.md`).
+"""
+CACHES = """
+## Caches between steps, 1024 x 1024
+
+Seconds of whole images, bfloat16, random weights, beside diffusers with the same cache (`results/transformers/caches/`).
+What random weights change from step to step says nothing of a trained model, so the settings decide how many steps are
+full: one threshold of FirstBlockCache skips none, another all it may. diffusers runs eager beside FLUX.1, and with
+compiled blocks beside Qwen-Image.
+
+Qwen-Image's FirstBlockCache was measured before its change was averaged in two stages: in one stage a single block of
+threads read 50 MB twice in each step. The mended form was not measured on a GPU.
+
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
@@ -116,6 +128,8 @@ TAIL = """
     python scripts/bench/bench_transformer_step.py qwen-image --float8 --peers compile --profile 30
     python scripts/bench/bench_transformer_step.py z-image-turbo --float8 --peers compile --profile 30
     python scripts/bench/bench_transformer_step.py krea2 --float8 --peers compile
+    python scripts/bench/first_block_cache.py flux-dev --rounds 1 --thresholds 1e-9 0.1 0.999 --skips 1 3 --lite 2
+    python scripts/bench/first_block_cache.py qwen-image --steps 20 --rounds 1 --thresholds 1e-9 0.999 --skips 1
     python scripts/bench/transformer_weights.py
     python scripts/bench/fusion_transformers.py
     python scripts/bench/transformer_floor.py flux-dev flux2-klein-4b sd35-medium:2 qwen-image krea2 z-image-turbo
@@ -130,13 +144,16 @@ def main() -> None:
     options = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
     runs = [run for run in runs if "preset" in run]  # not the list of files of `sd-ort report`
+    caches = [json.loads(path.read_text()) for path in sorted((options.folder / "caches").glob("*.json"))]
     steps, images = ([run for run in runs if ("optimize_s" in run) is of_images] for of_images in (False, True))
     text = (
         HEAD.format(folder=options.folder, floors=floor_table(steps, options.folder / "floor"))
-        + family_section(steps, images, options.folder.parent)
+        + family_section(steps, images + [without_cache(run) for run in caches], options.folder.parent)
         + COLUMNS
         + "".join(map(section, steps))
         + image_section(images)
+        + CACHES
+        + cache_table(caches)
         + VIDEO
         + TAIL
     )
@@ -169,6 +186,30 @@ def family_section(steps: list[dict[str, Any]], images: list[dict[str, Any]], re
         rows.append(("never ran", "; ".join([*missing, *([never] if never else [])]) or "nothing else"))
         text += f"\n### {preset}\n\n" + "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]) + "\n"
     return text
+
+
+def without_cache(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the image without a cache of a run of `first_block_cache.py`, as a run of whole images.
+
+    Its diffusers had compiled blocks beside all models but FLUX.1.
+    """
+    ours, theirs = (run[side]["rows"][0]["seconds"] for side in ("ours", "diffusers"))
+    engine = "torch eager" if run["preset"].startswith("flux-") else "torch.compile of the repeated blocks"
+    return {**run, "engines": [{"engine": engine, "ours_s": ours, "theirs_s": theirs, "ratio": ours / theirs}]}
+
+
+def cache_table(runs: list[dict[str, Any]]) -> str:
+    """Return a table of the runs of `first_block_cache.py`."""
+    lines = ["| model | cache | full steps | ours, s | diffusers, s | ratio |", "|---|---|---:|---:|---:|---:|"]
+    for run in runs:
+        for ours, theirs in zip(run["ours"]["rows"], run["diffusers"]["rows"], strict=True):
+            settings = [f"{n} {v:g}" for n, v in ours.items() if n not in ("cache", "full_steps", "seconds")]
+            cache = " ".join([(ours["cache"] or "none").removesuffix("Config"), *settings])
+            steps = f"{ours['full_steps']} of {run['steps']}"
+            seconds = [each["seconds"] for each in (ours, theirs)]
+            cells = (run["preset"], cache, steps, *(f"{s:.2f}" for s in seconds), f"{seconds[0] / seconds[1]:.2f}")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def by_layers(steps: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
