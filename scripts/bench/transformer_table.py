@@ -65,10 +65,10 @@ grow from step to step, most in 28 steps of FLUX.1. In float32 tiny models agree
 CACHES = """
 ## Caches between steps, 1024 x 1024
 
-Seconds of whole images, bfloat16, random weights, beside diffusers with the same cache (`results/transformers/caches/`).
-What random weights change from step to step says nothing of a trained model, so the settings decide how many steps are
-full: one threshold of FirstBlockCache skips none, another all it may. diffusers runs eager beside FLUX.1, and with
-compiled blocks beside Qwen-Image.
+Seconds of whole images, bfloat16, random weights, beside diffusers with the same cache. Files are in
+`results/transformers/caches/`. What random weights change from step to step says nothing of a trained model, so the
+settings decide how many steps are full: one threshold of FirstBlockCache skips none, another all it may. diffusers runs
+eager beside FLUX.1, and with compiled blocks beside Qwen-Image.
 
 Qwen-Image's FirstBlockCache was measured before its change was averaged in two stages: in one stage a single block of
 threads read 50 MB twice in each step. The mended form was not measured on a GPU.
