@@ -13,6 +13,7 @@ Tensors between the graphs are float32 if they are bfloat16 in the complete grap
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -343,8 +344,8 @@ def _pack_time_embeddings(time: ir.Graph, step: ir.Graph) -> None:
     """
     rows = [v for v in time.outputs if v.shape is not None and len(v.shape) > 1 and _width(v)]
     rows = [v for v in rows if v.shape is not None and all(size == 1 for size in list(v.shape)[1:-1])]
-    types = [v.type for v in rows]
-    rows = [v for v in rows if v.type == max(types, key=types.count)]
+    usual = Counter(v.dtype for v in rows).most_common(1)
+    rows = [v for v in rows if v.dtype == usual[0][0]]
     if len(rows) < 2:
         return
     widths = [_width(v) for v in rows]
