@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,14 +58,14 @@ def _cut(folder: Path, edit: str, path: Path) -> bytes:
     return serialize_over_data(model, path.parent)
 
 
-@dataclass
+@dataclass(eq=False)
 class PromptCache:
     """Cached tensors of one prompt.
 
     prompt_inputs: inputs of the prompt, alive as long as the cache. shared: those of the head, those of the rest.
     number: of the prompt in the call. step: number of steps before. last: what the last full step gives the head, by
     the names of its inputs; None before the first step. runs: both graphs over buffers of a GPU, where the tensors of
-    `last` stay.
+    `last` stay. slot: of `runs` among those of the same shapes.
     """
 
     prompt_inputs: Mapping[str, np.ndarray]
@@ -72,6 +74,7 @@ class PromptCache:
     step: int = 0
     last: Mapping[str, np.ndarray] | None = None
     runs: BoundParts | None = None
+    slot: int = 0
 
 
 class CachedTransformer(ABC):
@@ -136,9 +139,9 @@ class CachedTransformer(ABC):
                 for name, array in {**cache.prompt_inputs, **arrays}.items()
                 if name in self.inputs
             }
-            key = cache.number, *((name, array.shape) for name, array in sorted(feed.items()))
+            shapes = tuple((name, array.shape) for name, array in sorted(feed.items()))
             make = partial(BoundParts, head, rest, {**feed, **self._zeros(arrays["hidden_states"])}, self.CACHED)
-            runs = bound_parts.setdefault(head, ShapeCache()).get_or_make(key, make, BoundParts.release)
+            runs = self._bound_parts(head, cache, shapes, make)
             is_new = runs is not cache.runs  # or made again, without what the last full step left
             cache.last, cache.runs = None if is_new else cache.last, runs
             runs.write(feed if is_new else {name: feed[name] for name in arrays if name in feed})
@@ -152,6 +155,22 @@ class CachedTransformer(ABC):
                 return run(runs.rest)
 
             return self.step(cache, partial(run, runs.head), run_rest)(OUTPUT)
+
+    @staticmethod
+    def _bound_parts(
+        head: GpuGraphModel, cache: PromptCache, shapes: tuple[Any, ...], make: Callable[[], BoundParts]
+    ) -> BoundParts:
+        """Return the buffers and captured runs of a prompt.
+
+        A prompt has them alone until its call ends: other prompts of the call, and calls in other threads, have others.
+        """
+        runs_by_shapes = bound_parts.setdefault(head, ShapeCache())
+        for cache.slot in itertools.chain([cache.slot], itertools.count()):  # its own first, then the first free one
+            runs = runs_by_shapes.get_or_make((cache.slot, *shapes), make, BoundParts.release)
+            if runs.prompt() in (None, cache):
+                runs.prompt = weakref.ref(cache)
+                return runs
+        raise AssertionError("itertools.count ends")
 
     def _zeros(self, hidden_states: np.ndarray) -> dict[str, np.ndarray]:
         """Return residuals before the first step (B, S, width)."""
@@ -171,6 +190,7 @@ class BoundParts:
         feed: their inputs, without those that the head computes for the rest. cached: outputs of the rest that are
         inputs of the head.
         """
+        self.prompt: Callable[[], PromptCache | None] = lambda: None  # whose tensors the buffers hold
         self.head = head.capture({name: feed[name] for name in head.inputs})
         values = {**self.head.inputs, **self.head.outputs}
         later = {name: self.head.inputs[name] for name in cached}

@@ -534,8 +534,8 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         models: Mapping[str, Any] = self.models
         if self.block_cache is not None:
             self.block_cache.check(steps)
-            self._cached = self.block_cache.open(self.models)
-            models = ChainMap({COMPONENT: self._cached}, self.models)
+            cached = self._cached = self.block_cache.open(self.models)  # another thread may replace the attribute
+            models = ChainMap({COMPONENT: cached}, self.models)
         predict, skip = job.steps(models), job.skip_layers
         skipping = [i for i in range(steps) if skip and skip.is_used(i, steps)]
         without = skip.steps(self.models, job.schedule.timesteps) if skip and skipping else None

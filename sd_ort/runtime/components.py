@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -58,6 +59,7 @@ class Components(MutableMapping[str, OrtModel]):
         self.opened: dict[str, OrtModel] = {}
         self.edited_graphs: dict[str, EditedGraph] = {}  # by the key that `edit` returns
         self.closed: set[str] = set()  # closed when their weights were replaced: opened again together
+        self._locks: dict[str, threading.RLock] = {}  # by component: only one thread opens its graphs
 
     @property
     def files(self) -> ComponentFiles:
@@ -175,18 +177,27 @@ class Components(MutableMapping[str, OrtModel]):
             return self.placement.placed[name][name]
         if name in self.closed:
             self.open([name])
-        if name not in self.opened:
-            if name not in self.files.checked and name not in self.edited_graphs:
-                self.require(name)
-            for other in [other for other in self.opened if self._replaces(name, other)]:
-                del self.opened[other]
-            if self.low_memory:
-                keep = runs_every_step(name)
-                for other in [other for other in self.opened if not (keep and runs_every_step(other))]:
-                    del self.opened[other]
-                gc.collect()
-            self.opened[name] = self._open(name)
-        return self.opened[name]
+        with self._opening(name):
+            model = self.opened.get(name)
+            if model is None:
+                if name not in self.files.checked and name not in self.edited_graphs:
+                    self.require(name)
+                self._close_for(name)
+                model = self.opened[name] = self._open(name)
+            return model
+
+    def _opening(self, name: str) -> threading.RLock:
+        """Return the lock of a component and its edited graphs."""
+        return self._locks.setdefault(name.partition(" ")[0], threading.RLock())
+
+    def _close_for(self, name: str) -> None:
+        """Close what opening `name` replaces, and with `low_memory` all that the same step does not run."""
+        for other in list(self.opened):
+            stays = not self.low_memory or (runs_every_step(name) and runs_every_step(other))
+            if self._replaces(name, other) or not stays:
+                self.opened.pop(other, None)  # another thread may have closed it
+        if self.low_memory:
+            gc.collect()
 
     def open(self, names: Sequence[str]) -> None:
         """Open several components in parallel, and the closed ones with them.
@@ -225,12 +236,15 @@ class Components(MutableMapping[str, OrtModel]):
         `drop_variants`. `captured`: runs are captured as GPU graphs, as those of the component.
         """
         key = f"{name} {label}"
-        if key not in self.opened:
-            self._reject_streamed(name, label)
-            self.require(name)
-            override = self.overrides.of_graph(name, make(self.files.model(name)))
-            self.opened[key] = (self.opener.open if captured else self.opener.open_uncaptured)(name, override)
-        return self.opened[key]
+        with self._opening(name):
+            model = self.opened.get(key)
+            if model is None:
+                self._reject_streamed(name, label)
+                self.require(name)
+                override = self.overrides.of_graph(name, make(self.files.model(name)))
+                model = (self.opener.open if captured else self.opener.open_uncaptured)(name, override)
+                self.opened[key] = model
+            return model
 
     def edit(self, name: str, label: str, make: Callable[[Path], bytes | None], *, captured: bool = False) -> str:
         """Register an edited graph over a component's own weights and return its key; `name` if `make` returns None.
@@ -259,8 +273,9 @@ class Components(MutableMapping[str, OrtModel]):
 
     def drop_variants(self, name: str) -> None:
         """Close the variants of a component."""
-        for key in [key for key in self.opened if key.startswith(f"{name} ")]:
-            del self.opened[key]
+        for key in list(self.opened):
+            if key.startswith(f"{name} "):
+                self.opened.pop(key, None)
 
     def replace_weights(
         self,

@@ -137,6 +137,17 @@ def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatc
     assert isinstance(head, GpuGraphModel)
     assert len(cached_transformer.bound_parts[head]) == 2  # of the prompt and of the negative prompt, for both calls
 
+    other = device(**CALL | {"prompt": "a green square"}, generator=2).images[0]
+    first, during = draw(device), list[np.ndarray]()
+
+    def call_again(pipe: FluxPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 3:
+            during.append(pipe(**CALL | {"prompt": "a green square"}, generator=2).images[0])
+        return {}
+
+    np.testing.assert_array_equal(draw(device, callback_on_step_end=call_again), first)  # as of another thread
+    np.testing.assert_array_equal(during[0], other)
+
 
 @pytest.mark.parametrize("family", ["sd3", "klein", "z_image", "krea2"])
 def test_the_hook_of_diffusers_does_not_work(family: str) -> None:

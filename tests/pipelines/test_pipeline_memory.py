@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.pipelines import tiling
+from sd_ort.runtime.component_opener import ComponentOpener
+from sd_ort.runtime.session import OrtModel
 
 SETTINGS: dict[str, Any] = {
     "prompt": "a red circle",
@@ -132,3 +137,22 @@ def test_safety_checker(small_export: Path, tmp_path: Path, caplog: pytest.LogCa
         unchecked = StableDiffusionPipeline.from_pretrained(folder, **options)(**arguments)
         assert unchecked.nsfw_content_detected is None
         assert unchecked.images[1].any()
+
+
+def test_threads_open_a_component_once(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = StableDiffusionPipeline.from_pretrained(small_export).models
+    models.opened.clear()
+    is_opening, opened, open_one = threading.Event(), list[str](), ComponentOpener.open
+
+    def open_slowly(opener: ComponentOpener, name: str, *arguments: Any, **named: Any) -> OrtModel:
+        opened.append(name)
+        is_opening.set()
+        time.sleep(0.2)  # for the other thread to come here too, if it may
+        return open_one(opener, name, *arguments, **named)
+
+    monkeypatch.setattr(ComponentOpener, "open", open_slowly)
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(models.__getitem__, "vae_decoder")
+        assert is_opening.wait(60)
+        model = models["vae_decoder"]
+    assert model is other.result() and opened == ["vae_decoder"]
