@@ -165,10 +165,10 @@ class CachedTransformer(ABC):
         A prompt has them alone until its call ends: other prompts of the call, and calls in other threads, have others.
         """
         runs_by_shapes = bound_parts.setdefault(head, ShapeCache())
-        for cache.slot in itertools.chain([cache.slot], itertools.count()):  # its own first, then the first free one
-            runs = runs_by_shapes.get_or_make((cache.slot, *shapes), make, BoundParts.release)
+        for slot in itertools.chain([cache.slot], itertools.count()):  # its own first, then the first free one
+            runs = runs_by_shapes.get_or_make((slot, *shapes), make, BoundParts.release)
             if runs.prompt() in (None, cache):
-                runs.prompt = weakref.ref(cache)
+                runs.prompt, cache.slot = weakref.ref(cache), slot
                 return runs
         raise AssertionError("itertools.count ends")
 

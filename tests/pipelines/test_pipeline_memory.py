@@ -155,4 +155,5 @@ def test_threads_open_a_component_once(small_export: Path, monkeypatch: pytest.M
         other = thread.submit(models.__getitem__, "vae_decoder")
         assert is_opening.wait(60)
         model = models["vae_decoder"]
-    assert model is other.result() and opened == ["vae_decoder"]
+    assert model is other.result()
+    assert opened == ["vae_decoder"]
