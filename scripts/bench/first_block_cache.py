@@ -193,6 +193,7 @@ def main() -> None:
         pipeline.set_progress_bar_config(disable=True)
         runs = [("ours", ours, pipeline)]
         if not options.no_peer:
+            result["peer"] = "torch.compile of the repeated blocks"
             if DEVICE == "cuda":
                 peer.transformer.set_attention_backend("_native_cudnn")
             compile_blocks(peer.transformer)

@@ -70,9 +70,6 @@ Seconds of whole images, bfloat16, random weights, beside diffusers with the sam
 settings decide how many steps are full: one threshold of FirstBlockCache skips none, another all it may. diffusers runs
 eager beside FLUX.1, and with compiled blocks beside Qwen-Image.
 
-Qwen-Image's FirstBlockCache was measured before its change was averaged in two stages: in one stage a single block of
-threads read 50 MB twice in each step. The mended form was not measured on a GPU.
-
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU
 
@@ -129,7 +126,8 @@ TAIL = """
     python scripts/bench/bench_transformer_step.py z-image-turbo --float8 --peers compile --profile 30
     python scripts/bench/bench_transformer_step.py krea2 --float8 --peers compile
     python scripts/bench/first_block_cache.py flux-dev --rounds 1 --thresholds 1e-9 0.1 0.999 --skips 1 3 --lite 2
-    python scripts/bench/first_block_cache.py qwen-image --steps 20 --rounds 1 --thresholds 1e-9 0.999 --skips 1
+    python scripts/bench/first_block_cache.py qwen-image --steps 20 --rounds 1 --thresholds 1e-9 0.999 --skips 1 \\
+        --lite 2
     python scripts/bench/transformer_weights.py
     python scripts/bench/fusion_transformers.py
     python scripts/bench/transformer_floor.py flux-dev flux2-klein-4b sd35-medium:2 qwen-image krea2 z-image-turbo
@@ -189,13 +187,9 @@ def family_section(steps: list[dict[str, Any]], images: list[dict[str, Any]], re
 
 
 def without_cache(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the image without a cache of a run of `first_block_cache.py`, as a run of whole images.
-
-    Its diffusers had compiled blocks beside all models but FLUX.1.
-    """
+    """Return the image without a cache of a run of `first_block_cache.py`, as a run of whole images."""
     ours, theirs = (run[side]["rows"][0]["seconds"] for side in ("ours", "diffusers"))
-    engine = "torch eager" if run["preset"].startswith("flux-") else "torch.compile of the repeated blocks"
-    return {**run, "engines": [{"engine": engine, "ours_s": ours, "theirs_s": theirs, "ratio": ours / theirs}]}
+    return {**run, "engines": [{"engine": run["peer"], "ours_s": ours, "theirs_s": theirs, "ratio": ours / theirs}]}
 
 
 def cache_table(runs: list[dict[str, Any]]) -> str:
