@@ -198,7 +198,7 @@ def first_image(ours: Path, options: argparse.Namespace, side: int) -> dict[str,
     values = {"root": str(ROOT), "folder": str(ours), "provider": options.provider, "prompt": PROMPT}
     code = FIRST.format(**values, steps=options.steps, side=side)
     start = time.time()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     loaded, finished = map(float, done.stdout.split()[-2:])
     return {"loaded_s": loaded - start, "image_s": finished - start}
 
