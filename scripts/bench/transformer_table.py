@@ -68,7 +68,7 @@ CACHES = """
 Seconds of whole images, bfloat16, random weights, beside diffusers with the same cache. Files are in
 `results/transformers/caches/`. What random weights change from step to step says nothing of a trained model, so the
 settings decide how many steps are full: one threshold of FirstBlockCache skips none, another all it may. diffusers runs
-eager beside FLUX.1, and with compiled blocks beside Qwen-Image.
+with compiled blocks.
 
 """
 HEAD = """# Steps of diffusion transformers of full size on a GPU

@@ -133,18 +133,20 @@ class CachedTransformer(ABC):
     def _run_captured(
         self, head: GpuGraphModel, rest: GpuGraphModel, cache: PromptCache, arrays: Mapping[str, np.ndarray]
     ) -> np.ndarray:
+        inputs = {n: array for n, array in {**cache.prompt_inputs, **arrays}.items() if n in self.inputs}
+
+        def make() -> BoundParts:
+            return BoundParts(head, rest, {**converted(inputs), **self._zeros(arrays["hidden_states"])}, self.CACHED)
+
+        def converted(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {n: np.ascontiguousarray(array, DTYPES[self.inputs[n].type]) for n, array in values.items()}
+
         with head.lock:
-            feed: dict[str, np.ndarray] = {
-                name: np.ascontiguousarray(array, DTYPES[self.inputs[name].type])
-                for name, array in {**cache.prompt_inputs, **arrays}.items()
-                if name in self.inputs
-            }
-            shapes = tuple((name, array.shape) for name, array in sorted(feed.items()))
-            make = partial(BoundParts, head, rest, {**feed, **self._zeros(arrays["hidden_states"])}, self.CACHED)
+            shapes = tuple((name, array.shape) for name, array in sorted(inputs.items()))
             runs = self._bound_parts(head, cache, shapes, make)
             is_new = runs is not cache.runs  # or made again, without what the last full step left
             cache.last, cache.runs = None if is_new else cache.last, runs
-            runs.write(feed if is_new else {name: feed[name] for name in arrays if name in feed})
+            runs.write(converted({n: array for n, array in inputs.items() if is_new or n in arrays}))
 
             def run(bound: BoundRun) -> Read:
                 bound.run()
