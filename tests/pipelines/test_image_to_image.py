@@ -20,6 +20,7 @@ from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipelin
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.diffusers import OrtControlNet, accelerate
+from sd_ort.pipelines.images import finished
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
@@ -261,3 +262,18 @@ def test_generate_from_an_image(
     (tmp_path / "text.png").write_text("no image")
     code, _, error = sd_ort(*common[:-1], tmp_path / "text.png")
     assert (code, "text.png cannot be read as an image" in error) == (2, True)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 512, 512), (3, 3, 37, 19)])
+@pytest.mark.parametrize("output_type", ["np", "pt", "uint8", "pil"])
+def test_pixels_become_images(shape, output_type):
+    """The steps of diffusers' VaeImageProcessor, also for ties of rounding and for pixels outside of -1..1."""
+    rng = np.random.default_rng(0)
+    halves = ((rng.integers(-10, 270, shape) + 0.5) / 127.5 - 1).astype(np.float32)
+    pixels = np.where(rng.random(shape) < 0.5, halves, rng.normal(0, 1.2, shape).astype(np.float32))
+    unit = (torch.from_numpy(pixels) * 0.5 + 0.5).clamp(0, 1)
+    rows = unit.permute(0, 2, 3, 1).numpy()
+    expected = {"pt": unit.numpy(), "np": rows}.get(output_type, (rows * 255).round().astype(np.uint8))
+    for layout in (pixels, np.asfortranarray(pixels)):
+        images = finished(layout, output_type)
+        assert np.array_equal(np.stack([np.asarray(image) for image in images]), expected)
