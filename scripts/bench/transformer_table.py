@@ -40,7 +40,9 @@ FAMILY_HEAD = """
 Step and image: 1024 x 1024, bfloat16, random weights, beside torch.compile of the repeated blocks, or of all of SD 3.5.
 Memory: weights in GB of 10^9 bytes, text encoders + transformer ([weights](transformer_weights.md)). Fused: of the tiny
 preset, opset 23, target `gpu` ([fusions](fusion_transformers.md)); cuda and hip have as many of each, cpu as many
-attentions, rotary embeddings and norms. No family ran with its trained weights or on an AMD GPU; `demo-dit`, a trained
+attentions, rotary embeddings and norms. Conversion: `sd-ort optimize --bfloat16` of a checkpoint of zeros with its text
+encoder and VAE, FLUX.1's transformer alone; read, written and peak resident memory on two cores
+(`scripts/bench/stream_checkpoint.py`). No family ran with its trained weights or on an AMD GPU; `demo-dit`, a trained
 FLUX.1 of 7.6 million weights, ran on CPUs. `never ran` adds what else did not.
 """
 VIDEO = """
@@ -179,6 +181,9 @@ def family_section(steps: list[dict[str, Any]], images: list[dict[str, Any]], re
             ours, raw = tiny["sd-ort, gpu"], tiny["export"]
             counts = [f"{name} {count}" for name, count in zip(columns[3:-1], ours[3:-1], strict=True)]
             rows.append(("fused", f"{', '.join(counts)}; {raw[-1]} nodes became {ours[-1]}"))
+        streamed = results / f"stream_{preset.replace('-', '_')}.json"
+        if streamed.is_file():
+            rows.append(("conversion", f"{conversion(json.loads(streamed.read_text()))} ([file]({streamed.name}))"))
         missing = [what for what, value in (("a step", step), ("an image", image)) if not value]
         missing = [f"{' and '.join(missing)} of full size"] if missing else []
         rows.append(("never ran", "; ".join([*missing, *([never] if never else [])]) or "nothing else"))
@@ -204,6 +209,14 @@ def cache_table(runs: list[dict[str, Any]]) -> str:
             cells = (run["preset"], cache, steps, *(f"{s:.2f}" for s in seconds), f"{seconds[0] / seconds[1]:.2f}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def conversion(run: dict[str, Any]) -> str:
+    """Return memory and time of a run of stream_checkpoint.py."""
+    sizes = run["checkpoint_bytes"]  # of each model, or of the one that was converted
+    read = sum(sizes.values()) if isinstance(sizes, dict) else sizes
+    memory, seconds = run["peak_resident_bytes"] / 1e9, run["cpu_seconds"]
+    return f"{read / 1e9:.1f} GB to {run['written_bytes'] / 1e9:.1f}; peak {memory:.1f} GB, {seconds:.0f} s of CPU"
 
 
 def by_layers(steps: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
