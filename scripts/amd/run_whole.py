@@ -37,14 +37,17 @@ from whole import (
     run_program,
 )
 
+from sd_ort.core.files import read_json
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, SOURCES, library_path
 
 TITLE = "`--provider hip` on a simulated AMD GPU"
 NOTE = """No AMD GPU was used. Each case ran under `scripts/amd/simulate`: HIP and hipBLASLt are simulated in host
 memory, and kernels are the real machine code of the GPU, executed by tinygrad's emulator, unless the case says that
-they were skipped. Kernels are those of `build-ops` by clang 19 unless the wheel is named, whose targets clang 22
-compiled. Seconds are those of this emulation on a busy CPU, and say nothing about a GPU. Differences are from
-images of the CPU provider in float32, in steps of 1/255. Graph launches are launches of captured HIP graphs.
+they were skipped. *Kernels of* names the wheel, whose targets clang 22 compiled, or the compiler and the targets of a
+build in the cache. `build-ops` made that build, or the tests did, by the same code and from the same sources. Rows
+without a name are by clang 19. Seconds are those of this emulation on a busy CPU, and say nothing about a GPU.
+Differences are from images of the CPU provider in float32, in steps of 1/255. Graph launches are launches of captured
+HIP graphs.
 
 The largest difference of `sizes` is that of seed 1, the second image of the batch. It is rounding. In bfloat16 on
 gfx942 the image of the batch equals the image drawn alone, at either place of the batch, byte for byte, and both are 47
@@ -80,6 +83,18 @@ esac
 CASES = ("build", "optimize", "doctor", "generate", *PROGRAMS, "benchmark", "tune", "tuned", "first_numbers")
 
 
+def compiled_by() -> str | None:
+    """Return `the wheel`, or the compiler and the targets of the build whose provider runs load; None without one."""
+    library = library_path(PROVIDER_LIBRARIES["hip"])
+    if library is None:
+        return None
+    if library.parent == SOURCES:
+        return "the wheel"
+    record = read_json(library.with_name("build.json"))
+    compiler = re.search(r"clang version (\d+)", " ".join(record["compilers"]))
+    return f"clang{f' {compiler[1]}' if compiler else ''} for {', '.join(record['hip'])}"
+
+
 @dataclass
 class Whole:
     """All cases of one target, dtype and set of libraries."""
@@ -108,9 +123,7 @@ class Whole:
 
     def add(self, case: str, run: Run, **columns: Any) -> bool:
         """Add a row; returns whether the command ended well."""
-        library = library_path(PROVIDER_LIBRARIES["hip"])
-        compiled = "the wheel" if library and library.parent == SOURCES else "build-ops"
-        row = {**self.labels, "case": case, **run.row(), **columns, "compiled": compiled}
+        row = {**self.labels, "case": case, **run.row(), **columns, "compiled": compiled_by()}
         row["faults"] = faults = [*run.faults, *image_faults(columns, self.dtype)]
         self.table.add(row)
         print(f"{self.folder.name}: {case}: {run.seconds:.0f} s {columns} {'; '.join(faults)}", flush=True)

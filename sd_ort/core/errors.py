@@ -51,6 +51,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
+def describe_shortage(error: BaseException) -> str:
+    """Return one line that says which memory is short, and what to do."""
+    advice = "choose a smaller size or batch, --low-memory or --vae-tiling"
+    if any(sign in str(error) for sign in DEVICE_MEMORY):
+        return f"not enough GPU memory: {advice}, or store weights in 8 bits (`sd-ort optimize --weights int8`)."
+    return f"not enough memory: {advice}, or raise `ulimit -v`."
+
+
 def describe_error(error: Exception) -> tuple[str, int]:
     """Return one line that says what to do, and the exit code, for any exception."""
     text = first_line(error)
@@ -59,15 +67,17 @@ def describe_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, ModuleNotFoundError) and error.name in EXPORT_PACKAGES:
         return f"this needs {error.name}, which is not installed: pip install 'sd-ort[export]'.", InputError.exit_code
     if is_out_of_memory(error):
-        advice = "choose a smaller size or batch, --low-memory or --vae-tiling, or raise `ulimit -v`"
-        return f"not enough memory: {advice}.", SdOrtError.exit_code
+        return describe_shortage(error), SdOrtError.exit_code
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'a file'} cannot be read or written: {error.strerror}.", OutputError.exit_code
     return f"a bug in sd-ort, please report it: {type(error).__name__}: {text} (SD_ORT_TRACEBACK=1 shows where)", BUG
 
 
+# What our execution provider, CUDA and HIP say when device memory is short.
+DEVICE_MEMORY = ("out of device memory", "out of memory", "hipErrorOutOfMemory", "cudaErrorMemoryAllocation")
 # What torch, NumPy, ONNX Runtime, the dynamic linker and Python say when an allocation fails.
 OUT_OF_MEMORY = (
     "can't allocate memory", "Unable to allocate", "bad_alloc", "bad allocation", "Failed to allocate",
     "failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't start new thread",
+    *DEVICE_MEMORY,
 )  # fmt: skip

@@ -21,7 +21,7 @@ from sd_ort.runtime.gpu_graphs import CAPTURE_ATTEMPTS, GpuGraph
 from sd_ort.runtime.ort_values import device_arguments, device_value, empty_value, read_value, write_value
 from sd_ort.runtime.ort_wheel import FATAL_ONLY, import_onnxruntime
 from sd_ort.runtime.providers import provider_named, warn_once
-from sd_ort.runtime.session import DEFAULT_OPTIONS, DTYPES, OrtModel, SessionOptions, create_session
+from sd_ort.runtime.session import DEFAULT_OPTIONS, DTYPES, OrtModel, SessionOptions, create_session, run_error
 from sd_ort.runtime.stream import Stream, open_stream
 
 if TYPE_CHECKING:
@@ -186,8 +186,7 @@ class BoundRun:
             if wait and self.captures.count and self.stream is not None:
                 self.stream.synchronize()
         except Exception as error:  # pybind's exceptions share no base class but Exception
-            shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in self.inputs.items())
-            raise SdOrtError(f"ONNX Runtime failed: {first_line(error)} (on {shapes})") from error
+            raise run_error(error, {name: value.shape() for name, value in self.inputs.items()}) from error
 
 
 def host_inputs(session: ort.InferenceSession) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core import embedded_weights
-from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line, is_out_of_memory
+from sd_ort.core.errors import InputError, ProviderError, SdOrtError, describe_shortage, first_line, is_out_of_memory
 from sd_ort.core.onnx_file import EMBEDDED_LIMIT
 from sd_ort.core.pipeline_folder import MODEL, check_model, manifest_options, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
@@ -424,6 +424,14 @@ def _with_distinct_functions(options: Any, model_path: Path, override: bytes | N
     return graph
 
 
+def run_error(error: Exception, shapes: Mapping[str, Sequence[int]]) -> SdOrtError:
+    """Return the error of a run that failed over inputs of these shapes: ONNX Runtime's, or that memory is short."""
+    inputs = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+    if is_out_of_memory(error):
+        return SdOrtError(f"{describe_shortage(error)} ONNX Runtime: {first_line(error)} (on {inputs})")
+    return SdOrtError(f"ONNX Runtime failed: {first_line(error)} (on {inputs})")
+
+
 class OrtModel:
     """ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
 
@@ -447,8 +455,7 @@ class OrtModel:
             with self.lock, device_calls(self.device):
                 results = self.session.run(None, feed)
         except Exception as error:  # pybind's exceptions share no base class but Exception
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
-            raise SdOrtError(f"ONNX Runtime failed: {first_line(error)} (on {shapes})") from error
+            raise run_error(error, {name: array.shape for name, array in feed.items()}) from error
         return dict(zip(self.outputs, results, strict=True))
 
     def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
@@ -503,5 +510,6 @@ def open_graph(
         with _opening(provider):
             session = import_onnxruntime().InferenceSession(graph, ort_options, **arguments)
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise SdOrtError(f"ONNX Runtime rejects a graph of our own: {first_line(error)}") from error
+        reason = f"ONNX Runtime rejects a graph of our own: {first_line(error)}"
+        raise SdOrtError(describe_shortage(error) if is_out_of_memory(error) else reason) from error
     return keep_alive(session, updatable)
