@@ -181,4 +181,4 @@ class Vae:
         def run_tiled(x: np.ndarray) -> np.ndarray:
             return tiling.tiled(run, x, tile, tile_out) if layout.tile else run(x)
 
-        return (tiling.sliced(run_tiled, x) if layout.slices else run_tiled(x)).astype(np.float32)
+        return (tiling.sliced(run_tiled, x) if layout.slices else run_tiled(x)).astype(np.float32, copy=False)
