@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import new_sizes
 import pytest
 from hip_library import hip_library
-from whole import Table
 
+from scripts.amd import new_sizes
+from scripts.amd.whole import Table
 from sd_ort.stages import optimize
 
 KEYS = ("target", "component", "size", "case")
