@@ -61,7 +61,7 @@ COLUMNS = {
     "commit": "commit",
 }
 CLIENT = ROOT / "tests/amd/rocm_wheel_client.py"
-COMPONENTS = ("unet_prompt", "unet_time", "unet", "vae_decoder")
+PLACED = ("unet_prompt", "unet_time", "unet", "vae_decoder")
 CPU_ARITHMETIC = {"Shape", "Concat", "Gather", "Slice", "Mul", "Add", "Cast", "Unsqueeze", "Squeeze"}  # of shapes
 PLAIN_SIZE = ("--height", 64, "--width", 64)
 SIZE = ("--steps", STEPS, "--guidance", GUIDANCE, *PLAIN_SIZE, "--seed", 0)
@@ -167,7 +167,7 @@ class RocmRun:
 
     def placement(self) -> bool:
         """Nodes that the session itself executed, by provider and operator."""
-        run = self.run("placement", [sys.executable, CLIENT, "placement", self.model, library_path(), *COMPONENTS])
+        run = self.run("placement", [sys.executable, CLIENT, "placement", self.model, library_path(), *PLACED])
         if run.status != 0:
             return self.add("placement", run)
         placed = json.loads(run.output.splitlines()[-1])
