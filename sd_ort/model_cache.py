@@ -95,10 +95,10 @@ def _optimized(model: str, provider: str, dtype: str, config: str | None, on_pro
     entry = _folder() / key
     lock = entry.with_suffix(".lock")
     _use(lock)
-    while not _is_whole(entry):
+    while not _is_complete(entry):
         _release(lock)
         with _locked(lock, locks.EXCLUSIVE):
-            if not _is_whole(entry):  # else another process has made it meanwhile
+            if not _is_complete(entry):  # else another process has made it meanwhile
                 from sd_ort.checkpoints.open import CheckpointOptions
                 from sd_ort.stages import optimize
 
@@ -200,7 +200,7 @@ def _remove(folder: Path) -> bool:
     return False
 
 
-def _is_whole(entry: Path) -> bool:
+def _is_complete(entry: Path) -> bool:
     """Whether every file of an entry has its size."""
     try:
         files = pipeline_folder.read_manifest(entry).get("files", {})

@@ -15,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import wheel_size
 from compiled_files import installed_wheel
 
+from scripts.amd import wheel_size
 from scripts.checks import windows_sources, windows_wheel
 from sd_ort.demo import FOLDERS
 from sd_ort.stages import optimize

@@ -117,7 +117,7 @@ def _reject_reason(
         return "it has groups"
     if outputs != inputs and _is_image(x) and (not is_convolution or _edges(node, shape) == [1, 1]):
         return "it is a shortcut: a 1x1 convolution that changes the number of channels"
-    if node.op_type == "Gemm" and not _is_plain_gemm(node):
+    if node.op_type == "Gemm" and not _is_linear(node):
         return "it is a Gemm with factors or a transposed input"
     if node.op_type not in operators:
         return "the target has no kernel in 8 bits for it"
@@ -128,7 +128,7 @@ def _is_image(x: ir.Value) -> bool:
     return values.rank(x) == 4
 
 
-def _is_plain_gemm(node: ir.Node) -> bool:
+def _is_linear(node: ir.Node) -> bool:
     attributes = node.attributes
     factors = (attributes.get_float("alpha", 1.0), attributes.get_float("beta", 1.0))
     return factors == (1.0, 1.0) and attributes.get_int("transA", 0) == 0

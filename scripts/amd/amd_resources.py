@@ -22,8 +22,6 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from custom_ops import code_objects
 from sd_ort.runtime import build
 from sd_ort.runtime.library import PROVIDER_LIBRARIES

@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from whole import ROOT, Simulation, Table
 
+from scripts.amd.whole import ROOT, Simulation, Table
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 
 SIZES = ((512, 512), (768, 512), (512, 512), (768, 512), (1024, 1024))  # height, width in pixels
-COMPONENTS = ("unet", "vae_decoder")
+MEASURED = ("unet", "vae_decoder")
 # Calls of HIP and hipBLASLt -> heading. Only the tuner times kernels by hipEventElapsedTime.
 CALLS = {
     "__hipRegisterFatBinary": "code objects loaded",
@@ -77,13 +77,13 @@ def run_calls(folder: Path) -> None:
             written.append(str(arguments[0]))
 
     sys.addaudithook(audit)
-    options = {name: SessionOptions(library=False, capture=name == "unet") for name in COMPONENTS}
-    sessions = {name: create_session(folder / name / MODEL, "hip", options[name]) for name in COMPONENTS}
+    options = {name: SessionOptions(library=False, capture=name == "unet") for name in MEASURED}
+    sessions = {name: create_session(folder / name / MODEL, "hip", options[name]) for name in MEASURED}
     models = {
         "unet": GpuGraphModel(sessions["unet"], provider_named("hip").device),
         "vae_decoder": OrtModel(sessions["vae_decoder"]),
     }
-    seen: dict[str, set[tuple[int, int]]] = {name: set() for name in COMPONENTS}
+    seen: dict[str, set[tuple[int, int]]] = {name: set() for name in MEASURED}
     for size in SIZES:
         for name, model in models.items():
             before = _report()
@@ -140,8 +140,8 @@ def export(folder: Path) -> None:
         return
     raw = folder.with_name(f"{folder.name}-raw")
     if not raw.is_dir():
-        export_preset(None, raw, preset="sd15", random_weights=True, components=list(COMPONENTS))
-    optimize(raw, folder, target="hip", dtype="float16", components=list(COMPONENTS), hoist=False)
+        export_preset(None, raw, preset="sd15", random_weights=True, components=list(MEASURED))
+    optimize(raw, folder, target="hip", dtype="float16", components=list(MEASURED), hoist=False)
 
 
 def main() -> None:

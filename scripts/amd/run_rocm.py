@@ -21,14 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parent / "simulated_rocm"))
-
-from build import build
-from draw_hip import GUIDANCE, PROMPT, STEPS
-from rocm_headers import rocm_headers
-from rocm_wheel import rocm_wheel
-from whole import (
+from scripts.amd.draw_hip import GUIDANCE, PROMPT, STEPS
+from scripts.amd.rocm_headers import rocm_headers
+from scripts.amd.rocm_wheel import rocm_wheel
+from scripts.amd.simulated_rocm.build import build
+from scripts.amd.whole import (
     ROOT,
     SAME_SEED,
     Run,
@@ -41,7 +38,6 @@ from whole import (
     parse_options,
     run_program,
 )
-
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime.library import library_path
 
@@ -65,7 +61,7 @@ COLUMNS = {
     "commit": "commit",
 }
 CLIENT = ROOT / "tests/amd/rocm_wheel_client.py"
-COMPONENTS = ("unet_prompt", "unet_time", "unet", "vae_decoder")
+PLACED = ("unet_prompt", "unet_time", "unet", "vae_decoder")
 CPU_ARITHMETIC = {"Shape", "Concat", "Gather", "Slice", "Mul", "Add", "Cast", "Unsqueeze", "Squeeze"}  # of shapes
 PLAIN_SIZE = ("--height", 64, "--width", 64)
 SIZE = ("--steps", STEPS, "--guidance", GUIDANCE, *PLAIN_SIZE, "--seed", 0)
@@ -171,7 +167,7 @@ class RocmRun:
 
     def placement(self) -> bool:
         """Nodes that the session itself executed, by provider and operator."""
-        run = self.run("placement", [sys.executable, CLIENT, "placement", self.model, library_path(), *COMPONENTS])
+        run = self.run("placement", [sys.executable, CLIENT, "placement", self.model, library_path(), *PLACED])
         if run.status != 0:
             return self.add("placement", run)
         placed = json.loads(run.output.splitlines()[-1])

@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from draw_hip import GUIDANCE, PROMPT, STEPS
-from whole import (
+from scripts.amd.draw_hip import GUIDANCE, PROMPT, STEPS
+from scripts.amd.whole import (
     ROOT,
     SAME_SEED,
     Run,
@@ -36,7 +34,6 @@ from whole import (
     parse_options,
     run_program,
 )
-
 from sd_ort.core.files import read_json
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, SOURCES, library_path
 

@@ -168,12 +168,12 @@ def parse_options(parser: argparse.ArgumentParser, name: str) -> argparse.Namesp
     options = parser.parse_args()
     options.work = options.work.absolute()
     options.work.mkdir(parents=True, exist_ok=True)
-    draw_references(options.work)
+    generate_references(options.work)
     return options
 
 
-def draw_references(work: Path) -> None:
-    """Draw the images of the CPU provider in float32 into WORK/cpu, unless they are there: sizes and LoRAs."""
+def generate_references(work: Path) -> None:
+    """Generate the images of the CPU provider in float32 into WORK/cpu, unless they are there: sizes and LoRAs."""
     model, images, unfinished = work / "demo-float32", work / "cpu", work / "cpu.partial"
     if images.is_dir():
         return

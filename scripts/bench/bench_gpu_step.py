@@ -284,7 +284,7 @@ def provider_engine(
 
 
 def our_engines(
-    numbers: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
+    numbers: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, log: Callable[[str], None]
 ) -> list[ComparedEngine]:
     """Open the VARIANTS with these comma-separated numbers, or all. A variant that fails is reported and skipped."""
     engines = []
@@ -294,9 +294,9 @@ def our_engines(
         try:
             engines.append(ort_engine(label, number, variant, raw, inputs, shape))
         except SdOrtError as error:
-            say(f"{label} FAILED: {error}")
+            log(f"{label} FAILED: {error}")
             continue
-        say(f"{label} ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
+        log(f"{label} ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
         gc.collect()
     return engines
 
@@ -398,7 +398,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     begun = time.perf_counter()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
 
     sdxl = "addition_embed_type" in CONFIGS[options.preset]["unet"]
@@ -409,7 +409,7 @@ def main() -> None:
         net = wrap(options.component, module, sdxl, False)
         reference = net(*inputs.values()).clone()
         flops = operations(net, inputs)
-        say(f"torch {torch.__version__}, float32 reference {tuple(reference.shape)}, TFLOP {flops}")
+        log(f"torch {torch.__version__}, float32 reference {tuple(reference.shape)}, TFLOP {flops}")
         raw = options.work / options.preset / "raw" / options.component / pipeline_folder.MODEL
         if raw.is_file():
             pass  # of the same seed
@@ -417,19 +417,19 @@ def main() -> None:
             fill(options.graph, module.state_dict(), raw.parent)
         else:
             export_raw(options.preset, options.component, net, raw)
-        say("raw export")
+        log("raw export")
         peers = torch_engines(net, inputs, options.peers.split(","))
-        say("peers ready")
-        engines = [*peers, *our_engines(options.variants, raw, inputs, reference.shape, say)]
+        log("peers ready")
+        engines = [*peers, *our_engines(options.variants, raw, inputs, reference.shape, log)]
         if options.provider:
             library = library_path(PROVIDER_LIBRARIES[VENDOR])
             if library is None:
                 raise SystemExit("build our provider first: sd-ort build-ops --cuda sm_90")
             for without in ["", *options.without]:
                 engines.append(provider_engine(library, raw, inputs, reference.shape, without))
-                say(f"our provider ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
+                log(f"our provider ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
         times = time_rounds(engines, options.calls)
-        say("timed")
+        log("timed")
         rows = []
         base = times[peers[-1].name] if peers else None
         for engine in engines:
@@ -444,10 +444,10 @@ def main() -> None:
                     row[f"{kind}_ratio"] = statistics.median(a / b for a, b in zip(values, base[kind], strict=True))
             row["error"] = relative_l2_error(*(t.double().cpu().numpy() for t in (engine.output(), reference)))
             rows.append(row)
-            say("ROW " + json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}))
+            log("ROW " + json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}))
             if options.profile:
                 row["profile"] = profile(engine, show=options.profile)
-                say(f"  {row['profile']['kernels']:.0f} kernels, {row['profile']['kernels_ms']:.3f} ms: "
+                log(f"  {row['profile']['kernels']:.0f} kernels, {row['profile']['kernels_ms']:.3f} ms: "
                     f"{ {k: round(v, 3) for k, v in row['profile']['classes_ms'].items()} }")  # fmt: skip
         result = {
             "preset": options.preset, "component": options.component, "batch": options.batch, "size": options.size,
@@ -456,7 +456,7 @@ def main() -> None:
             "rows": rows,
         }  # fmt: skip
         write_json(options.out / f"{name}.json", result)
-        say(f"limits {result['limits']}")
+        log(f"limits {result['limits']}")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.perf_counter()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
 
     pipeline_class = getattr(sd_ort, PRESETS[options.preset].pipeline)
@@ -94,10 +94,10 @@ def main() -> None:
         with torch.inference_mode():
             theirs = torch_pipeline(options.preset, options.raw / "model")
         gc.collect()
-        say("random weights saved")
+        log("random weights saved")
         result["optimize_s"] = seconds(
             lambda: optimize(
-                options.raw / "model", options.work / "ours", target="gpu", dtype=DTYPE, hoist=True, on_progress=say
+                options.raw / "model", options.work / "ours", target="gpu", dtype=DTYPE, hoist=True, on_progress=log
             )
         )
         shutil.rmtree(options.raw)
@@ -108,7 +108,7 @@ def main() -> None:
             )
         )
         (ours,) = pipelines
-        say(f"optimized in {result['optimize_s']:.1f} s, open in {result['open_s']:.1f} s")
+        log(f"optimized in {result['optimize_s']:.1f} s, open in {result['open_s']:.1f} s")
 
         config, edge = PRESETS[options.preset].models["transformer"], options.pixels // 16
         channels = config["in_channels"]
@@ -128,7 +128,7 @@ def main() -> None:
         model = ours.models["transformer"]
         captured = [run.graph is not None or run.graph_id >= 0 for run in getattr(model, "runs", {}).values()]
         result |= {"captured": bool(captured) and all(captured), "hoisted": "transformer_prompt" in ours.models}
-        say(f"first image {result['first_image_s']:.1f} s, captured {captured}, hoisted {result['hoisted']}")
+        log(f"first image {result['first_image_s']:.1f} s, captured {captured}, hoisted {result['hoisted']}")
         if DEVICE == "cuda":
             theirs.transformer.set_attention_backend("_native_cudnn")
         for label in ("torch eager", "torch.compile of the repeated blocks"):
@@ -144,7 +144,7 @@ def main() -> None:
             row |= {"ratio": statistics.median(ratios), "rounds": times}
             row["psnr_db"] = float(psnr(generate(ours), generate(theirs), 0.01, peak=1.0))
             result["engines"].append(row)
-            say("ROW " + json.dumps(row))
+            log("ROW " + json.dumps(row))
             write_json(options.out / f"{options.preset}_image_{options.pixels}.json", result)
     finally:
         for folder in (options.raw, options.work):

@@ -280,11 +280,11 @@ def write_graphs(
 class Ours:
     """The hoisted step on our provider, tuned and captured."""
 
-    def __init__(self, paths: Mapping[str, Path], say: Callable[[str], None]) -> None:
+    def __init__(self, paths: Mapping[str, Path], log: Callable[[str], None]) -> None:
         library = library_path(PROVIDER_LIBRARIES[VENDOR])
         if library is None:
             raise SystemExit("Build our provider first: sd-ort build-ops --cuda sm_90.")
-        self.provider, self.paths, self.say = f"plugin:{library}", paths, say
+        self.provider, self.paths, self.log = f"plugin:{library}", paths, log
         started = time.perf_counter()
         self.model = bound_run.open_gpu_graph_model(paths["step"], self.provider, session.SessionOptions(tuning=True))
         self.session_s = time.perf_counter() - started
@@ -299,7 +299,7 @@ class Ours:
             feeds |= model(**run)
             begun = time.perf_counter()
             model(**run)
-            self.say(f"{part}: {(time.perf_counter() - begun) * 1e3:.2f} ms once")
+            self.log(f"{part}: {(time.perf_counter() - begun) * 1e3:.2f} ms once")
             del model
             gc.collect()
         return {name: feeds[name].astype(self.model.dtype(name)) for name in self.model.inputs}
@@ -310,7 +310,7 @@ class Ours:
         bound = self.model.bind(feeds)
         ready_s = time.perf_counter() - started
         (value,) = bound.outputs.values()
-        self.say(f"captured: {bound.graph is not None or bound.graph_id >= 0}")
+        self.log(f"captured: {bound.graph is not None or bound.graph_id >= 0}")
         output = lambda: torch.from_numpy(value.numpy())  # noqa: E731
         return ComparedEngine("sd-ort", lambda: bound.run(wait=False), output, ready_s, self.session_s)
 
@@ -432,36 +432,36 @@ def main() -> None:
         "machine": machine.machine(), "versions": machine.versions(),
     }  # fmt: skip
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
 
     with torch.inference_mode():
         model = random_model(options.preset)
-        say(f"torch {torch.__version__}, {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters")
+        log(f"torch {torch.__version__}, {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters")
         inputs = random_inputs(options.preset, options.pixels, options.rows)
         tensors = dict(model.state_dict())
         template = find_template(component_key(open_preset(options.preset, 0), "transformer", DEFAULT_OPSET, "dynamo"))
         assert template is not None
         paths = write_graphs(template, tensors, options.work / options.preset, options.float8)
-        say("graphs written")
-        engine = Ours(paths, say)
+        log("graphs written")
+        engine = Ours(paths, log)
         if options.streamed:
             streamed: list[dict[str, Any]] = []
             feeds, path = engine.feeds(inputs), options.out / "streamed" / f"{options.preset}_{options.pixels}.json"
             for gigabytes in options.streamed:
                 streamed.append(streamed_row(feeds, engine, gigabytes, options.calls))
-                say("STREAMED " + json.dumps(streamed[-1]))
+                log("STREAMED " + json.dumps(streamed[-1]))
                 write_json(path, {**facts, "streamed": streamed})
                 gc.collect()
             return
         own = engine.contender(inputs)
-        say(f"ours ready in {own.ready_s:.1f} s, session in {engine.session_s:.1f} s")
+        log(f"ours ready in {own.ready_s:.1f} s, session in {engine.session_s:.1f} s")
         which = options.peers.split(",")
         net = Net(model, list(inputs))
         flops = operations(
             net, {name: inputs[name] if name in FLOAT32_INPUTS else inputs[name].bfloat16() for name in inputs}
         )
-        say(f"TFLOP {flops}")
+        log(f"TFLOP {flops}")
         rows: list[dict[str, Any]] = []
         own.run()
         synchronize()
@@ -470,7 +470,7 @@ def main() -> None:
         times: dict[str, dict[str, list[float]]] = {}
         for name in [each for each in ("eager", "compile") if each in which]:
             other, call = peer(name, model, net, inputs)
-            say(f"{other.name} ready in {other.ready_s:.1f} s")
+            log(f"{other.name} ready in {other.ready_s:.1f} s")
             outputs[other.name] = other.output().double().cpu().numpy()
             measured = time_rounds([own, other], options.calls)
             times[f"{own.name} beside {other.name}"], times[other.name] = measured[own.name], measured[other.name]
@@ -484,7 +484,7 @@ def main() -> None:
                 smaller = random_inputs(options.preset, options.other_pixels, options.rows)
                 row["other_size_s"] = first_call_s(call, smaller)
             rows.append(row)
-            say("ROW " + json.dumps({k: v for k, v in row.items() if k != "profile"}))
+            log("ROW " + json.dumps({k: v for k, v in row.items() if k != "profile"}))
         row = {"engine": own.name, "ready_s": round(own.ready_s, 1), "session_s": own.session_s}
         if not times:
             times = time_rounds([own], options.calls)
@@ -497,8 +497,8 @@ def main() -> None:
         rows.append(row)
         reference = outputs.get("torch eager")
         errors = {} if reference is None else {n: relative_l2_error(o, reference) for n, o in outputs.items()}
-        say("ROW " + json.dumps({k: v for k, v in row.items() if k != "profile"}))
-        say(f"errors against torch eager: {errors}")
+        log("ROW " + json.dumps({k: v for k, v in row.items() if k != "profile"}))
+        log(f"errors against torch eager: {errors}")
         result = {
             **facts, "errors": errors, "tflop": flops,
             "limits": limits() if DEVICE == "cuda" else {}, "engines": rows,

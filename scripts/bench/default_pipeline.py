@@ -75,10 +75,10 @@ def main() -> None:
         report = {"when": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC", **where(), **report}
         name = f"{options.preset}.json" if options.stage == "images" else "fidelity.json"
         write_json(options.out / name, report)
-    say(f"{options.stage} {options.preset}: {time.perf_counter() - started:.0f} s")
+    log(f"{options.stage} {options.preset}: {time.perf_counter() - started:.0f} s")
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, flush=True)
 
 
@@ -126,10 +126,10 @@ def make(options: argparse.Namespace) -> None:
     if options.graphs:
         raw_folder(options.preset, options.graphs, work / "raw", device_of(options.provider))
     elif options.preset == "demo":
-        export("demo", work / "raw", on_progress=say)
+        export("demo", work / "raw", on_progress=log)
     else:
-        export(None, work / "raw", preset=options.preset, random_weights=True, on_progress=say)
-    optimize(work / "raw", work / "ours", target=target, dtype="float16", calibrate=False, on_progress=say)
+        export(None, work / "raw", preset=options.preset, random_weights=True, on_progress=log)
+    optimize(work / "raw", work / "ours", target=target, dtype="float16", calibrate=False, on_progress=log)
 
 
 def raw_folder(preset: str, graphs: Path, out: Path, device: str) -> None:
@@ -159,7 +159,7 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
     ours = options.work / options.preset / "ours"
     side, device = SIZES[options.preset], device_of(options.provider)
     report: dict[str, Any] = {"first_images": [first_image(ours, options, side) for _ in range(2)]}
-    say(f"first image in a new process: {report['first_images']}")
+    log(f"first image in a new process: {report['first_images']}")
     arguments = {"num_inference_steps": options.steps, "height": side, "width": side}
     plain = StableDiffusionPipeline.from_pretrained(ours, options.provider)
     uncaptured = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False)
@@ -186,9 +186,9 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         row = report["engines"][name]
         row["same_bytes_as_the_plain_call"] = bool(np.array_equal(image, base))
         row["psnr_db"] = metrics.psnr(image, base)
-        say(f"{name:34} first {row['first_s']:7.2f} s  median {1e3 * row['median_s']:8.1f} ms  {row['psnr_db']:.1f} dB")
+        log(f"{name:34} first {row['first_s']:7.2f} s  median {1e3 * row['median_s']:8.1f} ms  {row['psnr_db']:.1f} dB")
     report["parts"] = parts(plain, options, arguments)
-    say(json.dumps(report["parts"]))
+    log(json.dumps(report["parts"]))
     report["settings"] = {"preset": options.preset, "random_weights": True, "dtype": "float16", **arguments}
     return report
 
@@ -211,7 +211,7 @@ def in_turn(engines: dict[str, Callable[[], np.ndarray]], rounds: int) -> tuple[
         start = time.perf_counter()
         images[name] = draw()
         rows[name] = {"first_s": time.perf_counter() - start, "seconds": []}
-        say(f"{name}: first in {rows[name]['first_s']:.2f} s")
+        log(f"{name}: first in {rows[name]['first_s']:.2f} s")
         draw()
     gc.collect()
     gc.disable()
@@ -372,7 +372,7 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         "hoisted": "unet_prompt" in ours.models,
         "queued": bool(ours.loop.buffer_cache) and not ours.loop.wait,
     }
-    say(json.dumps(values))
+    log(json.dumps(values))
     return values
 
 

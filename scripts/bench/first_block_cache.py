@@ -164,7 +164,7 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.perf_counter()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
 
     library = library_path(PROVIDER_LIBRARIES[VENDOR])
@@ -182,12 +182,12 @@ def main() -> None:
             folder.mkdir(parents=True)
         with torch.inference_mode():
             peer = whole.torch_pipeline(preset, options.raw / "model")
-        say("random weights saved")
+        log("random weights saved")
         optimize(options.raw / "model", options.work / "ours", target="gpu", dtype=whole.DTYPE, hoist=True)
         shutil.rmtree(options.raw)
         provider = options.provider or f"plugin:{library}"
         pipeline = pipeline_class.from_pretrained(options.work / "ours", provider, tuning=DEVICE == "cuda")
-        say("optimized and open")
+        log("optimized and open")
         if options.no_peer:
             del peer
         pipeline.set_progress_bar_config(disable=True)
@@ -202,10 +202,10 @@ def main() -> None:
             rows: list[dict[str, Any]] = []
             for config in caches(options):
                 rows.append(run(model, config, options.rounds, **arguments))
-                say(f"{label} {json.dumps(rows[-1])}")
+                log(f"{label} {json.dumps(rows[-1])}")
                 result[label] = {"rows": rows, **fit(rows, options.steps)}
                 files.write_json(options.out / f"{options.preset}.json", result)
-            say(f"{label} {fit(rows, options.steps)}")
+            log(f"{label} {fit(rows, options.steps)}")
     finally:
         for folder in (options.raw, options.work):
             shutil.rmtree(folder, ignore_errors=True)

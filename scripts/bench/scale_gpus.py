@@ -219,7 +219,7 @@ async def dispatch_seconds(settings: BatchSettings, replicas: int, batch: int, i
     return seconds / images
 
 
-def say_model(report: Mapping[str, Any]) -> None:
+def print_model(report: Mapping[str, Any]) -> None:
     """Print the check, and the model of more GPUs; `report`: ours, or results/two_gpus.json."""
     for name, preset in report.get("presets", {}).items():
         for what, (measured_s, model_s) in scaling.compare_split(preset, report["settings"]["steps"]).items():
@@ -640,7 +640,7 @@ def main() -> int:
     if options.check:
         for path in options.check:
             print(path)
-            say_model(files.read_json(path))
+            print_model(files.read_json(path))
         return 0
     if options.page:
         files.write_text(options.out, page(options.page))
@@ -654,7 +654,7 @@ def main() -> int:
     openings = here.replica_configs(opening, options.gpus, options.replicas, None)
     report = Report(options, len(openings))
     run_stages(options, report, openings)
-    say_model(report.values)
+    print_model(report.values)
     lines = failures(report.values, options.gpus)
     print("\n".join(lines) or "all goals reached")
     return 1 if lines else 0

@@ -22,7 +22,7 @@ from sd_ort.export.templates import Template, component_key, find_template
 from sd_ort.optimize.optimizer import rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
-from sd_ort.optimize.weight_storage import COMPONENTS, WeightStorage
+from sd_ort.optimize.weight_storage import STORED_COMPONENTS, WeightStorage
 from sd_ort.runtime import machine
 
 MODELS = ("flux-dev", "flux2-klein-4b", "flux2-dev", "sd35-medium", "z-image-turbo", "qwen-image", "krea2")
@@ -70,7 +70,7 @@ def main() -> None:
     text = HEAD.format(commit=machine.commit())
     for preset in options.presets:
         checkpoint = open_preset(preset, 0)
-        names = sorted(COMPONENTS & checkpoint.configs.keys())
+        names = sorted(STORED_COMPONENTS & checkpoint.configs.keys())
         paths = {name: find_template(component_key(checkpoint, name, DEFAULT_OPSET, "dynamo")) for name in names}
         for storage, weights in STORAGES.items():
             parts: dict[str, int] = {}

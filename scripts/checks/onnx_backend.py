@@ -215,12 +215,12 @@ def main() -> None:
     os.environ.update(UNRELEASED)
     messages: list[str] = []
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         messages.append(line)
         print(line, flush=True)
 
     started = time.process_time()
-    counts = run(options.quarter, options.target, say)
+    counts = run(options.quarter, options.target, log)
     text = report(counts, time.process_time() - started, messages)
     print(text)
     if options.out:

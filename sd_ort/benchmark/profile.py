@@ -129,7 +129,7 @@ def _profile(built: BuiltEngine, settings: BenchmarkSettings, out: SharedFolder)
 
 def record_profile(engine: Engine, settings: BenchmarkSettings, scratch: Path) -> dict[str, Any]:
     """Run the component with profiling; return the paths of ONNX Runtime's profile and torch's (None: no kernels)."""
-    return interface.with_plain_errors(_record, engine, settings, scratch)
+    return interface.convert_errors(_record, engine, settings, scratch)
 
 
 def _record(engine: Engine, settings: BenchmarkSettings, scratch: Path) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import click
 
 from sd_ort.cli.model_options import (
     check_files,
+    echo_progress,
     enable_cache,
     integer_if_whole,
     load_adapters,
     resolve_pipeline_folder,
-    say,
 )
 from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.runtime.provider_table import PROVIDERS
@@ -244,7 +244,7 @@ def command(
     kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
     pipeline = open_pipeline(folder, kind, load_options)
     if negative and guidance <= (pipeline.family.unguided if hasattr(pipeline, "family") else 1):
-        say(f"--negative has no effect: guidance {guidance:g} disables guidance.")
+        echo_progress(f"--negative has no effect: guidance {guidance:g} disables guidance.")
     if kind == "" and (height is None) != (width is None):  # which diffusers' arguments would ignore
         height, width = height or pipeline.default_size, width or pipeline.default_size
     load_adapters(loras, embedding_files, pipeline)
@@ -267,7 +267,7 @@ def command(
         arguments["true_cfg_scale"] = arguments.pop("guidance_scale")
     if negative and getattr(pipeline, "CLASS", "") == "FluxTransformer2DModel":
         if pipeline.transformer_config.get("guidance_embeds"):
-            say("--negative has no effect: this model reads --guidance as an input, and no negative prompt.")
+            echo_progress("--negative has no effect: this model reads --guidance as an input, and no negative prompt.")
         else:
             arguments["true_cfg_scale"] = guidance
     batches = [seeds[start : start + batch] for start in range(0, num_images, batch)]

@@ -31,23 +31,23 @@ def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def say(line: str) -> None:
-    """Print progress, which is no result."""
+def echo_progress(line: str) -> None:
+    """Print a progress line to stderr."""
     click.echo(line, err=True)
 
 
 def choose_provider(folder: Path, provider: str) -> str:
-    """Return the provider that runs a pipeline folder, and say an automatic choice."""
+    """Return the provider that runs a pipeline folder, and print an automatic choice."""
     from sd_ort.core.pipeline_folder import components
     from sd_ort.runtime.provider_choice import provider_for
 
     components(folder)
-    return _say_choice(provider_for(folder, provider))
+    return _print_choice(provider_for(folder, provider))
 
 
-def _say_choice(choice: ProviderChoice) -> str:
+def _print_choice(choice: ProviderChoice) -> str:
     if choice.reason:
-        say(choice.line)
+        echo_progress(choice.line)
     return choice.provider
 
 
@@ -70,17 +70,19 @@ def resolve_pipeline_folder(
             raise InputError(f"--save-optimized and --config go with a checkpoint: {model} is none.")
         folder, choice = model_cache.open_model(model, provider)
         check_provider(choice.provider, allow_fallback=allow_fallback)
-        return folder, _say_choice(choice)
+        return folder, _print_choice(choice)
     auto = provider == provider_choice.AUTO
-    provider = _say_choice(provider_choice.choose_provider() if auto else provider_choice.resolve_device(provider))
+    provider = _print_choice(provider_choice.choose_provider() if auto else provider_choice.resolve_device(provider))
     check_provider(provider, allow_fallback=allow_fallback)
     if save_to is None:
-        return model_cache.open_model(model, provider, config=config, on_progress=say)[0], provider
+        return model_cache.open_model(model, provider, config=config, on_progress=echo_progress)[0], provider
     from sd_ort.checkpoints.open import CheckpointOptions
     from sd_ort.stages import optimize
 
     target, dtype = provider_choice.target_of(provider), model_cache.dtype_for(provider)
-    optimize(str(model), save_to, target=target, dtype=dtype, checkpoint=CheckpointOptions(config), on_progress=say)
+    optimize(
+        str(model), save_to, target=target, dtype=dtype, checkpoint=CheckpointOptions(config), on_progress=echo_progress
+    )
     return save_to, provider
 
 

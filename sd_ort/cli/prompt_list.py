@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sd_ort.cli.model_options import check_files, resolve_pipeline_folder, say, set_up_pipeline
+from sd_ort.cli.model_options import check_files, echo_progress, resolve_pipeline_folder, set_up_pipeline
 
 LOAD_OPTIONS = ("scheduler", "allow_fallback", "graph", "low_memory", "vae_tiling", "vae_slicing")
 ONE_PROMPT = ("image", "mask", "strength", "control_image", "ip_adapter_image", "ip_adapter_scale",
@@ -46,7 +46,7 @@ def generate_list(options: Mapping[str, Any]) -> None:
     configs, tasks = plan_outputs(folder, provider, options)
     missing = tasks if options["overwrite"] else prompt_lists.missing_outputs(tasks, configs[0].png_text)
     if len(missing) < len(tasks):
-        say(f"{len(tasks) - len(missing)} of {len(tasks)} images are there already.")
+        echo_progress(f"{len(tasks) - len(missing)} of {len(tasks)} images are there already.")
     if not missing:
         return
     with tqdm(total=len(missing), unit="image", delay=1e-9) as bar:

@@ -95,12 +95,12 @@ def command(
         runs["provider"] = own_provider(optimized)
     heads = [f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}"]
 
-    def say(row: dict[str, Any]) -> None:
+    def print_row(row: dict[str, Any]) -> None:
         if not as_json:
             click.echo("\n".join([*heads, line(row)]))
         heads.clear()
 
-    result = verify(source, optimized, tolerance=tolerance, on_row=say, **runs)
+    result = verify(source, optimized, tolerance=tolerance, on_row=print_row, **runs)
     record_verification(optimized, str(source), result, runs["provider"])
     if as_json:
         click.echo(json.dumps(result, indent=1))
@@ -148,14 +148,14 @@ def verify_alone(optimized: Path, runs: dict[str, Any], as_json: bool) -> None:
     """Check OUT by itself. `runs`: arguments of `verify_folder`."""
     from sd_ort.inspect.folder_verification import check_finite, verify_folder
 
-    def say(row: dict[str, Any]) -> None:
+    def print_row(row: dict[str, Any]) -> None:
         if not as_json:
             shape = "x".join(map(str, row["shape"]))
             click.echo(f"{row['component']:15} {row['output']:19} {shape:22}{'finite' if row['finite'] else 'FAILED'}")
 
     if runs["provider"] == "auto":
         runs["provider"] = own_provider(optimized)
-    result = verify_folder(optimized, on_row=say, **runs)
+    result = verify_folder(optimized, on_row=print_row, **runs)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     else:
@@ -171,11 +171,11 @@ def verify_checkpoint(
     from sd_ort.inspect.folder_verification import record_verification
     from sd_ort.inspect.weight_verification import check_weights, verify_weights
 
-    def say(row: dict[str, Any]) -> None:
+    def print_row(row: dict[str, Any]) -> None:
         if row["passed"] and not as_json:
             click.echo(f"{row['component']}: all {row['weights']} weights are those that {source} gives, bit for bit")
 
-    result = verify_weights(str(source), optimized, components=components or None, files=files, on_row=say)
+    result = verify_weights(str(source), optimized, components=components or None, files=files, on_row=print_row)
     record_verification(optimized, str(source), result, None)
     if as_json:
         click.echo(json.dumps(result, indent=1))

@@ -30,7 +30,7 @@ from sd_ort.optimize.activation_ranges import PERCENTILES, measure_ranges
 from sd_ort.optimize.calibration import CannotRun
 
 # Components in 8 bits, and one on request; the others keep their precision.
-COMPONENTS = frozenset({"unet", "transformer"})
+EIGHT_BIT_COMPONENTS = frozenset({"unet", "transformer"})
 VAE_DECODER = "vae_decoder"
 # Operators that a target runs in 8 bits, and the formats. Targets of QDQ leave the kernels to the provider; the others
 # have QuantizedLinear for linears, which on GPUs has fast kernels for float8 alone, and no convolution in 8 bits. The

@@ -10,7 +10,7 @@ from typing import Any
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import HOISTED
-from sd_ort.optimize.eight_bits import COMPONENTS, QDQ_TARGETS, TARGET_FORMATS, VAE_DECODER, uses_int8_tiles
+from sd_ort.optimize.eight_bits import EIGHT_BIT_COMPONENTS, QDQ_TARGETS, TARGET_FORMATS, VAE_DECODER, uses_int8_tiles
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime.provider_table import PROVIDERS
@@ -61,7 +61,7 @@ class OptimizeOptions:
         """Names of the components with layers in 8 bits."""
         if self.eight_bits is None:
             return frozenset()
-        return COMPONENTS | {VAE_DECODER} if self.vae_decoder else COMPONENTS
+        return EIGHT_BIT_COMPONENTS | {VAE_DECODER} if self.vae_decoder else EIGHT_BIT_COMPONENTS
 
     def with_target(self) -> tuple[OptimizeOptions, str]:
         """Return the options with a target, and a line on the default target for the user, else "".

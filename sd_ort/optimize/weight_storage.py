@@ -32,7 +32,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "gpu": ("float32", "float16", "bfloat16"),
     "hip": ("float32", "float16", "bfloat16"),
 }
-COMPONENTS = frozenset({"unet", "transformer", "controlnet", "text_encoder", "text_encoder_2", "text_encoder_3"})
+STORED_COMPONENTS = frozenset({"unet", "transformer", "controlnet", "text_encoder", "text_encoder_2", "text_encoder_3"})
 VAES = frozenset({"vae_encoder", "vae_decoder"})  # on request: they take twice the time (results/vae_storage.md)
 MIN_ELEMENTS = 4096  # smaller weights stay as they are
 BLOCK_OPSET = 21  # of DequantizeLinear with block_size and 4 bits
@@ -57,7 +57,7 @@ class WeightStorage:
         """Return the storage format for the weights of a component; None if they stay unchanged."""
         if name in VAES and self.vae:
             return replace(self, dtype="int8") if self.dtype == "int4" else self
-        return self if name in COMPONENTS else None
+        return self if name in STORED_COMPONENTS else None
 
     def check(self, target: str, dtype: str) -> None:
         """Raise InputError for settings that do not go together."""

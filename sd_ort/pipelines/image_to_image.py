@@ -63,7 +63,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
             count = max(1, len(controlnet_inputs.names(self.models)))
             request.control_image = controlnet_inputs.by_controlnet(request.control_image, count)
 
-    def _draw(self, request: Request) -> PipelineOutput:
+    def _run_request(self, request: Request) -> PipelineOutput:
         conditioning = self._condition(request)
         schedule = self._schedule(request)
         if request.latents is not None:
@@ -210,7 +210,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             return super()._size(request)
         return request.height or self.default_size, request.width or self.default_size
 
-    def _draw(self, request: Request) -> PipelineOutput:
+    def _run_request(self, request: Request) -> PipelineOutput:
         conditioning = self._condition(request)
         pixels, mask, region = self._pictures(request)
         schedule = self._schedule(request)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from sd_ort.weights.lora import AdapterScale, ComponentScale, LoraManager
 
 log = logging.getLogger("sd_ort")
-COMPONENTS = ("unet", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
+# Components that an adapter can change.
+ADAPTABLE = ("unet", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class LoraState:
     def effective(self) -> dict[str, AdapterScale]:
         """Return the scales of the adapters in use, by name and component."""
         used: dict[str, dict[str, ComponentScale]] = {}
-        for component in COMPONENTS if self.enabled else ():
+        for component in ADAPTABLE if self.enabled else ():
             active = {n: _times(self.scale(n, component), self.factor) for n in self.active.get(component, ())}
             for name, scale in (self.fused.get(component) or active).items():
                 used.setdefault(name, {})[component] = scale
@@ -122,7 +123,7 @@ class LoraMixin:
             raise InputError(f"one dict of scales for {len(names)} LoRAs: give a list with one for each.")
         scales = {name: self._parse_scale(scale) for name, scale in zip(names, weights, strict=True)}
         state = self.lora_state
-        active = dict.fromkeys(COMPONENTS, tuple(names))
+        active = dict.fromkeys(ADAPTABLE, tuple(names))
         self._set_loras(replace(state, scales={**state.scales, **scales}, active=active))
 
     def scale_loras(self, scale: float) -> None:
@@ -133,13 +134,13 @@ class LoraMixin:
     def get_list_adapters(self) -> dict[str, list[str]]:
         """Names of the loaded LoRAs, by component that they change."""
         adapters = self.loras.adapters if self.loras else {}
-        names = {c: [n for n in self.lora_state.scales if adapters[n].modules.get(c)] for c in COMPONENTS}
+        names = {c: [n for n in self.lora_state.scales if adapters[n].modules.get(c)] for c in ADAPTABLE}
         return {component: each for component, each in names.items() if each}
 
     def get_active_adapters(self) -> list[str]:
         """Names of the LoRAs in use: the UNet's, or of a text encoder if the UNet has none."""
         active = self.lora_state.active
-        return list(next((active[component] for component in COMPONENTS if active.get(component)), ()))
+        return list(next((active[component] for component in ADAPTABLE if active.get(component)), ()))
 
     def fuse_lora(
         self,
@@ -156,8 +157,8 @@ class LoraMixin:
         components = self.LORA_COMPONENTS if components is None else components
         is_list = isinstance(components, (list, tuple, set, frozenset))
         listed: list[Any] = list(components) if is_list else [components]
-        if wrong := [each for each in listed if not isinstance(each, str) or each not in COMPONENTS or not is_list]:
-            raise InputError(f"fuse_lora: components {str(wrong[0])[:80]!r} must be a list of {', '.join(COMPONENTS)}.")
+        if wrong := [each for each in listed if not isinstance(each, str) or each not in ADAPTABLE or not is_list]:
+            raise InputError(f"fuse_lora: components {str(wrong[0])[:80]!r} must be a list of {', '.join(ADAPTABLE)}.")
         state = self.lora_state
         if adapter_names is not None:
             self._check_names(adapter_names)
@@ -256,10 +257,10 @@ class LoraMixin:
         """Return diffusers' adapter weight as a scale; None is 1."""
         if not isinstance(scales_by_component, Mapping):
             return _number(scales_by_component)
-        if unknown := [name for name in scales_by_component if name not in COMPONENTS]:
+        if unknown := [name for name in scales_by_component if name not in ADAPTABLE]:
             log.warning("set_adapters: the pipeline has no LoRA component %s; its scale is ignored.", unknown[0])
         scales: dict[str, ComponentScale] = {}
-        for component in COMPONENTS:
+        for component in ADAPTABLE:
             scale = scales_by_component.get(component)
             if component == "unet" and isinstance(scale, Mapping):
                 scales[component] = self._block_scales(scale)

@@ -55,7 +55,7 @@ class MergedPipeline(StableDiffusionPipeline):
         """Raises InputError: the table of words lies in the model."""
         raise InputError("a merged model learns no words: load them with the folder it was made from.")
 
-    def _draw(self, request: Request) -> PipelineOutput:
+    def _run_request(self, request: Request) -> PipelineOutput:
         if foreign := sorted(request.non_default_arguments() - SUPPORTED_ARGUMENTS) or (
             ["latent output"] if request.output_type == "latent" else []
         ):

@@ -336,7 +336,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
                 if following is not None:
                     self._started_noise += self._start_noise(following, host)
                 try:
-                    output = self._draw_unfinished(call, host)
+                    output = self._generate_unfinished(call, host)
                 except (Exception, KeyboardInterrupt):
                     self._started_noise.clear()
                     if before is not None:
@@ -354,7 +354,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         shape = 1, self.vae.latent_channels, *(side // self.vae_scale_factor for side in sides)
         return start_noise(call.get("generator"), shape, host)
 
-    def _draw_unfinished(self, call: Mapping[str, Any], host: Executor) -> Future[PipelineOutput]:
+    def _generate_unfinished(self, call: Mapping[str, Any], host: Executor) -> Future[PipelineOutput]:
         """Generate on the device; `host` decodes with `decode_on`, and makes PIL images of pixels."""
         output_type = call.get("output_type") or "pil"
         if "vae_decoder" in self.models.placement.placed:
@@ -368,7 +368,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             return host.submit(lambda: output)
         return host.submit(lambda: replace(output, images=pil_images(output.images)))
 
-    def _draw(self, request: Request) -> PipelineOutput:
+    def _run_request(self, request: Request) -> PipelineOutput:
         """Return the output of a checked request."""
         conditioning = self._condition(request)
         schedule = request.timetable.schedule(0, self._end(request))
@@ -413,7 +413,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         request.adapter_images = self.encode_ip_adapter_images(request)
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
-        output = self._draw(request)
+        output = self._run_request(request)
         return output if request.return_dict else (output.images,) if self.is_sdxl else tuple(output)
 
     def _check_unet(self) -> None:

@@ -298,7 +298,7 @@ def load(
     validators = validators_of(source, onnxruntime_version)
     fitting = find(validators, model)
     if fitting is None:
-        _say_why_not(
+        _log_rejections(
             (path for results_folder in folders(model) for path in list_files(results_folder, "*.json")), validators
         )
         return None
@@ -309,7 +309,7 @@ def load(
     return fitting
 
 
-def _say_why_not(paths: Iterable[Path], validators: Mapping[str, str]) -> None:
+def _log_rejections(paths: Iterable[Path], validators: Mapping[str, str]) -> None:
     for path in sorted(paths):
         try:
             check(path, read(path), validators)

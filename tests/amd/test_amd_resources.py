@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import sys
 
-import amd_resources
 import pytest
+
+from scripts.amd import amd_resources
 
 TABLE = "# Kernels\n\n| kernel | gfx942 |\n|---|---|\n| a_kernel<float> | 1 |\n| b_kernel<float> | 2 |\n"
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cards
-
 from custom_ops.amd_targets import TARGETS
+from scripts.amd import cards
 
 
 def test_the_table_is_current() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import expected
 import pytest
 
+from scripts.amd import expected
 from sd_ort.core.files import read_json, write_json
 
 REPORT = read_json(expected.EXPECTED)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import first_choices
 import pytest
-from expected import CARDS
 from hip_library import hip_library
 
+from scripts.amd import first_choices
+from scripts.amd.expected import CARDS
 from sd_ort.core.files import read_json
 
 REPORT = read_json(first_choices.OUT)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import wheel_size
 from compiled_files import installed_wheel
 from hip_library import HIP_WHEEL, TARGETS, copying_compiler, hip_library
 from PIL import Image
@@ -19,6 +18,7 @@ from simulation import simulate
 from custom_ops.amd_targets import TARGETS as SUPPORTED
 from custom_ops.amd_targets import WHEEL_TARGETS, kernel_targets
 from custom_ops.libraries import GpuLibrary
+from scripts.amd import wheel_size
 from sd_ort.runtime.build import wheel_options
 from sd_ort.stages import optimize
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import new_sizes
 import pytest
 from hip_library import hip_library
-from whole import Table
 
+from scripts.amd import new_sizes
+from scripts.amd.whole import Table
 from sd_ort.stages import optimize
 
 KEYS = ("target", "component", "size", "case")
@@ -19,7 +19,7 @@ KEYS = ("target", "component", "size", "case")
 def test_a_new_size_of_the_demo(tmp_path: Path) -> None:
     """On a simulated GPU whose kernels are skipped. The rows are those of the written table."""
     hip_library()
-    optimize("demo", tmp_path / "demo", target="hip", dtype="float16", components=new_sizes.COMPONENTS, hoist=False)
+    optimize("demo", tmp_path / "demo", target="hip", dtype="float16", components=new_sizes.MEASURED, hoist=False)
     table = Table(tmp_path / "sizes", "", new_sizes.COLUMNS, keys=KEYS)
     new_sizes.measure("gfx1100", tmp_path / "demo", table, 300)
     assert json.loads((tmp_path / "sizes.json").read_text())["rows"] == table.rows

@@ -17,9 +17,9 @@ from typing import Any
 
 import onnx
 import pytest
-from rocm_wheel import rocm_wheel
 from simulation import ROOT, SIMULATE
 
+from scripts.amd.rocm_wheel import rocm_wheel
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime import build, rocm_kernels
 from sd_ort.runtime.library import HIP_LIBRARY, LIBRARY, library_path

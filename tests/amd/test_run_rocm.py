@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from run_rocm import COLUMNS, RocmRun, build, rocm_tree
-from whole import Run, Simulation, Table
 
+from scripts.amd.run_rocm import COLUMNS, RocmRun, build, rocm_tree
+from scripts.amd.whole import Run, Simulation, Table
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime.build import find_hip_compiler
 

@@ -21,12 +21,11 @@ from recorded_calls import Calls
 
 from custom_ops import libraries
 from custom_ops.check.memory import DeviceMemory
+from scripts.amd.rocm_headers import SUITES, rocm_headers
 from sd_ort.runtime import device_meters, glibc_malloc, gpu_graphs, stream, visible_devices
 from sd_ort.runtime.headers import find_headers
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts/amd"))
-from rocm_headers import SUITES, rocm_headers  # noqa: E402
 
 HIP = ["-D__HIP_PLATFORM_AMD__"]
 CPP = ["g++", "-std=c++17", "-fsyntax-only", f"-I{ROOT}/custom_ops", f"-I{ROOT}/tests/abi"]

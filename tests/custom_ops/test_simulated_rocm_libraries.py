@@ -19,12 +19,11 @@ import pytest
 import rocm_client
 import torch
 
+from scripts.amd.rocm_headers import rocm_headers
+from scripts.amd.simulated_rocm.build import build
 from sd_ort.core.cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts/amd"), str(ROOT / "scripts/amd/simulated_rocm")]
-from build import build  # noqa: E402
-from rocm_headers import rocm_headers  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 # Largest error, of the largest number: rounding of the result.

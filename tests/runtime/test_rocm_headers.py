@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/amd"))
-import rocm_headers
-
+from scripts.amd import rocm_headers
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime.debian import DownloadError
 

@@ -159,7 +159,7 @@ def load(engine: Engine, settings: BenchmarkSettings) -> dict[str, Any]:
     global _engine
     engine_type = ENGINE_TYPES[engine.engine]
     names = engine_type.module, *engine_type.imports
-    module, *_ = [with_plain_errors(importlib.import_module, name) for name in names]
+    module, *_ = [convert_errors(importlib.import_module, name) for name in names]
     if engine.engine == "torch":
         torch = importlib.import_module("torch")
         if settings.threads:
@@ -168,7 +168,7 @@ def load(engine: Engine, settings: BenchmarkSettings) -> dict[str, Any]:
             torch.cuda.init()
     base = machine.peak_memory_MB()
     start = time.perf_counter()
-    _engine = with_plain_errors(module.open_component if settings.component else module.open_pipeline, engine, settings)
+    _engine = convert_errors(module.open_component if settings.component else module.open_pipeline, engine, settings)
     return {
         "precision": _engine.precision,
         "load_s": time.perf_counter() - start,
@@ -182,13 +182,13 @@ def run_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> di
     the seconds until the images, and the peak memory of the process in MB."""
     machine.reset_peak_memory()
     start = time.perf_counter()
-    result: Batch = with_plain_errors(_engine.run, batch, prompts, seed)
+    result: Batch = convert_errors(_engine.run, batch, prompts, seed)
     usage = {"seconds": time.perf_counter() - start, "memory_MB": machine.peak_memory_MB()}
     images = None if result.images is None else np.stack([np.asarray(image) for image in result.images])
     return {**usage, **vars(result), "images": images}
 
 
-def with_plain_errors(function: Callable[..., Any], *arguments: Any) -> Any:
+def convert_errors(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function; exceptions become an SdOrtError, because others may not survive pickling between processes."""
     try:
         return function(*arguments)
