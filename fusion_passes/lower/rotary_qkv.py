@@ -6,9 +6,9 @@
               -> RotaryQkv -> MultiHeadAttention(packed QKV)
 
 for GPU libraries with that kernel. The packed weights are computed when the model is saved. Rejected: an attention with
-a mask; heads that no linear layer computes; query, key and value of different inputs, streams, rotations or epsilons; a
-projection, norm or rotation with other consumers; heads that are neither normalized, rotated nor joined, which
-`pack_qkv` packs.
+a mask, or with fewer heads of keys than of queries (Krea 2's); heads that no linear layer computes; query, key and
+value of different inputs, streams, rotations or epsilons; a projection, norm or rotation with other consumers; heads
+that are neither normalized, rotated nor joined, which `pack_qkv` packs.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def _match(node: ir.Node) -> tuple[Heads, Heads, Heads]:
     if len(node.inputs) != 3 or any(value is None for value in node.inputs):
         raise _Unmatched("it has a mask, or is packed already")
     count = node.attributes["num_heads"].as_int()
+    if node.attributes.get_int("kv_num_heads", count) != count:
+        raise _Unmatched("its keys have fewer heads than its queries")
     heads = tuple(_heads(value, count) for value in node.inputs)
     query, key, value = heads
     if len({len(each.streams) for each in heads}) > 1:
@@ -257,6 +259,21 @@ def _graph(body: str, attention: str = "(rq, rk, rv)", outputs: str = "") -> str
         }}"""
 
 
+def _grouped(body: str) -> str:
+    """Return a graph of one stream whose two heads of queries share a head of keys and values."""
+    for part in "kv":
+        body = body.replace(f"(i{part}f, split)", f"(i{part}f, single)")
+    body = body.replace("rk = sd_ort.RotaryEmbedding <num_heads = 2", "rk = sd_ort.RotaryEmbedding <num_heads = 1")
+    text = _graph(body).replace(
+        "MultiHeadAttention <num_heads = 2", "MultiHeadAttention <num_heads = 2, kv_num_heads = 1"
+    )
+    for part in "kv":
+        text = text.replace(f"float[6,8] wi{part}", f"float[6,4] wi{part}").replace(
+            f"float[8] bi{part}", f"float[4] bi{part}"
+        )
+    return text.replace("int64[3] flat", "int64[4] single = {0, 0, 1, 4}, int64[3] flat")
+
+
 _ONE = {"RotaryQkv": 1, "RMSNormalization": 0, "RotaryEmbedding": 0, "Concat": 0, "MatMul": 1}
 _TWO = {**_ONE, "Concat": 2, "MatMul": 2}  # Concat of the tables
 _sizes = {"B": 2, "S": 5, "T": 3, "M": 6}
@@ -294,6 +311,7 @@ CASES = [
         rewrites=0,
         rejection="neither normalized, rotated nor joined",
     ),
+    _single("grouped queries", _grouped(_ALONE), rewrites=0, ops={"RotaryQkv": 0}, rejection="fewer heads"),
     _rejected("key of another input", _graph(_FLUX.replace("(x, wik)", "(z, wik)")), rejection="different inputs"),
     _rejected(
         "another epsilon",

@@ -10,13 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.checkpoints import unet_inputs
-from sd_ort.checkpoints.checkpoint import CLASSES, LIBRARIES, MODELS, Checkpoint, CheckpointModel, is_sdxl, model_class
+from sd_ort.checkpoints.checkpoint import (
+    CLASSES,
+    LIBRARIES,
+    MODELS,
+    Checkpoint,
+    CheckpointModel,
+    build_model,
+    is_sdxl,
+    model_class,
+)
 from sd_ort.checkpoints.configs import read_config
-from sd_ort.checkpoints.diffusion_transformers import encoder_mismatch, unsupported_setting
+from sd_ort.checkpoints.diffusion_transformers import FAMILIES, encoder_mismatch, unsupported_setting
 from sd_ort.checkpoints.signatures import READS_IMAGES, Config, tapped_layers
 from sd_ort.checkpoints.tensor_readers import DirectTensorReader
+from sd_ort.checkpoints.weight_file import read_entries
 from sd_ort.core.errors import InputError, first_line
-from sd_ort.core.files import check_regular
+from sd_ort.core.files import check_regular, read_json
 from sd_ort.core.pipeline_folder import MODEL, read_index
 from sd_ort.core.quiet import no_progress_bars, quiet
 
@@ -38,6 +48,8 @@ OTHER_PIPELINES = {
 }  # fmt: skip
 
 PROMPT_IMAGE_PIPELINES = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline")  # give images to the text encoder
+
+LAYER_COUNTS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")  # settings of transformers
 
 KREA2_LAYERS = tuple(range(2, 36, 3))  # of diffusers' pipeline, if its index names none
 
@@ -139,11 +151,30 @@ def folder_model(folder: Path, cls: str, config: Config) -> CheckpointModel:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files that `from_pretrained` reads the weights of a model from."""
+    """Return the files that `from_pretrained` reads the weights of a model from.
+
+    Raises InputError for a damaged index of shards, and for one that names a file of another folder.
+    """
+    shard_indexes(folder)
     options = _weight_options(folder)
     files = sorted(folder.glob("*.safetensors" if options["use_safetensors"] else "*.bin"))
     files = [path for path in files if (".fp16" in path.name) == (options["variant"] is not None)]
     return tuple(check_regular(path, folder.parent) for path in files if ".non_ema." not in path.name)
+
+
+def shard_indexes(folder: Path) -> dict[Path, set[str]]:
+    """Return the names of the shards of a model, by the index that names them. Raises InputError as `weight_files`."""
+    options = _weight_options(folder)
+    suffix = ".safetensors" if options["use_safetensors"] else ".bin" if any(folder.glob("*.bin")) else ""
+    indexes = {}
+    for index in sorted(folder.glob(f"*{suffix}.index.{'fp16.' if options['variant'] else ''}json")):
+        shards = read_json(index, root=folder.parent).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise InputError(f"{index} is damaged at 'weight_map': get it again.")
+        indexes[index] = set(shards.values())
+        if others := sorted(shard for shard in indexes[index] if not re.fullmatch(r"[^/\\]*[^/\\.]", shard)):
+            raise InputError(f"{index} names {others[0][:200]!r}, which is no file of its folder: get it again.")
+    return indexes
 
 
 def _weight_options(folder: Path) -> dict[str, Any]:
@@ -154,10 +185,43 @@ def _weight_options(folder: Path) -> dict[str, Any]:
     return {"use_safetensors": bool(safetensors), "variant": "fp16" if only_float16 else None}
 
 
-def _load(folder: Path, class_name: str) -> torch.nn.Module:
-    """Return a model in float32 and eval mode. Raises InputError if the folder is no such model or lacks weights."""
+def _check_sizes(folder: Path, class_name: str) -> None:
+    """Check that a transformer is as large as its files: else `from_pretrained` takes the memory of its config first.
+
+    Raises InputError for more layers than files have tensors, and for a tensor of another shape.
+    """
     import torch
 
+    files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
+    shapes = {name: list(entry["shape"]) for path in files for name, entry in read_entries(path).items()}
+    config = read_config(folder / "config.json")
+    layers = sum(config.get(key) or 0 for key in LAYER_COUNTS)
+    if files and layers > len(shapes):
+        raise InputError(f"{folder} has {layers} layers by its config.json, and {len(shapes)} tensors: get it again.")
+    try:
+        with torch.device("meta"):
+            model = build_model(class_name, config)
+    except Exception as error:  # diffusers and torch raise their own kinds
+        raise InputError(f"{folder}/config.json is of no {class_name}: {first_line(error)}") from error
+    for name, tensor in model.state_dict().items():
+        if name in shapes and shapes[name] != list(tensor.shape):
+            raise InputError(
+                f"{folder} has a tensor {name} of {shapes[name]}, and {list(tensor.shape)} by its config.json: "
+                "get the folder again."
+            )
+
+
+def _load(folder: Path, class_name: str) -> torch.nn.Module:
+    """Return a model in float32 and eval mode. Raises InputError if the folder is no such model or lacks weights."""
+    names = {path.name for path in folder.iterdir()}
+    for index, shards in shard_indexes(folder).items():
+        whole = index.name.partition(".index")[0]
+        if whole not in names and (missing := sorted(shards - names)):
+            raise InputError(f"{folder} lacks {missing[0][:200]!r}, which {index.name} names: get the whole folder.")
+    import torch
+
+    if class_name in FAMILIES:
+        _check_sizes(folder, class_name)
     dtype = "dtype" if LIBRARIES[class_name] == "transformers" else "torch_dtype"
     options = {dtype: torch.float32, "local_files_only": True, **_weight_options(folder)}
     loaded: torch.nn.Module

@@ -64,6 +64,8 @@ def open_single_file(path: Path, config_folder: Path | None = None, unsafe_pickl
     with parsing(path, "a checkpoint"):
         family = tables[0].family if tables else detect_family(path, tensors)
     base = find_base_pipeline(path, family, config_folder)
+    if "unet" not in base.models:
+        raise InputError(f"{base.name} has no UNet: give a diffusers folder of {FAMILIES[family]} as --config.")
     readers: dict[str, TensorReader] = conversion_tables.table_readers(path, tables, base.configs)
     tensors = tensors if readers or tensors else meta_tensors(path)
     models = dict(base.models)
