@@ -199,7 +199,7 @@ def _check_sizes(folder: Path, class_name: str) -> None:
     if files and layers > len(shapes):
         raise InputError(f"{folder} has {layers} layers by its config.json, and {len(shapes)} tensors: get it again.")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), quiet("diffusers"):
             model = build_model(class_name, config)
     except Exception as error:  # diffusers and torch raise their own kinds
         raise InputError(f"{folder}/config.json is of no {class_name}: {first_line(error)}") from error

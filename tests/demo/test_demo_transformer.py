@@ -81,6 +81,30 @@ def test_defaults(pipeline: Any) -> None:
     assert changed.num_timesteps == demo.TRANSFORMER_STEPS // 10
 
 
+@pytest.mark.parametrize(
+    ("module", "width", "message"),
+    [
+        ("transformer.transformer_blocks.0.attn.to_q", 3072, "has another shape"),  # Qwen-Image's, as FLUX.1's
+        ("diffusion_model.layers.0.attention.to_q", 3840, "none of its 1 modules"),  # Z-Image
+        ("diffusion_model.blocks.0.attn.gate", 6144, "none of its 1 modules"),  # Krea 2
+        ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q", 640, "none of its 1 modules"),  # SDXL
+    ],
+)
+def test_loras_of_other_families_are_refused(
+    pipeline: Any, tmp_path: Path, module: str, width: int, message: str
+) -> None:
+    from safetensors.numpy import save_file
+
+    from sd_ort.core.errors import InputError
+
+    shapes = {"A": (4, width), "B": (width, 4)}
+    path = tmp_path / "lora.safetensors"
+    save_file({f"{module}.lora_{end}.weight": np.ones(shape, np.float32) for end, shape in shapes.items()}, path)
+    with pytest.raises(InputError, match=f"of another family.*{message}"):
+        pipeline.load_lora_weights(path)
+    assert pipeline.get_active_adapters() == []
+
+
 def test_recorded_score() -> None:
     """results/ has the score of the committed weights, on enough prompts and high enough."""
     report = json.loads((Path(__file__).parents[2] / "results/demo_dit_fidelity.json").read_text())
