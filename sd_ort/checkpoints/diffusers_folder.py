@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,6 +34,7 @@ from sd_ort.core.quiet import no_progress_bars, quiet
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("sd_ort")
 
 # Pipelines that are not exported: a pattern of their class -> what they are, and what to do.
 OTHER_PIPELINES = {
@@ -234,5 +236,9 @@ def _load(folder: Path, class_name: str) -> torch.nn.Module:
     if missing := sorted(keys["missing_keys"]):  # both libraries initialize these at random, with a warning
         raise InputError(
             f"{folder} lacks {len(missing)} weights of its {class_name}, such as {missing[0]}: get it again."
+        )
+    if LIBRARIES[class_name] == "diffusers" and (unused := sorted(keys["unexpected_keys"])):
+        log.warning(
+            "%s has %d weights that its config.json leaves out, such as %s.", folder, len(unused), unused[0][:200]
         )
     return loaded.eval()

@@ -140,6 +140,13 @@ def test_a_config_of_a_larger_model_takes_no_memory(folder: Path, changes: dict[
         open_folder("a", folder).load("transformer")
 
 
+def test_blocks_that_the_config_leaves_out_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    configure(folder, num_layers=1)
+    open_folder("a", folder).load("transformer")
+    (record,) = caplog.records
+    assert "weights that its config.json leaves out, such as transformer_blocks.1." in record.getMessage()
+
+
 # --- LoRAs and GGUF files -------------------------------------------------------------------------------------------
 
 
