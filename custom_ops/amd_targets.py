@@ -46,6 +46,9 @@ GENERIC = {
 # Targets that ROCm's hipBLASLt has no kernels for.
 WITHOUT_HIPBLASLT = _RDNA2
 
+# Targets whose matrix units multiply float8, as quantized_linear_units() of the QuantizedLinear operator.
+FLOAT8 = ("gfx942", "gfx950", "gfx9-4-generic", "gfx1200", "gfx1201", "gfx12-generic")
+
 # Of the wheel that scripts/build_wheels --hip makes. gfx9-4-generic takes clang 20 or newer.
 WHEEL_TARGETS = ("gfx908", "gfx90a", "gfx9-4-generic", "gfx10-3-generic", "gfx11-generic", "gfx12-generic")
 

@@ -33,18 +33,21 @@ from scripts.amd.whole import (
     Table,
     compare_images,
     compare_with_reference,
+    compiled_by,
     copy_pixels,
     image_faults,
     parse_options,
     run_program,
 )
 from sd_ort.core.cache import cache_folder
-from sd_ort.runtime.library import library_path
+from sd_ort.runtime.library import HIP_LIBRARY, library_path
 
 NOTE = """No AMD GPU was used. Each case ran under `scripts/amd/simulate`: HIP, hipBLAS and MIOpen are simulated in host
 memory, and kernels, those of the unchanged onnxruntime-rocm 1.22.2 wheel included, are the real machine code of the
 GPU, executed by tinygrad's emulator. Times are those of this emulation on a busy CPU, and say nothing about a GPU.
-Differences are from images of the CPU provider in float32, in steps of 1/255."""
+Differences are from images of the CPU provider in float32, in steps of 1/255. *Operators of* names the compiler and the
+targets of our operators' GPU library, which `build-ops` made, or the tests did, by the same code and from the same
+sources; it is empty for older rows, of `build-ops` by clang 19."""
 TITLE = "`--provider rocm` with onnxruntime-rocm's own kernels: simulated runtime, no GPU"
 COLUMNS = {
     "target": "simulated GPU",
@@ -58,6 +61,7 @@ COLUMNS = {
     "mean": "mean difference",
     "verdict": "verdict",
     "note": "",
+    "compiled": "operators of",
     "commit": "commit",
 }
 CLIENT = ROOT / "tests/amd/rocm_wheel_client.py"
@@ -136,6 +140,7 @@ class RocmRun:
         row = {"target": self.target, "case": case, "command": command, **run.row(), **columns}
         row |= {
             "wheel": rocm_wheel().name,
+            "compiled": compiled_by(HIP_LIBRARY),
             "captured": row.pop("graph_launches"),
             "faults": faults,
             "verdict": faults or "simulated runtime: ran",

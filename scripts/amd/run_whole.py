@@ -29,13 +29,19 @@ from scripts.amd.whole import (
     Simulation,
     Table,
     compare_with_reference,
+    compiled_by,
     copy_pixels,
     image_faults,
     parse_options,
     run_program,
 )
+<<<<<<< HEAD
 from sd_ort.core.files import read_json
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, SOURCES, library_path
+=======
+
+from sd_ort.runtime.library import PROVIDER_LIBRARIES
+>>>>>>> amd4
 
 TITLE = "`--provider hip` on a simulated AMD GPU"
 NOTE = """No AMD GPU was used. Each case ran under `scripts/amd/simulate`: HIP and hipBLASLt are simulated in host
@@ -80,18 +86,6 @@ esac
 CASES = ("build", "optimize", "doctor", "generate", *PROGRAMS, "benchmark", "tune", "tuned", "first_numbers")
 
 
-def compiled_by() -> str | None:
-    """Return `the wheel`, or the compiler and the targets of the build whose provider runs load; None without one."""
-    library = library_path(PROVIDER_LIBRARIES["hip"])
-    if library is None:
-        return None
-    if library.parent == SOURCES:
-        return "the wheel"
-    record = read_json(library.with_name("build.json"))
-    compiler = re.search(r"clang version (\d+)", " ".join(record["compilers"]))
-    return f"clang{f' {compiler[1]}' if compiler else ''} for {', '.join(record['hip'])}"
-
-
 @dataclass
 class Whole:
     """All cases of one target, dtype and set of libraries."""
@@ -120,7 +114,7 @@ class Whole:
 
     def add(self, case: str, run: Run, **columns: Any) -> bool:
         """Add a row; returns whether the command ended well."""
-        row = {**self.labels, "case": case, **run.row(), **columns, "compiled": compiled_by()}
+        row = {**self.labels, "case": case, **run.row(), **columns, "compiled": compiled_by(PROVIDER_LIBRARIES["hip"])}
         row["faults"] = faults = [*run.faults, *image_faults(columns, self.dtype)]
         self.table.add(row)
         print(f"{self.folder.name}: {case}: {run.seconds:.0f} s {columns} {'; '.join(faults)}", flush=True)

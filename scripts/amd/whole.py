@@ -29,6 +29,7 @@ from PIL import Image
 
 from sd_ort.core import files
 from sd_ort.runtime import machine
+from sd_ort.runtime.library import SOURCES, library_path
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATE = ROOT / "scripts/amd/simulate"
@@ -208,6 +209,18 @@ def run_program(run: Callable[..., Run], work: Path, name: str, model: Path, ima
     first, second = (images / f"{stem}.png" for stem in SAME_SEED[name])
     pair = compare_images(first, second) if first.is_file() and second.is_file() else None
     return ProgramRun(done, columns, pair)
+
+
+def compiled_by(name: str) -> str | None:
+    """Return `the wheel`, or the compiler and the targets of the build whose library `name` is loaded; None without."""
+    library = library_path(name)
+    if library is None:
+        return None
+    if library.parent == SOURCES:
+        return "the wheel"
+    record = files.read_json(library.with_name("build.json"))
+    compiler = re.search(r"clang version (\d+)", " ".join(record["compilers"]))
+    return f"clang{f' {compiler[1]}' if compiler else ''} for {', '.join(record['hip'])}"
 
 
 def image_faults(columns: Mapping[str, Any], dtype: str) -> list[str]:

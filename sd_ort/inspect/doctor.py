@@ -129,7 +129,7 @@ def _freshness(path: Path, validators: Sequence[Any]) -> dict[str, Any]:
             tuning.check(path, tuning.read(path), expected)
             return {"fresh": True, "problem": None}
         except SdOrtError as error:
-            problem = str(error)
+            problem = str(error).removeprefix(f"{path} ")
     return {"fresh": False, "problem": problem}
 
 

@@ -63,7 +63,9 @@ class ComponentOpener:
             except InputError as error:
                 if self.graph:
                     raise
+                model = self.open_uncaptured(name, override)  # raises what has nothing to do with graphs
                 report_failed_capture(error)
+                return model
         return self.open_uncaptured(name, override)
 
     def open_uncaptured(self, name: str, override: ModelOverride, unfolded: bool = False) -> OrtModel:

@@ -116,7 +116,10 @@ def _reason(name: str, candidates: Collection[str], problems: dict[str, str]) ->
         gpu_names = " and ".join(dict.fromkeys(gpu.name for gpu in gpus))
         return f"the fastest that runs here{f', on {gpu_names}' if gpu_names else ''}{build}"
     if not gpus:
-        return "no GPU is visible" + (f" ({'; '.join(serious)})" if serious else "")
+        # Windows and WSL name their GPUs to HIP alone, whose message about kernels is then the only sign of one.
+        is_seen = any("has no kernels for" in text for text in serious)
+        summary = "the GPU is not used" if is_seen else "no GPU is visible"
+        return summary + (f" ({'; '.join(serious)})" if serious else "")
     names = " and ".join(dict.fromkeys(gpu.name for gpu in gpus))
     why = "; ".join(serious) or "no provider for it is installed"
     return f"{names} is not used: {why}{build}"

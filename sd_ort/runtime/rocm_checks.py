@@ -43,9 +43,11 @@ def check_graph(path: Path, model_bytes: bytes | None, *, has_ops: bool) -> None
         )
     wrong = sorted({node.op_type for node in _nodes_that_run(model, has_ops)} & WRONG_ON_RDNA)
     if wrong and has_wrong_wave_size():
+        advice = [again] if any(node.op_type in wrong for node in model.graph.node) else []
+        advice += [] if has_ops else [f"build the op library: {build_command('rocm')}"]
         raise ProviderError(
-            f"{path} has {', '.join(wrong)}, for which onnxruntime-rocm gives wrong values on this GPU: {again}, and "
-            f"build the op library: {build_command('rocm')}."
+            f"{path} has {', '.join(wrong)}, for which onnxruntime-rocm gives wrong values on this GPU: "
+            f"{', and '.join(advice)}."
         )
 
 

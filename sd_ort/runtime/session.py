@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from custom_ops import amd_targets
+from custom_ops.libraries import GpuLibrary
 from sd_ort.core import embedded_weights
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, describe_shortage, first_line, is_out_of_memory
 from sd_ort.core.onnx_file import EMBEDDED_LIMIT
@@ -123,7 +125,7 @@ def create_session(
     entry = provider_named(provider)
     if options.capture and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-    _warn_of_missing_units(model_path, provider)
+    warn_of_missing_units(model_path, provider)
     graph, external = _embed_weights(model_path, override.graph, override.weights)
 
     def opened(prefetched: PrefetchedWeights | None) -> ort.InferenceSession:
@@ -229,12 +231,27 @@ def _warn_of_missing_library(model_path: Path, provider: str, library: Path | bo
         warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
 
 
-def _warn_of_missing_units(model_path: Path, provider: str) -> None:
-    if provider != "cpu" or multiplies_bfloat16():
-        return
+def warn_of_missing_units(model_path: Path, provider: str) -> None:
+    """Log a line if the folder's number format is one that this CPU or GPU has no matrix units for."""
     options = manifest_options(model_path.parent.parent)
-    if (options.get("target"), options.get("dtype")) == ("cpu", "bfloat16"):
+    is_bfloat16 = (options.get("target"), options.get("dtype")) == ("cpu", "bfloat16")
+    if provider == "cpu" and is_bfloat16 and not multiplies_bfloat16():
         warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
+    if provider_named(provider).vendor and options.get("eight_bits") == "float8":
+        architecture = GpuLibrary(plugin_library(provider)).c.sd_ort_gpu_arch().decode()
+        if not _has_float8_units(architecture):
+            warn_once(
+                f"{architecture} has no matrix units for float8: without --float8 a folder is faster here, and "
+                "--weights int8 saves the memory."
+            )
+
+
+def _has_float8_units(architecture: str) -> bool:
+    """Return whether QuantizedLinear multiplies float8 on a GPU (sm_90, gfx1100) by more than its generic kernel."""
+    if architecture.startswith("sm_"):
+        return int(architecture.removeprefix("sm_")) >= 89
+    target = architecture.partition(":")[0]
+    return target not in amd_targets.TARGETS or target in amd_targets.FLOAT8
 
 
 def check_opens(path: Path) -> None:

@@ -149,13 +149,14 @@ def read(path: Path) -> Record:
     try:
         record = read_json(path)
     except InputError as error:
-        raise TuningError(f"{path} cannot be read: tune again with sd-ort tune.") from error
+        raise TuningError(f"{path} cannot be read: delete it and tune again with sd-ort tune.") from error
     if record.get("format") != FORMAT:
         version = record.get("format")
-        raise TuningError(f"{path} has format {version}, this version reads {FORMAT}: tune again with sd-ort tune.")
+        advice = "delete it and tune again with sd-ort tune"
+        raise TuningError(f"{path} has format {version}, this version reads {FORMAT}: {advice}.")
     record = without_nulls(record)
     if schema_mismatch(record, _RECORD) or _has_lone_time(record):
-        raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged.")
+        raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged: delete it.")
     return record
 
 
@@ -183,7 +184,9 @@ def check(path: Path, record: Record, validators: Mapping[str, str]) -> None:
         if record["validators"].get(key) != value
     ]
     if differences:
-        raise TuningError(f"{path} is rejected: {'; '.join(differences)}. Tune again with sd-ort tune.")
+        # A session reads no other file than that of this name.
+        advice = "Delete it and tune" if "arch" in validators and path.name == _name(validators) else "Tune"
+        raise TuningError(f"{path} is rejected: {'; '.join(differences)}. {advice} again with sd-ort tune.")
 
 
 def merge(path: Path, record: Record) -> Record:

@@ -23,7 +23,10 @@ def per_gpu_environments(provider: str, count: int) -> list[dict[str, str]]:
         raise ProviderError(f"the provider {provider} takes no --gpus: choose --provider from {drivers}.")
     visible = visible_gpus(VARIABLE[provider])
     if count > len(visible):
-        raise InputError(f"{count} GPUs were asked for, and {len(visible)} are there for the {provider} provider.")
+        raise InputError(
+            f"{count} GPUs were asked for, and {len(visible)} are there for the {provider} provider: ask for fewer, or "
+            "see `sd-ort doctor`."
+        )
     return [{VARIABLE[provider]: name} for name in visible[:count]]
 
 

@@ -220,7 +220,9 @@ def test_op_library_without_gpu_kernels_is_not_registered(
 ) -> None:
     """Its CPU kernels would take the fused nodes off the GPU; function bodies have norms, which are refused."""
     shutil.copy(operators, tmp_path / LIBRARY)
-    assert "has LayerNormalization, Softmax" in call("without_gpu_half", for_rocm, tmp_path / LIBRARY, simulated=())
+    message = call("without_gpu_half", for_rocm, tmp_path / LIBRARY, simulated=())
+    assert "has LayerNormalization, Softmax" in message
+    assert "on this GPU: build the op library: sd-ort build-ops --hip gfx1100" in message  # the folder is for rocm
     (tmp_path / HIP_LIBRARY).write_bytes(b"no library")
     message = call("without_gpu_half", for_rocm, tmp_path / LIBRARY, simulated=())
     assert re.match(rf"ProviderError: .*{HIP_LIBRARY} cannot be loaded", message)

@@ -121,7 +121,7 @@ def test_a_file_from_elsewhere_is_refused_with_the_reason(
     here: FakeOps, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save(FakeOps(results=results_of("a")))
-    with pytest.raises(tuning.TuningError, match=reason):
+    with pytest.raises(tuning.TuningError, match=rf"{reason}\. Tune again"):
         tuning.check(path, tuning.read(path), tuning.validators_of(here, VERSION))
     with caplog.at_level("INFO", "sd_ort"):
         assert tuning.load(FakeSession(), here, VERSION) is None
@@ -192,8 +192,17 @@ def drop_operators(record: dict[str, Any]) -> str:
 def test_damaged_files_are_named(damage: Callable[[dict[str, Any]], str], message: str) -> None:
     path = save(FakeOps(results=results_of("a")))
     path.write_text(damage(json.loads(path.read_text())))
-    with pytest.raises(tuning.TuningError, match=message):
+    with pytest.raises(tuning.TuningError, match=f"{message}.*: delete it"):
         tuning.load(FakeSession(), FakeOps(), VERSION)
+
+
+def test_another_gpu_s_results_under_this_gpu_s_name_are_to_be_deleted() -> None:
+    """Tuning again would read that file first."""
+    path, here = save(FakeOps(results=results_of("a"))), FakeOps(arch="gfx90a")
+    named = tuning.path_for(tuning.validators_of(here, VERSION))
+    path.rename(named)
+    with pytest.raises(tuning.TuningError, match=r"'gfx90a' here\. Delete it and tune again with sd-ort tune\.$"):
+        tuning.load(FakeSession(), here, VERSION)
 
 
 def test_an_unknown_candidate_is_refused() -> None:

@@ -80,6 +80,8 @@ def test_a_gpu_that_cannot_be_used_is_never_passed_over_in_silence(machine: Mach
     assert "sdcuda: 4.1 GB of weights do not fit; cuda: cannot load libcudnn.so.9" in choice.reason
     machine((), "cuda", cuda="no GPU is visible.")
     assert choose_provider().reason == "no GPU is visible (cuda: no GPU is visible)"
+    machine((), "cuda", "hip", hip="libsd_ort_ep_hip.so has no kernels for gfx90a, only for gfx1100.", cuda="none.")
+    assert choose_provider().reason.startswith("the GPU is not used (hip: libsd_ort_ep_hip.so has no kernels")
 
 
 def test_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:

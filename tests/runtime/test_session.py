@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -358,3 +359,23 @@ def test_more_threads_than_cores_do_not_spin(model: Path, monkeypatch: pytest.Mo
     assert many.get_session_config_entry(key) == "0"
     with pytest.raises(RuntimeError, match=key):
         one.get_session_config_entry(key)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "warns"), [("gfx1100", True), ("gfx942", False), ("sm_86", True), ("sm_90", False)]
+)
+def test_a_float8_folder_on_a_gpu_without_float8_is_reported(
+    architecture: str, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """QuantizedLinear's generic kernel runs there."""
+
+    class Library:
+        def __init__(self, path: Path) -> None:
+            self.c = SimpleNamespace(sd_ort_gpu_arch=architecture.encode)
+
+    monkeypatch.setattr(session, "GpuLibrary", Library)
+    monkeypatch.setattr(session, "plugin_library", lambda provider: tmp_path)
+    monkeypatch.setattr(session, "manifest_options", lambda folder: {"eight_bits": "float8", "target": "hip"})
+    monkeypatch.setattr(providers, "warnings_logged", set())
+    session.warn_of_missing_units(tmp_path / "unet" / MODEL, "hip")
+    assert ("has no matrix units for float8" in caplog.text) == warns
