@@ -35,13 +35,7 @@ from scripts.amd.whole import (
     parse_options,
     run_program,
 )
-<<<<<<< HEAD
-from sd_ort.core.files import read_json
-from sd_ort.runtime.library import PROVIDER_LIBRARIES, SOURCES, library_path
-=======
-
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
->>>>>>> amd4
 
 TITLE = "`--provider hip` on a simulated AMD GPU"
 NOTE = """No AMD GPU was used. Each case ran under `scripts/amd/simulate`: HIP and hipBLASLt are simulated in host
