@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from whole import compiled_by
 
+from scripts.amd.whole import compiled_by
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, sources_hash
 
 
