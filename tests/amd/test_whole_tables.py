@@ -25,7 +25,7 @@ def test_a_row_names_the_compiler_and_the_targets_of_the_build(tmp_path: Path, m
 def test_a_row_names_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sd_ort.runtime.library.SOURCES", tmp_path)
-    monkeypatch.setattr("whole.SOURCES", tmp_path)
+    monkeypatch.setattr("scripts.amd.whole.SOURCES", tmp_path)
     (tmp_path / PROVIDER_LIBRARIES["hip"]).touch()
     monkeypatch.setattr("sd_ort.runtime.library.sources_hash", lambda: "")
     assert compiled_by(PROVIDER_LIBRARIES["hip"]) == "the wheel"
