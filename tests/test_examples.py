@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
@@ -32,12 +33,49 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 HOWTOS = [ROOT / "README.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example(example: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(example), *ARGUMENTS.get(example.stem, [])]
-    result = run(command, tmp_path)
-    assert result.returncode == 0, result.stderr
+def run_here(command: list[Any]) -> None:
+    """Run a Python command line in this process, and the `sd-ort` commands that it runs. A process would import torch.
+
+    A script is not `__main__`, which the processes of a benchmark would run again.
+    """
+    if command[1:3] == ["-m", "sd_ort"]:
+        assert not cli.main(list(map(str, command[3:])), standalone_mode=False)
+        return
+    run = subprocess.run
+
+    def run_sd_ort_here(words: list[Any], *args: Any, **options: Any) -> Any:
+        if words[:3] != [sys.executable, "-m", "sd_ort"]:
+            return run(words, *args, **options)
+        with contextlib.chdir(options.get("cwd", ".")):
+            return run_here(words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", list(map(str, command[1:])))
+        patch.setattr(subprocess, "run", run_sd_ort_here)
+        script = runpy.run_path(str(command[1]))
+        if "main" in script:
+            script["main"](standalone_mode=False)
+
+
+def run_process(command: list[str]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{command}\n{result.stderr}"
     assert result.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example for a first image in a process of its own, the others in this one."""
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, str(example), *ARGUMENTS.get(example.stem, [])]
+    if example.stem == "generate":
+        run_process(command)
+        return
+    run_here(command)
+    assert capsys.readouterr().out
 
 
 def test_example_with_a_controlnet(
@@ -45,41 +83,31 @@ def test_example_with_a_controlnet(
 ) -> None:
     """The ControlNet is a copy of the demo's U-Net with output convolutions that are not zero.
 
-    By the faster exporter and in this process; tests/export has the default one, with ControlNets too.
+    By the faster exporter; tests/export has the default one, with ControlNets too.
     """
     torch.manual_seed(0)
     controlnet: Any = ControlNetModel.from_unet(UNet2DConditionModel.from_pretrained(MODEL_DIR, subfolder="unet"))
     for convolution in controlnet.controlnet_down_blocks:
         torch.nn.init.normal_(convolution.weight, std=0.02)
     controlnet.save_pretrained(tmp_path / "net")
-
-    def run_here(command: list[Any], check: bool) -> None:
-        assert command[:3] == [sys.executable, "-m", "sd_ort"]
-        cli.main(list(map(str, command[3:])), standalone_mode=False)
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subprocess, "run", run_here)
     monkeypatch.setitem(exporter.EXPORTERS, "dynamo", exporter.EXPORTERS["torchscript"])
-    monkeypatch.setattr(sys, "argv", [str(CHECKPOINT), "demo", "out.png", "net"])
-    runpy.run_path(str(CHECKPOINT))
+    run_here([sys.executable, str(CHECKPOINT), "demo", "out.png", "net"])
     assert capsys.readouterr().out.endswith("out.png\n")
     with Image.open(tmp_path / "out.png") as image:
         assert image.size == (128, 128)
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
-def test_tutorial(page: Path, tmp_path: Path) -> None:
+def test_tutorial(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of a tutorial, in their order, as the page shows them, benchmarks of fewer calls.
 
-    The page on reports has torch's row as well; tests/benchmark has others.
+    The first command of the first page is a process. The page on reports has torch's row as well; tests/benchmark has
+    others.
     """
     for folder in ("scripts", "sd_ort"):  # as in a clone
         (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
     commands = [line.strip() for line in page.read_text().splitlines() if re.match("    (sd-ort|python) ", line)]
     assert commands
     for command in commands:
@@ -87,8 +115,10 @@ def test_tutorial(page: Path, tmp_path: Path) -> None:
         if "benchmark" in words:
             words += ["--steps", "2"]  # calls a run: 20 on the page
             words += ["--torch", "none"] if page.stem != "benchmark_report" else []
-        result = run(words, tmp_path)
-        assert result.returncode == 0, f"{command}\n{result.stderr}"
+        if page.stem == "first_image" and command == commands[0]:
+            run_process(words)
+        else:
+            run_here(words)
 
 
 # --- How-to pages ---------------------------------------------------------------------------------------------------
