@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,10 +172,13 @@ def _compile(options: _Options, folder: Path) -> None:
     """Builds in a temporary folder; the cache folder appears whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".build-") as work:
+        # ccache: the folder's name is another one each time, and sources are the same.
+        environment = {"CCACHE_BASEDIR": work} | os.environ
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-        _run([options.cmake, *generator, "-S", str(SOURCES), "-B", work, *options.definitions()], "configuring failed")
+        configure = [options.cmake, *generator, "-S", str(SOURCES), "-B", work, *options.definitions()]
+        _run(configure, "configuring failed", environment)
         jobs = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel"]  # which would override it
-        _run([options.cmake, "--build", work, *jobs], "compiling failed")
+        _run([options.cmake, "--build", work, *jobs], "compiling failed", environment)
         done = Path(work) / "done"
         done.mkdir()
         for name in (LIBRARY, HIP_LIBRARY, CUDA_LIBRARY, *PROVIDER_LIBRARIES.values()):
@@ -199,9 +202,9 @@ def _compile(options: _Options, folder: Path) -> None:
                 raise OutputError(f"cannot write {folder}: {error.strerror}; is the disk full?") from error
 
 
-def _run(command: Sequence[str], failure: str) -> None:
+def _run(command: Sequence[str], failure: str, environment: Mapping[str, str]) -> None:
     """Run a build step. An interrupt ends it and the compilers it started, which are a process group of their own."""
-    options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
+    options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True, "env": environment}
     process = None
     try:
         with defer_interrupts() as signals:  # an interrupt inside Popen would leave compilers that nobody knows

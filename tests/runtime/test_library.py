@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,12 +78,14 @@ def test_a_gpu_build_is_of_all_sources(monkeypatch: pytest.MonkeyPatch, tmp_path
     """The provider compiles bindings that the CPU's kernels use too: after a change of these it was neither built again
     nor found."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CCACHE_BASEDIR", raising=False)
     monkeypatch.setattr(build_module, "find_hip_compiler", lambda: build_module.HipCompiler("true"))
     monkeypatch.setattr(build_module, "find_headers", lambda *_, **__: tmp_path)
     compiled = []
 
-    def run(command: Sequence[str], _: str) -> None:
+    def run(command: Sequence[str], _: str, environment: Mapping[str, str]) -> None:
         if "--build" in command:
+            assert environment["CCACHE_BASEDIR"] == command[2], "sources compiled once are misses in another folder"
             compiled.append(Path(command[2]))
             (compiled[-1] / HIP_LIBRARY).touch()
 
