@@ -8,6 +8,7 @@ internally. Rejected: another axis or power; an epsilon, gamma or beta that is n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,25 @@ import onnx_ir as ir
 from fusion_passes import value_queries as values
 from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
+
+
+def formula_reject_reason(
+    x: ir.Value, means: Iterable[tuple[ir.Value, ir.Value]], power: ir.Value, epsilon: ir.Value
+) -> str | None:
+    """Return why a formula is no normalization over the last axis of x; None if it is one.
+
+    `means`: the outputs of the ReduceMean nodes, and the axes of each.
+    """
+    for mean, axes in means:
+        node, numbers = mean.producer(), values.ints(axes)
+        assert node is not None
+        if numbers is None or len(numbers) != 1 or not values.last_axis(numbers[0], x):
+            return "the mean is not over the last axis"
+        if not node.attributes.get_int("keepdims", 1):
+            return "the mean drops its axis"
+    if values.scalar(power) != 2.0:
+        return "the values are not squared"
+    return "epsilon is not a constant scalar" if values.scalar(epsilon) is None else None
 
 
 class FromFormula(Rule):
@@ -39,17 +59,8 @@ class FromFormula(Rule):
         self, x: ir.Value, axes: ir.Value, square_axes: ir.Value, two: ir.Value, epsilon: ir.Value, gamma: ir.Value,
         beta: ir.Value, mean: ir.Value, variance: ir.Value, out: ir.Value, **_: Any,
     ) -> str | None:  # fmt: skip
-        for value, over in ((mean, axes), (variance, square_axes)):
-            node, numbers = value.producer(), values.ints(over)
-            assert node is not None
-            if numbers is None or len(numbers) != 1 or not values.last_axis(numbers[0], x):
-                return "the mean is not over the last axis"
-            if not node.attributes.get_int("keepdims", 1):
-                return "the mean drops its axis"
-        if values.scalar(two) != 2.0:
-            return "the distance is not squared"
-        if values.scalar(epsilon) is None:
-            return "epsilon is not a constant scalar"
+        if reason := formula_reject_reason(x, ((mean, axes), (variance, square_axes)), two, epsilon):
+            return reason
         if not (values.is_vector(gamma, values.size(x, -1)) and values.is_vector(beta, values.size(x, -1))):
             return "gamma and beta are not constant vectors over the last axis"
         return None if x.dtype == out.dtype == gamma.dtype else "the input, gamma and the output differ in dtype"

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
 from fusion_passes import value_queries as values
+from fusion_passes.canonicalize.layer_normalization import formula_reject_reason
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome
 from fusion_passes.rule import Rule, apply_rules
 
@@ -34,16 +35,8 @@ class FromFormula(Rule):
     def reject_reason(
         self, x: ir.Value, axes: ir.Value, two: ir.Value, epsilon: ir.Value, gamma: ir.Value, mean: ir.Value, **_: Any
     ) -> str | None:
-        node, numbers = mean.producer(), values.ints(axes)
-        assert node is not None
-        if numbers is None or len(numbers) != 1 or not values.last_axis(numbers[0], x):
-            return "the mean is not over the last axis"
-        if not node.attributes.get_int("keepdims", 1):
-            return "the mean drops its axis"
-        if values.scalar(two) != 2.0:
-            return "the values are not squared"
-        if values.scalar(epsilon) is None:
-            return "epsilon is not a constant scalar"
+        if reason := formula_reject_reason(x, [(mean, axes)], two, epsilon):
+            return reason
         if not values.is_vector(gamma, values.size(x, -1)):
             return "gamma is not a constant vector over the last axis"
         return None if x.dtype == gamma.dtype else "the input and gamma differ in dtype"

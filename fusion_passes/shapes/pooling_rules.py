@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from fusion_passes.shapes.dims import Dim, constant
-from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape, window_attributes
 
 
 def _pool(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
@@ -16,9 +16,7 @@ def _pool(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     if kernel is None or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return None
     spatial = len(x) - 2
-    strides = node.attributes.get_ints("strides") or [1] * spatial
-    dilations = node.attributes.get_ints("dilations") or [1] * spatial
-    pads = node.attributes.get_ints("pads") or [0] * (2 * spatial)
+    strides, dilations, pads = window_attributes(node, spatial)
     # With ceil_mode, a last window that would start in the padding is skipped; without padding there is none.
     ceil_mode = node.attributes.get_int("ceil_mode", 0)
     if ceil_mode and (any(pads) or any(k < s for k, s in zip(kernel, strides, strict=True))):
@@ -45,9 +43,7 @@ def _conv_transpose(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
         return None
     spatial = len(x) - 2
     kernel = node.attributes.get_ints("kernel_shape") or [d.value or 1 for d in weight[2:]]
-    strides = node.attributes.get_ints("strides") or [1] * spatial
-    dilations = node.attributes.get_ints("dilations") or [1] * spatial
-    pads = node.attributes.get_ints("pads") or [0] * (2 * spatial)
+    strides, dilations, pads = window_attributes(node, spatial)
     extra = node.attributes.get_ints("output_padding") or [0] * spatial
     out = []
     for i in range(spatial):

@@ -15,6 +15,7 @@ from fusion_passes.shapes.shape_info import (
     input_shape,
     normalize_axis,
     quotient,
+    window_attributes,
 )
 
 SAME_AS_FIRST_INPUT = frozenset(
@@ -36,9 +37,7 @@ def _conv(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
         return None
     spatial = len(x) - 2
     kernel = node.attributes.get_ints("kernel_shape") or [d.value or 1 for d in weight[2:]]
-    strides = node.attributes.get_ints("strides") or [1] * spatial
-    dilations = node.attributes.get_ints("dilations") or [1] * spatial
-    pads = node.attributes.get_ints("pads") or [0] * (2 * spatial)
+    strides, dilations, pads = window_attributes(node, spatial)
     out = []
     for i in range(spatial):
         extra = pads[i] + pads[i + spatial] - dilations[i] * (kernel[i] - 1) - 1

@@ -68,6 +68,12 @@ def input_shape(node: ir.Node, index: int, info: ShapeInfo) -> Shape:
     return info.shapes[value]
 
 
+def window_attributes(node: ir.Node, spatial: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Return strides, dilations and pads of a convolution or pooling over `spatial` axes."""
+    get = node.attributes.get_ints
+    return get("strides") or [1] * spatial, get("dilations") or [1] * spatial, get("pads") or [0] * (2 * spatial)
+
+
 def product(dims: Sequence[Dim]) -> Dim:
     """Return the product of sizes."""
     return math.prod(dims, start=constant(1))

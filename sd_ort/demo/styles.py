@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
-from sd_ort.demo.scenes import Scene, caption, parse, unseen_prompts
+from sd_ort.demo.scenes import Scene, caption, parse
 
 LORAS = Path(__file__).parent / "loras"
 
@@ -54,9 +53,3 @@ def is_styleable(scene: Scene) -> bool:
     """Return whether every style changes the scene and keeps its shapes different in color from the background."""
     colors = {item.color for item in scene.items}
     return scene.background not in ("black", "yellow") and colors != {"yellow"}
-
-
-def styleable_prompts(count: int) -> list[str]:
-    """Return `count` different captions of unseen combinations that every style changes."""
-    prompts = (prompt for prompt in unseen_prompts(2 * count + 20, seed=1) if is_styleable(parse(prompt)))
-    return list(islice(prompts, count))

@@ -45,6 +45,14 @@ def as_array(value: Any) -> np.ndarray:
     return np.asarray(value.detach().float().cpu().numpy() if is_tensor(value) else value, np.float32)
 
 
+def latents_of_shape(latents: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return latents as an array. Raises InputError for latents of another shape."""
+    array = as_array(latents)
+    if array.shape != shape:
+        raise InputError(f"latents of shape {array.shape} were given where {shape} are needed.")
+    return array
+
+
 def readable(source: Picture | None, what: str = "image") -> Any:
     """Return an image as diffusers' image processor takes it; uint8 becomes 0..1. Raises InputError for no image."""
     if isinstance(source, (list, tuple)) and source:

@@ -35,7 +35,7 @@ from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultN
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
-from sd_ort.pipelines.images import as_array, finished, pil_images, size_of
+from sd_ort.pipelines.images import as_array, finished, latents_of_shape, pil_images, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
 from sd_ort.pipelines.load_options import DEFAULT_OPTIONS, LoadOptions
 from sd_ort.pipelines.lora_methods import LoraMixin
@@ -455,12 +455,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def _noise(self, request: Request, latents: Any = None) -> np.ndarray:
         """Return standard normal noise (B, C, h, w), float32: the request's checked latents, or diffusers' noise."""
         shape = self._latent_shape(request)
-        if latents is None:
-            return draw_noise(shape, request.generator)
-        noise = as_array(latents)
-        if noise.shape != shape:
-            raise InputError(f"latents of shape {noise.shape} were given where {shape} are needed.")
-        return noise
+        return draw_noise(shape, request.generator) if latents is None else latents_of_shape(latents, shape)
 
     def prepare_latents(
         self, batch_size: int, num_channels_latents: int, height: int, width: int, dtype: torch.dtype, device: Any,

@@ -15,7 +15,7 @@ from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.flow_match import FlowMatchSchedule, InpaintBlend
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.call_signature import transformer_call
-from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable
+from sd_ort.pipelines.images import is_latents, latents_of_shape, nearest, preprocess, readable
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.transformer_pipelines import (
     FLUX_STEPS,
@@ -46,8 +46,8 @@ class _ImageStart(TransformerPipeline):
     ) -> tuple[np.ndarray, InpaintBlend | None]:
         generator, latents, strength = call.generator, call.latents, call.strength
         image, masks = readable(call.image), None
-        if latents is not None and (latents := as_array(latents)).shape != shape:
-            raise InputError(f"latents of shape {latents.shape} were given where {shape} are needed.")
+        if latents is not None:
+            latents = latents_of_shape(latents, shape)
         if self.INPAINTS:
             masks = preprocess(readable(call.mask_image, "mask"), *size, mask=True)
         elif latents is not None:

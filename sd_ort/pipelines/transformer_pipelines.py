@@ -33,7 +33,7 @@ from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is
 from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.diffusers_compat import loading_options
-from sd_ort.pipelines.images import as_array, finished
+from sd_ort.pipelines.images import as_array, finished, latents_of_shape
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
@@ -208,6 +208,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     ROUNDS_SIZE = False  # down to a multiple, as diffusers' class does, which for others rejects the size
     ROUNDS_UP = False  # with ROUNDS_SIZE: up to a multiple
     LONGEST_TEXT = LONGEST_TEXT  # largest max_sequence_length
+    TAKES_UNPACKED_LATENTS = False  # (B, C, h, w), as diffusers does for inpainting
     ENCODERS: tuple[str, ...] = ()  # text encoders that the pipeline cannot do without
     REQUIRED_COMPONENTS: tuple[str, ...] = ("transformer", "vae_decoder")
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds")
@@ -522,10 +523,21 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
         Pipelines that start from an image override it.
         """
-        sample = self._noise(shape, call.generator, shape[0]) if call.latents is None else as_array(call.latents)
-        if sample.shape != shape:
-            raise InputError(f"latents of shape {sample.shape} were given where {shape} are needed.")
-        return sample, None
+        if call.latents is None:
+            return self._noise(shape, call.generator, shape[0]), None
+        return latents_of_shape(call.latents, shape), None
+
+    def _start_packed(
+        self, shape: tuple[int, int, int], call: SimpleNamespace, schedule: flow_match.FlowMatchSchedule,
+        size: tuple[int, int],
+    ) -> tuple[np.ndarray, flow_match.InpaintBlend | None]:  # fmt: skip
+        """Return as `_start`, in patches of 2x2 (B, h * w, 4C). shape: (B, h, w)."""
+        count, rows, columns = shape
+        channels = self.transformer_config["in_channels"]
+        if call.latents is not None and not self.TAKES_UNPACKED_LATENTS:
+            return latents_of_shape(call.latents, (count, rows * columns, channels)), None
+        sample, blend = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, size)
+        return pack(sample), None if blend is None else blend.packed(pack)
 
     def _denoise(self, job: Denoising, call: SimpleNamespace) -> np.ndarray:
         """Run the steps of a call and return the latents after the last one."""
@@ -705,7 +717,6 @@ class FluxPipeline(TransformerPipeline):
 
     CLASS, INDEX_CLASS, ROUNDS_SIZE = "FluxTransformer2DModel", "FluxPipeline", True
     ENCODERS = ("text_encoder", "text_encoder_2")
-    TAKES_UNPACKED_LATENTS = False  # (B, C, h, w), as diffusers does for inpainting
 
     def encode_prompt(
         self, prompt: Prompt | None, prompt_2: Prompt | None = None, max_sequence_length: int = 512,
@@ -761,17 +772,11 @@ class FluxPipeline(TransformerPipeline):
             for t5, clip in texts
         ]
         count, side = count * images, 2 * self.vae_scale_factor
-        rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
+        rows, columns = height // side, width // side
         sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
         schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas)
         schedule = schedule.last_part(getattr(call, "strength", 1.0))
-        if call.latents is None or self.TAKES_UNPACKED_LATENTS:
-            sample, blend = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, (height, width))
-            sample, blend = pack(sample), None if blend is None else blend.packed(pack)
-        else:
-            sample, blend = as_array(call.latents), None
-            if sample.shape != (needed := (count, rows * columns, channels)):
-                raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
+        sample, blend = self._start_packed((count, rows, columns), call, schedule, (height, width))
         tokens = prompts[0]["encoder_hidden_states"].shape[1]
         references, reference_ids = self._references(call, count)
         ids = image_ids(rows, columns)

@@ -24,7 +24,6 @@ from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
     latents_as_output,
-    pack,
     prompt_list,
     repeated,
     unpack,
@@ -171,15 +170,9 @@ class QwenImagePipeline(TransformerPipeline):
         if (scale := self._guidance(call)) is not None:
             embeddings.append(self._prompts(call, "negative_", count // images).repeated(images))
         side = 2 * self.vae_scale_factor
-        rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
+        rows, columns = height // side, width // side
         schedule = self._schedule(call, steps, rows * columns).last_part(getattr(call, "strength", 1.0))
-        if call.latents is None:
-            sample, blend = self._start((count, channels // 4, 2 * rows, 2 * columns), call, schedule, (height, width))
-            sample, blend = pack(sample), None if blend is None else blend.packed(pack)
-        else:
-            sample, blend = as_array(call.latents), None
-            if sample.shape != (needed := (count, rows * columns, channels)):
-                raise InputError(f"latents of shape {sample.shape} were given where {needed} are needed.")
+        sample, blend = self._start_packed((count, rows, columns), call, schedule, (height, width))
         references, reference_sizes = self._references(call, count)
         job = self.DENOISING(
             sample, schedule, [], guidance_scale=scale, blend=blend, references=references,
