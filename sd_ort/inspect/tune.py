@@ -40,6 +40,8 @@ def tune(
 ) -> Path:
     """Measure every shape of a pipeline folder and return the tuning file.
 
+    An interrupt saves what was measured.
+
     Args:
         heights, widths: image sizes in pixels, taken in pairs; default: the model's own size.
         batches: images per call; with `guidance` the UNet gets twice as many.
@@ -63,15 +65,20 @@ def tune(
     if source is None:
         on_progress(f"no op library for {provider}: only ONNX Runtime's own operators are tuned ({build}).")
     sizes = image_sizes(folder, heights, widths)
+    version = import_onnxruntime().__version__
     tuning_file = None
-    for name in components or pipeline_folder.components(folder):
-        path = pipeline_folder.check_component(folder, name)
-        session = create_session(path, provider, SessionOptions(tuning=True, library=library or False))
-        run_shapes(OrtModel(session), folder, name, latent_sizes(folder, name, sizes, batches, guidance), on_progress)
-        tuning_file = tuning.save([session], source, import_onnxruntime().__version__) or tuning_file
-    if tuning_file is None and (
-        tuning_file := tuning.find(tuning.validators_of(source, import_onnxruntime().__version__))
-    ):
+    try:
+        for name in components or pipeline_folder.components(folder):
+            path = pipeline_folder.check_component(folder, name)
+            session = create_session(path, provider, SessionOptions(tuning=True, library=library or False))
+            axis_sizes = latent_sizes(folder, name, sizes, batches, guidance)
+            run_shapes(OrtModel(session), folder, name, axis_sizes, on_progress)
+            tuning_file = tuning.save([session], source, version) or tuning_file
+    except KeyboardInterrupt:
+        if tuning_file := tuning.save([], source, version) or tuning_file:
+            on_progress(f"{tuning_file} has what was measured: the same command measures the rest.")
+        raise
+    if tuning_file is None and (tuning_file := tuning.find(tuning.validators_of(source, version))):
         on_progress("nothing new was measured: these sizes were tuned before, or the folder has no operator to tune.")
     if tuning_file is None:
         raise InputError(f"{folder} has no operator that the {provider} provider could tune: optimize it for one.")

@@ -283,6 +283,23 @@ def test_tuned_sizes_are_no_error(small_export: Path, monkeypatch: pytest.Monkey
     assert lines[-1].startswith("nothing new was measured: these sizes were tuned before")
 
 
+def test_an_interrupt_saves_what_was_measured(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        ops.measured = results_of("a")
+        raise KeyboardInterrupt
+
+    ops, lines = FakeOps(), list[str]()
+    monkeypatch.setattr(tuning, "gpu_ops", lambda provider, library: ops)
+    monkeypatch.setattr(tune, "create_session", lambda *_: FakeSession())
+    monkeypatch.setattr(tune, "OrtModel", lambda session: session)
+    monkeypatch.setattr(tune, "run_shapes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(small_export, "cuda", library=small_export / "ops.so", on_progress=lines.append)
+    path = tuning.find(tuning.validators_of(ops, onnxruntime.__version__))
+    assert path is not None
+    assert lines == [f"{path} has what was measured: the same command measures the rest."]
+
+
 def test_sizes(small_export: Path) -> None:
     """Pixels become latents; guidance doubles the UNet's batch; a text encoder runs once a batch."""
     step = pixels_per_latent(small_export)
