@@ -182,7 +182,10 @@ def _apply_rule(node: ir.Node, inputs: list[Shape | None], info: ShapeInfo) -> S
     if node.op_type in SAME_AS_FIRST_INPUT:
         return [inputs[0]]
     rule = SHAPE_RULES.get(node.op_type)
-    return None if rule is None else rule(node, info)
+    try:
+        return None if rule is None else rule(node, info)
+    except (IndexError, ValueError):  # attributes that do not fit the ranks; ONNX Runtime will report them
+        return None
 
 
 def _branches(node: ir.Node, info: ShapeInfo, version: int) -> list[Shape | None] | None:

@@ -299,6 +299,7 @@ def _check_model(model: onnx.ModelProto) -> None:
         functions[key] = function
     if not model.graph.output:
         raise _Invalid("has no outputs: export it again")
+    _check_metadata(model)
     _make_weights_constant(model)
     for value in (*model.graph.input, *model.graph.output):
         _check_value(value)
@@ -348,6 +349,7 @@ def _check_value(value: onnx.ValueInfoProto) -> None:
 
 def _check_graph(graph: onnx.GraphProto, outer: Scopes, context: _Context) -> None:
     """Check that every value is defined once, before its consumers. `outer`: values of the enclosing graphs."""
+    _check_metadata(graph, *graph.input, *graph.output, *graph.value_info)
     inputs = [value.name for value in graph.input]
     weights = [tensor.name for tensor in graph.initializer] + [t.values.name for t in graph.sparse_initializer]
     for names in (inputs, weights):
@@ -388,7 +390,8 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], defined: set[str], outer: Scop
     """Check nodes, add their outputs to `defined`, and return all scopes. Raises _Invalid for an invalid node."""
     scopes = (*outer, defined)
     for node in nodes:
-        _check_text(node.op_type, node.domain, *node.input, *node.output)
+        _check_text(node.op_type, node.domain, *node.input, *node.output, node.name, node.doc_string)
+        _check_metadata(node)
         if max(len(node.input), len(node.output)) > ARITY_LIMIT:
             raise _Invalid(f"has a {node.op_type} with more than {ARITY_LIMIT} inputs or outputs: do not trust it")
         for name in filter(None, node.input):
@@ -408,6 +411,11 @@ def _check_text(*values: str) -> None:
     """Check that protobuf read text: it returns a string field that is not UTF-8 as bytes."""
     if not all(isinstance(value, str) for value in values):
         raise _Invalid("holds a name that is no text: export it again")
+
+
+def _check_metadata(*messages: onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto) -> None:
+    for message in messages:
+        _check_text(*(text for entry in message.metadata_props for text in (entry.key, entry.value)))
 
 
 def _is_defined(name: str, scopes: Scopes) -> bool:

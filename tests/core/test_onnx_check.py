@@ -76,3 +76,18 @@ def test_a_graph_is_serialized_once(model: Path, monkeypatch: pytest.MonkeyPatch
     assert onnx.ModelProto.FromString(first) == onnx.parser.parse_model(text)
     monkeypatch.setattr(onnx.parser, "parse_model", None)
     assert onnx_file.serialize(text) == first
+
+
+@pytest.mark.parametrize("holder", ["model", "graph", "node", "input"])
+def test_metadata_that_is_no_text(tmp_path: Path, holder: str) -> None:
+    """onnx_ir reads it as bytes, which it cannot write."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[N] x) => (float[N] y) {y = Neg (x)}'
+    )
+    graph = model.graph
+    message = {"model": model, "graph": graph, "node": graph.node[0], "input": graph.input[0]}[holder]
+    message.metadata_props.add(key="key", value="damaged")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString().replace(b"damaged", b"damage\xa6"))
+    with pytest.raises(InputError, match="holds a name that is no text"):
+        onnx_file.read(path)

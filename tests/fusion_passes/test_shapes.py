@@ -56,6 +56,9 @@ def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8
         ("y = Flatten (x)", "B, 8*H*W"),
         ("p = GlobalAveragePool (x)  y = Squeeze (p)", "unknown"),  # B may be 1
         ("a = Constant <value_ints = [2, 3]> ()  p = GlobalAveragePool (x)  y = Squeeze (p, a)", "B, 8"),
+        # attributes that do not fit the rank, which ONNX Runtime may not know
+        ("y = Transpose <perm = [0, 2, 3, 4, 1]> (x)", "unknown"),
+        ("f = Flatten (x)  y = Concat <axis = 1> (x, f)", "unknown"),
         # no shape rule: ONNX's inference
         ("y = LpNormalization (x)", "B, 8, H, W"),
         ("l = Constant <value_int = 9> ()  y = HannWindow (l)", "9"),
