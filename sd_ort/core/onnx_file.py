@@ -282,15 +282,12 @@ Scopes = tuple[set[str], ...]  # names of values, by graph, outermost graph firs
 
 
 def _check_model(model: onnx.ModelProto) -> None:
-    import onnx
-
     opsets = _opsets(model.opset_import)
     if "" not in opsets and not any(node.domain in ("", "ai.onnx") for node in model.graph.node):
         opsets[""] = model.opset_import.add(domain="", version=UNUSED_OPSET).version
     if "" not in opsets:
         raise _Invalid("names no ONNX opset: export it again")
-    if not 1 <= opsets[""] <= onnx.defs.onnx_opset_version():
-        raise _Invalid(f"is of ONNX opset {opsets['']}; known are 1 to {onnx.defs.onnx_opset_version()}")
+    _check_opset(opsets[""])
     functions: dict[Key, onnx.FunctionProto] = {}
     for function in model.functions:
         key = (function.domain, function.name, function.overload)
@@ -318,6 +315,13 @@ def _make_weights_constant(model: onnx.ModelProto) -> None:
     if count:
         del model.graph.input[:]
         model.graph.input.extend(inputs)
+
+
+def _check_opset(version: int) -> None:
+    import onnx
+
+    if not 1 <= version <= onnx.defs.onnx_opset_version():
+        raise _Invalid(f"is of ONNX opset {version}; known are 1 to {onnx.defs.onnx_opset_version()}")
 
 
 class _Context:
@@ -431,7 +435,9 @@ def subgraphs(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.GraphP
 
 def _check_function(function: onnx.FunctionProto, functions: dict[Key, onnx.FunctionProto]) -> None:
     attributes = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
-    context = _Context(_opsets(function.opset_import), functions, attributes)
+    opsets = _opsets(function.opset_import)
+    _check_opset(opsets.get("", 1))
+    context = _Context(opsets, functions, attributes)
     scopes = _check_nodes(function.node, set(function.input), (), context)
     if undefined := [name for name in function.output if not _is_defined(name, scopes)]:
         raise _Invalid(f"has a function {function.name!r} whose output {undefined[0]!r} nothing makes: export it again")

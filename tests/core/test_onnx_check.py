@@ -91,3 +91,17 @@ def test_metadata_that_is_no_text(tmp_path: Path, holder: str) -> None:
     path.write_bytes(model.SerializeToString().replace(b"damaged", b"damage\xa6"))
     with pytest.raises(InputError, match="holds a name that is no text"):
         onnx_file.read(path)
+
+
+@pytest.mark.parametrize("version", [-1, 10**6, 1 << 40])
+def test_a_function_of_an_unknown_opset(tmp_path: Path, version: int) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20, "own" : 1]> g (float[N] x) => (float[N] y) { y = own.f (x) }
+        <domain: "own", opset_import: ["" : 20]> f (x) => (y) { y = Neg (x) }"""
+    model = onnx.parser.parse_model(text)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    onnx_file.read(path)
+    model.functions[0].opset_import[0].version = version
+    onnx.save(model, path)
+    with pytest.raises(InputError, match=f"is of ONNX opset {version}; known are 1 to"):
+        onnx_file.read(path)
