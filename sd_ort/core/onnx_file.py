@@ -119,6 +119,7 @@ def _parse(content: bytes, data: _DataFiles) -> onnx.ModelProto:
         raise _Invalid("is truncated or not an ONNX model: export it again") from error
     if not model.graph.node:
         raise _Invalid("is truncated or empty: export it again")
+    _check_texts(model)
     _check_model(model)
     for tensor in _tensors(model):
         _check_tensor(tensor, data)
@@ -131,6 +132,21 @@ def _content(path: Path) -> bytes:
         with contextlib.suppress(ValueError):  # the parser says what is wrong
             return embedded_weights.skeleton(path)
     return read_regular(path)
+
+
+def _check_texts(message: Any) -> None:
+    """Check that protobuf read text in all fields of a message: it returns a string that is not UTF-8 as bytes."""
+    if message.DESCRIPTOR.name == "TensorProto":  # without its values, which would be copied
+        values = [message.name, message.doc_string, message.external_data, message.metadata_props]
+    else:
+        fields = message.ListFields()
+        values = [value for field, value in fields if field.type in (field.TYPE_STRING, field.TYPE_MESSAGE)]
+    for value in values:
+        for each in [value] if isinstance(value, (str, bytes)) or hasattr(value, "ListFields") else value:
+            if hasattr(each, "ListFields"):
+                _check_texts(each)
+            elif not isinstance(each, str):
+                raise _Invalid("holds a name that is no text: export it again")
 
 
 # --- Tensors --------------------------------------------------------------------------------------------------------
@@ -200,7 +216,6 @@ _TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint6
 
 def _check_external(tensor: onnx.TensorProto, size: int, data_files: _DataFiles) -> None:
     entries = {entry.key: entry for entry in tensor.external_data}
-    _check_text(*(entry.value for entry in tensor.external_data))
     offset, length = (_number(entries[key].value) if key in entries else None for key in ("offset", "length"))
     if length is not None and length != size:
         raise _Invalid(f"says {length} bytes of {tensor.name!r}, whose shape asks for {size}: export it again")
@@ -296,7 +311,6 @@ def _check_model(model: onnx.ModelProto) -> None:
         functions[key] = function
     if not model.graph.output:
         raise _Invalid("has no outputs: export it again")
-    _check_metadata(model)
     _make_weights_constant(model)
     for value in (*model.graph.input, *model.graph.output):
         _check_value(value)
@@ -353,7 +367,6 @@ def _check_value(value: onnx.ValueInfoProto) -> None:
 
 def _check_graph(graph: onnx.GraphProto, outer: Scopes, context: _Context) -> None:
     """Check that every value is defined once, before its consumers. `outer`: values of the enclosing graphs."""
-    _check_metadata(graph, *graph.input, *graph.output, *graph.value_info)
     inputs = [value.name for value in graph.input]
     weights = [tensor.name for tensor in graph.initializer] + [t.values.name for t in graph.sparse_initializer]
     for names in (inputs, weights):
@@ -394,8 +407,6 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], defined: set[str], outer: Scop
     """Check nodes, add their outputs to `defined`, and return all scopes. Raises _Invalid for an invalid node."""
     scopes = (*outer, defined)
     for node in nodes:
-        _check_text(node.op_type, node.domain, *node.input, *node.output, node.name, node.doc_string)
-        _check_metadata(node)
         if max(len(node.input), len(node.output)) > ARITY_LIMIT:
             raise _Invalid(f"has a {node.op_type} with more than {ARITY_LIMIT} inputs or outputs: do not trust it")
         for name in filter(None, node.input):
@@ -409,17 +420,6 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], defined: set[str], outer: Scop
                 raise _Invalid(f"makes the value {name!r} twice: export it again")
             defined.add(name)
     return scopes
-
-
-def _check_text(*values: str) -> None:
-    """Check that protobuf read text: it returns a string field that is not UTF-8 as bytes."""
-    if not all(isinstance(value, str) for value in values):
-        raise _Invalid("holds a name that is no text: export it again")
-
-
-def _check_metadata(*messages: onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto) -> None:
-    for message in messages:
-        _check_text(*(text for entry in message.metadata_props for text in (entry.key, entry.value)))
 
 
 def _is_defined(name: str, scopes: Scopes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -78,17 +79,31 @@ def test_a_graph_is_serialized_once(model: Path, monkeypatch: pytest.MonkeyPatch
     assert onnx_file.serialize(text) == first
 
 
-@pytest.mark.parametrize("holder", ["model", "graph", "node", "input"])
-def test_metadata_that_is_no_text(tmp_path: Path, holder: str) -> None:
-    """onnx_ir reads it as bytes, which it cannot write."""
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 20]> g (float[N] x) => (float[N] y) {y = Neg (x)}'
-    )
+HOLDERS = ("model", "graph", "node", "input", "function", "weight")
+
+
+@pytest.mark.parametrize(
+    ("holder", "field"), [*product(HOLDERS, ("doc_string", "metadata_props")), ("attribute", "doc_string")]
+)
+def test_notes_that_are_no_text(tmp_path: Path, holder: str, field: str) -> None:
+    """onnx_ir reads them as bytes, which it cannot write."""
+    text = """<ir_version: 10, opset_import: ["" : 20, "own" : 1]>
+        g (float[N] x) => (float[N] y) <float[1] w = {1}> { z = Elu <alpha = 2.0> (x) s = Add (z, w) y = own.f (s) }
+        <domain: "own", opset_import: ["" : 20]> f (x) => (y) { y = Neg (x) }"""
+    model = onnx.parser.parse_model(text)
     graph = model.graph
-    message = {"model": model, "graph": graph, "node": graph.node[0], "input": graph.input[0]}[holder]
-    message.metadata_props.add(key="key", value="damaged")
+    message = {
+        "model": model, "graph": graph, "node": graph.node[0], "input": graph.input[0],
+        "function": model.functions[0], "attribute": graph.node[0].attribute[0], "weight": graph.initializer[0],
+    }[holder]  # fmt: skip
+    if field == "doc_string":
+        message.doc_string = "damaged"
+    else:
+        message.metadata_props.add(key="key", value="damaged")
     path = tmp_path / "model.onnx"
-    path.write_bytes(model.SerializeToString().replace(b"damaged", b"damage\xa6"))
+    onnx.save(model, path)
+    onnx_file.read(path)
+    path.write_bytes(path.read_bytes().replace(b"damaged", b"damage\xa6"))
     with pytest.raises(InputError, match="holds a name that is no text"):
         onnx_file.read(path)
 
