@@ -217,8 +217,8 @@ def _load(folder: Path, class_name: str) -> torch.nn.Module:
     """Return a model in float32 and eval mode. Raises InputError if the folder is no such model or lacks weights."""
     names = {path.name for path in folder.iterdir()}
     for index, shards in shard_indexes(folder).items():
-        whole = index.name.partition(".index")[0]
-        if whole not in names and (missing := sorted(shards - names)):
+        single_file = index.name.partition(".index")[0]  # which is read instead of shards
+        if single_file not in names and (missing := sorted(shards - names)):
             raise InputError(f"{folder} lacks {missing[0][:200]!r}, which {index.name} names: get the whole folder.")
     import torch
 

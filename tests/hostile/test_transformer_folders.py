@@ -1,4 +1,4 @@
-"""Damaged and foreign checkpoints of diffusion transformers: one line that names what is wrong, nothing written."""
+"""`sd-ort optimize` refuses damaged and foreign transformer checkpoints in one line, and writes nothing."""
 
 from __future__ import annotations
 
