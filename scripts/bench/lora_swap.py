@@ -178,10 +178,13 @@ def measure(folder: Path, loras: list[Path], provider: str, side: int, steps: in
     draw(ours)
     row: dict[str, Any] = {"in place": ours.models.in_place, **load_rounds(ours, loras[0], draw, rounds)}
     row["image after unloading as before"] = bool(np.array_equal(draw(ours), untouched))
+    before = usage()
     for path in loras:
         ours.load_lora_weights(path, path.stem)
     ours.set_adapters([path.stem for path in loras])
     with_loras = draw(ours)
+    row["memory of LoRAs"] = {name: used - before[name] for name, used in usage().items() if used is not None}
+    click.echo(f"memory of LoRAs: {row['memory of LoRAs']}")
     sessions = opened(ours)
     times: dict[str, list[float]] = {"without": [], "with": []}
     for _ in range(rounds):

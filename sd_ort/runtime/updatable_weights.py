@@ -41,7 +41,7 @@ class UpdatableWeights:
 
     values: OrtValues on `device` by initializer; those of float8 weights are bytes. shared: views of the same memory,
     which sessions accept. changed: names of initializers whose values differ from the file's. originals: device copies
-    of some values of the file.
+    of some values of the file. sources: device copies of tensors of the checkpoint, by name, for float8 weights.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class UpdatableWeights:
         `on_update`: the provider's `update_callback`."""
         self.prefetched = prefetched  # owns the memory of its values
         self.originals: dict[str, Any] = {}
+        self.sources: dict[str, Any] = {}
         if prefetched is None:
             arrays = {name: array.copy() if device == "cpu" else array for name, array in weights.items()}
             self.values = {name: device_value(as_integers(array), device) for name, array in arrays.items()}

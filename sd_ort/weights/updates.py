@@ -13,8 +13,9 @@ Deltas are added to the weights on disk, never to earlier sums: without deltas t
 
 Weights in fewer bits are quantized again: the deltas are added to the checkpoint's tensors
 (`weights.checkpoint_weights`), as a delta below half a step would vanish if it were added to rounded weights. Float8
-weights of our provider are quantized on the device, into the memory that open sessions read. For others, and for int8,
-the host quantizes and sessions are reopened.
+weights of our provider are quantized on the device, into the memory that open sessions read. The checkpoint's tensors
+stay on the device until the deltas are removed, if at most half of its free memory is needed for them: then a change of
+scales uploads nothing but scales. For other providers, and for int8, the host quantizes and sessions are reopened.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -41,7 +44,14 @@ from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.op_library import op_library
-from sd_ort.runtime.ort_values import device_value, empty_value, host_value, write_value
+from sd_ort.runtime.ort_values import (
+    as_integers,
+    device_value,
+    empty_value,
+    host_value,
+    initializer_value,
+    write_value,
+)
 from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
@@ -55,6 +65,7 @@ Deltas = Mapping[str, Delta | np.ndarray]  # by checkpoint tensor, in torch's la
 FOUR_BITS = frozenset({"int4", "uint4"})  # two elements a byte, which ONNX Runtime takes from files alone
 Computed = TypeVar("Computed")
 BLOCK_ELEMENTS = 1 << 16  # elements of up @ down that are computed at once
+READ_THREADS = 4  # that read tensors of the checkpoint while earlier ones are uploaded
 
 # ai.onnx operators whose kernels read a weight unchanged if prepacking is off. Weights that other operators read, such
 # as Cast, may be folded into other constants when a session is opened.
@@ -83,6 +94,8 @@ class WeightUpdater:
         self._sources: dict[str, dict[str, list[str]]] = {}  # by component folder and initializer
         self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
         self._checkpoint = CheckpointWeights(folder)
+        self._source_shapes: dict[tuple[str, str], tuple[int, ...] | None] = {}  # by component and tensor
+        self._source_types: dict[tuple[str, str], tuple[tuple[int, ...], np.dtype]] = {}  # by component and tensor
         self._verified: set[tuple[str, str]] = set()  # component folder and initializer in fewer bits
         self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
         self._device_updates: dict[tuple[str, str], DeviceUpdate] = {}  # by component folder and initializer
@@ -111,11 +124,13 @@ class WeightUpdater:
 
     def source_shape(self, component: str, tensor: str) -> tuple[int, ...] | None:
         """Return the shape of a checkpoint tensor, or None if no initializer tells it."""
-        for part, name in self.initializers_of(component, tensor):
-            recipe = self.recipes[component][name]
-            if (shape := recipes.source_shape(recipe, self._initializers(part)[name].shape)) is not None:
-                return shape
-        return None
+        if (component, tensor) not in self._source_shapes:
+            shapes = (
+                recipes.source_shape(self.recipes[component][name], self._initializers(part)[name].shape)
+                for part, name in self.initializers_of(component, tensor)
+            )
+            self._source_shapes[component, tensor] = next((shape for shape in shapes if shape is not None), None)
+        return self._source_shapes[component, tensor]
 
     def source(self, component: str, tensor: str) -> np.ndarray:
         """Return a checkpoint tensor in float32: restored from an initializer, or read if that is quantized.
@@ -159,8 +174,10 @@ class WeightUpdater:
         names: component folder and initializer.
         """
         table = self.recipes[component]
+        if names:
+            self._checkpoint.read(component, table)  # raises if the checkpoint is gone
         for tensor in dict.fromkeys(t for _, name in names for t in recipes.sources(table[name]) if t in blank):
-            shape = self._checkpoint.read(component, table)(tensor).shape
+            shape, _ = self._source_type(component, tensor)
             if [size for size in shape if size != 1] != [size for size in blank[tensor].shape if size != 1]:
                 shapes = f"{list(blank[tensor].shape)} instead of {list(shape)}"
                 raise InputError(f"the LoRA is of another family: its {tensor} has another shape ({shapes}).")
@@ -176,6 +193,18 @@ class WeightUpdater:
                         f"{self._checkpoint.name} is another checkpoint by now: optimize it again."
                     )
         self._verified.update(new)
+
+    def _read_source(self, component: str, tensor: str) -> np.ndarray:
+        """Return a tensor of a component's quantized weights in the checkpoint's dtype, contiguous."""
+        array = np.ascontiguousarray(self._checkpoint.read(component, self.recipes[component])(tensor))
+        self._source_types[component, tensor] = array.shape, array.dtype
+        return array
+
+    def _source_type(self, component: str, tensor: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Return shape and dtype of a tensor of quantized weights, which is read once for this."""
+        if (component, tensor) not in self._source_types:
+            self._read_source(component, tensor)
+        return self._source_types[component, tensor]
 
     def apply(self, components: Components, deltas: Mapping[str, Deltas]) -> bool:
         """Let the folder's sessions run with `deltas` (by component) instead of the current ones.
@@ -356,7 +385,15 @@ class WeightUpdater:
         restored = updatable.changed - affected
         quantized = [name for name in sorted(affected) if recipes.is_quantized(self.recipes[component][name])]
         summed = sorted(affected.difference(quantized))
+        requantizations: list[Requantization] = []
+        on_host: list[str] = []
+        for group in _by_sources(self.recipes[component], quantized):
+            if (requantization := self._requantization(component, group, deltas)) is not None:
+                requantizations.append(requantization)
+            else:
+                on_host += group
         self._keep_originals(components, updatable, summed)
+        self._keep_sources(components, component, part, requantizations)
         updatable.changed |= affected
         runs: list[DeviceUpdate] = []
         for name in sorted(restored):
@@ -369,14 +406,11 @@ class WeightUpdater:
                 runs.append(update)
             else:
                 updatable.update(name, self.updated_weights(component, part, deltas, [name])[name])
+        on_device = [each for each in requantizations if updatable.sources.keys() >= set(each.sources)]
+        runs += [self._requantization_run(components, component, part, each) for each in on_device]
         for update in runs:
             update.run(wait=update is runs[-1])  # all are on one stream
-        on_host: list[str] = []
-        for group in _by_sources(self.recipes[component], quantized):
-            if (update := self._requantization_run(components, component, part, group, deltas)) is not None:
-                update.run(wait=True)  # its source tensors are on the device until then
-            else:
-                on_host += group
+        self._requantize_uploaded(components, component, part, [e for e in requantizations if e not in on_device])
         for name, array in self.updated_weights(component, part, deltas, on_host).items():
             updatable.update(name, array)
         for name in affected | restored:
@@ -384,6 +418,8 @@ class WeightUpdater:
         updatable.changed = affected
         if not affected:
             updatable.originals.clear()
+            updatable.sources.clear()
+            self._device_updates = {key: each for key, each in self._device_updates.items() if key[0] != part}
 
     def _float8_names(self, component: str, part: str) -> list[str]:
         """Return the names of a folder's initializers that are float8 elements with one scale, or such a scale."""
@@ -394,15 +430,9 @@ class WeightUpdater:
             if name in table and (update_graph.float8_elements(table[name]) or update_graph.float8_scale(table[name]))
         ]
 
-    def _requantization_run(
-        self, components: Components, component: str, part: str, names: Sequence[str], deltas: Deltas
-    ) -> DeviceUpdate | None:
-        """Return the run that quantizes one weight again on the device, or None if no update graph supports it.
-
-        The run adds `deltas` to the checkpoint's tensors and writes elements and scale, the initializers `names`. It is
-        not cached, as its inputs would keep the tensors in memory.
-        """
-        table, updatable = self.recipes[component], components.overrides.updatable[part]
+    def _requantization(self, component: str, names: Sequence[str], deltas: Deltas) -> Requantization | None:
+        """Return how the device quantizes the weight with initializers `names` again, or None if it cannot."""
+        table = self.recipes[component]
         elements = {name: values for name in names if (values := update_graph.float8_elements(table[name]))}
         scales = {name: values for name in names if (values := update_graph.float8_scale(table[name]))}
         if not len(elements) == len(scales) == len(names) - 1 == 1:
@@ -413,18 +443,68 @@ class WeightUpdater:
         factors = self._low_rank_factors(table[name], deltas)
         if factors is None:
             return None
-        read = self._checkpoint.read(component, table)
-        tensors = [np.ascontiguousarray(read(tensor)) for tensor in recipes.sources(table[name])]
-        spec = update_graph.weight_update_spec(table[name], factors[0].shape, tensors[0].dtype)
-        shapes = {tensor.shape for tensor in tensors}
-        if spec is None or shapes != {factors[0].shape} or len({tensor.dtype for tensor in tensors}) > 1:
+        sources = tuple(recipes.sources(table[name]))
+        types = {self._source_type(component, tensor) for tensor in sources}
+        (shape, dtype), *others = types
+        spec = update_graph.weight_update_spec(table[name], shape, dtype)
+        if spec is None or others or shape != factors[0].shape:
             return None
-        session = self._session(components, spec, lambda: update_graph.build_weight_update(spec))
-        inputs = {"factor": host_value(np.array(factor, np.float32))}
-        inputs |= {f"source_{index}": host_value(tensor) for index, tensor in enumerate(tensors)}
-        inputs |= self._factor_inputs(components, spec, factors)
-        outputs = {"elements": updatable.shared[name], "scale": updatable.shared[scale]}
-        return DeviceUpdate(session, inputs, outputs)
+        return Requantization(name, scale, factor, sources, factors, spec)
+
+    def _keep_sources(
+        self, components: Components, component: str, part: str, requantizations: Sequence[Requantization]
+    ) -> None:
+        """Copy the source tensors to memory of the device, if at most half of its free memory is needed for them."""
+        updatable = components.overrides.updatable[part]
+        tensors = dict.fromkeys(tensor for each in requantizations for tensor in each.sources)
+        missing = [tensor for tensor in tensors if tensor not in updatable.sources]
+        types = [self._source_type(component, tensor) for tensor in missing]
+        needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
+        if not missing or components.target.free_bytes() < 2 * needed:
+            return
+        arrays = call_ahead([partial(self._read_source, component, tensor) for tensor in missing])
+        for tensor, array in zip(missing, arrays, strict=True):
+            value = device_value(as_integers(array), components.device)
+            updatable.sources[tensor] = initializer_value(value, components.device, array.dtype)
+
+    def _requantize_uploaded(
+        self, components: Components, component: str, part: str, requantizations: Sequence[Requantization]
+    ) -> None:
+        """Quantize weights again from source tensors that are uploaded for this, one weight at a time."""
+        tensors = [tensor for each in requantizations for tensor in each.sources]
+        arrays = call_ahead([partial(self._read_source, component, tensor) for tensor in tensors])
+        for each in requantizations:
+            uploaded = [next(arrays) for _ in each.sources]
+            self._requantization_run(components, component, part, each, uploaded).run(wait=True)
+
+    def _requantization_run(
+        self,
+        components: Components,
+        component: str,
+        part: str,
+        weight: Requantization,
+        uploaded: Sequence[np.ndarray] | None = None,
+    ) -> DeviceUpdate:
+        """Return the run that quantizes one weight again on the device.
+
+        `uploaded`: its source tensors. The run is not cached then, as its inputs would keep them in memory. Without
+        `uploaded`, the sources are on the device, and a run for the same LoRA modules is reused with new scales.
+        """
+        updatable, key = components.overrides.updatable[part], (part, weight.elements)
+        if uploaded is None and (update := self._reused_update(key, weight.factors)) is not None:
+            return update
+        session = self._session(components, weight.spec, lambda: update_graph.build_weight_update(weight.spec))
+        inputs = {"factor": host_value(np.array(weight.factor, np.float32))}
+        for index, tensor in enumerate(weight.sources):
+            source = updatable.sources[tensor] if uploaded is None else host_value(uploaded[index])
+            inputs[f"source_{index}"] = source
+        inputs |= self._factor_inputs(components, weight.spec, weight.factors)
+        outputs = {"elements": updatable.shared[weight.elements], "scale": updatable.shared[weight.scale]}
+        scales = [inputs[f"scale_{index}"] for index in range(len(weight.factors))]
+        update = DeviceUpdate(session, inputs, outputs, scales, _modules(weight.factors))
+        if uploaded is None:
+            self._device_updates[key] = update
+        return update
 
     def _keep_originals(self, components: Components, updatable: UpdatableWeights, names: Collection[str]) -> None:
         """Copy unchanged weights to memory of the device, if at most half of its free memory is needed for them."""
@@ -464,11 +544,7 @@ class WeightUpdater:
         factors = self._low_rank_factors(recipe, deltas)
         if factors is None:
             return None
-        modules = [module for delta in factors for module in (*delta.modules, None)]
-        update = self._device_updates.get((part, name))
-        if update is not None and update.is_of(modules):
-            for value, delta in zip(update.scales, factors, strict=True):
-                write_value(value, delta.scale)
+        if (update := self._reused_update((part, name), factors)) is not None:
             return update
         updatable = components.overrides.updatable[part]
         spec = update_graph.weight_update_spec(recipe, factors[0].shape, weight.dtype)
@@ -479,8 +555,17 @@ class WeightUpdater:
         inputs = {"base": host_value(np.ascontiguousarray(self._values(weight))) if base is None else base}
         inputs |= self._factor_inputs(components, spec, factors)
         scales = [inputs[f"scale_{index}"] for index in range(len(factors))]
-        update = DeviceUpdate(session, inputs, {"weight": updatable.values[name]}, scales, modules)
+        update = DeviceUpdate(session, inputs, {"weight": updatable.values[name]}, scales, _modules(factors))
         self._device_updates[part, name] = update
+        return update
+
+    def _reused_update(self, key: tuple[str, str], factors: Sequence[LowRankDelta]) -> DeviceUpdate | None:
+        """Return the cached run for the LoRA modules of `factors` after writing their scales, or None."""
+        update = self._device_updates.get(key)
+        if update is None or not update.is_of(_modules(factors)):
+            return None
+        for value, delta in zip(update.scales, factors, strict=True):
+            write_value(value, delta.scale)
         return update
 
     def _low_rank_factors(self, recipe: recipes.WeightRecipe, deltas: Deltas) -> list[LowRankDelta] | None:
@@ -500,6 +585,21 @@ class WeightUpdater:
             for key, array in (("up", delta.up), ("scale", delta.scale), ("down", delta.down)):
                 inputs[f"{key}_{index}"] = device_value(array, components.device)
         return inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Requantization:
+    """A float8 weight that the device quantizes again, with the deltas of its source tensors.
+
+    elements, scale: its initializers. factor: on the scale. sources: tensors of the checkpoint. factors: their deltas.
+    """
+
+    elements: str
+    scale: str
+    factor: float
+    sources: tuple[str, ...]
+    factors: Sequence[LowRankDelta]
+    spec: update_graph.WeightUpdateSpec
 
 
 class DeviceUpdate:
@@ -523,6 +623,11 @@ class DeviceUpdate:
     def run(self, wait: bool) -> None:
         """Run, or enqueue without `wait`. Raises SdOrtError if ONNX Runtime fails."""
         self.bound.run(wait)
+
+
+def _modules(factors: Sequence[LowRankDelta]) -> list[object]:
+    """Return the LoRA modules of the deltas, with None after those of each delta."""
+    return [module for delta in factors for module in (*delta.modules, None)]
 
 
 def _by_sources(table: Mapping[str, recipes.WeightRecipe], names: Sequence[str]) -> list[list[str]]:
@@ -584,6 +689,20 @@ def compute_sums(sums: Sequence[Callable[[], Computed]]) -> list[Computed]:
         return []
     with threadpool_limits(1, "blas"), ThreadPoolExecutor(os.cpu_count()) as threads:
         return list(threads.map(lambda compute: compute(), sums))
+
+
+def call_ahead(calls: Sequence[Callable[[], Computed]]) -> Iterator[Computed]:
+    """Yield the results of `calls` in their order; at most `READ_THREADS` are computed before they are asked for."""
+    if not calls:
+        return
+    with ThreadPoolExecutor(READ_THREADS) as threads:
+        pending: deque[Future[Computed]] = deque()
+        for call in calls:
+            pending.append(threads.submit(call))
+            if len(pending) > READ_THREADS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def start_sums(sums: Sequence[Callable[[], np.ndarray]]) -> Future[Any] | None:

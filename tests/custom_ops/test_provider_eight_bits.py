@@ -23,6 +23,7 @@ from sd_ort.core.metrics import relative_l2_error
 from sd_ort.demo.styles import lora_path
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.ort_values import read_value
+from sd_ort.runtime.session_device import SessionDevice
 from sd_ort.stages import optimize
 from sd_ort.weights import update_graph
 from sd_ort.weights.lora import LoraManager
@@ -202,7 +203,12 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: p
     assert share_of_differences(full["unet"]) < 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(manager, "_quantized", None)  # the host quantizes nothing: the weights were checked before
+        patch.setattr(manager, "_read_source", None)  # the checkpoint's tensors are on the device
+        updates = dict(manager._device_updates)
+        assert any(update_graph.float8_elements(table[name]) for _, name in updates)
         manager.apply(models, half)
+    assert all(manager._device_updates[key] is update for key, update in updates.items())
+    reused = {name: read_value(value).tobytes() for name, value in updatable.values.items()}
     assert share_of_differences(half["unet"]) < 1e-4 < share_of_differences(full["unet"])
     name = next(name for name in half["unet"] if name.endswith("attn1.to_q.weight"))
     manager.apply(models, {"unet": (dense := {name: half["unet"][name].dense()})})  # no factors: the host computes it
@@ -213,3 +219,8 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: p
     assert share_of_differences({name: np.zeros_like(dense[name])}) == 0
     np.testing.assert_array_equal(models["unet"](**inputs)["out_sample"], plain)
     assert models["unet"] is session
+    assert not updatable.sources
+    monkeypatch.setattr(SessionDevice, "free_bytes", lambda _: 0)  # sources are uploaded for one weight at a time
+    manager.apply(models, half)
+    assert not updatable.sources
+    assert {name: read_value(value).tobytes() for name, value in updatable.values.items()} == reused

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from click.testing import CliRunner
 from image_metrics import psnr
 from safetensors.torch import load_file, save_file
 
+from scripts.bench import eight_bits as eight_bits_bench
 from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
@@ -478,6 +481,31 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
         assert isinstance(result.exception, InputError)
         assert message in str(result.exception)
     assert not out.exists()
+
+
+def test_the_benchmark_of_recipes(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eight_bits.py --recipes` with one layer, one recorded run and images of one step."""
+    shutil.copytree(recorded.with_name("float32"), tmp_path / "float32")
+    with np.load(recorded) as runs:
+        np.savez(tmp_path / "runs.npz", **{name: runs[name] for name in runs if name.endswith("/0")})
+    every, kind = eight_bits_bench.all_unet_layers(tmp_path), "time_emb_proj"
+    assert all(every.kinds.values())  # each pattern is that of modules of the demo
+    name = every.kinds[kind][0]
+    one = replace(every, layers={name: every.layers[name]}, kinds={kind: [name]})
+    monkeypatch.setattr(eight_bits_bench, "all_unet_layers", lambda _: one)
+    monkeypatch.setattr(eight_bits_bench, "LAYER_STEPS", 1)
+    monkeypatch.setattr(demo, "STEPS", 1)
+    arguments = ["--recipes", "--prompts", "1", "--formats", "float8", "--work", tmp_path, "--out", tmp_path / "out.md"]
+    monkeypatch.setattr(sys, "argv", ["eight_bits.py", *map(str, arguments)])
+    eight_bits_bench.main()
+    lines = [line.strip("| ").split(" | ") for line in (tmp_path / "out.md").read_text().splitlines()]
+    rows = {cells[0].strip("*"): cells[1:] for cells in lines}
+    layers = {label: rows[label][0] for label in ("ours", "MLPerf's", "TheStage's", "all layers", f"ours and {kind}")}
+    assert [*layers.values()] == ["0 of 1", "0 of 1", "1 of 1", "1 of 1", "1 of 1"]
+    assert rows["ours"][1] == "0.00e+00"
+    assert rows[kind][1:4] == ["16", "16", "8"]
+    error, unet_error = map(float, rows[name][2:4])
+    assert 1e-5 < unet_error < error < 0.1
 
 
 def test_mlperf(sd_ort: Cli, float8: Path, tmp_path: Path) -> None:
