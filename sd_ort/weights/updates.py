@@ -454,7 +454,12 @@ class WeightUpdater:
     def _keep_sources(
         self, components: Components, component: str, part: str, requantizations: Sequence[Requantization]
     ) -> None:
-        """Copy the source tensors to memory of the device, if at most half of its free memory is needed for them."""
+        """Copy the source tensors to memory of the device, if at most half of its free memory is needed for them.
+
+        With a `memory_limit` none is copied: the copies would count against it, and images need that memory.
+        """
+        if "memory_limit" in components.target.options.provider_options:
+            return
         updatable = components.overrides.updatable[part]
         tensors = dict.fromkeys(tensor for each in requantizations for tensor in each.sources)
         missing = [tensor for tensor in tensors if tensor not in updatable.sources]
