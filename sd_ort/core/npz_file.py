@@ -28,8 +28,9 @@ def read_npz(path: Path, is_selected: Callable[[str], bool], *, named: bool = Fa
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     with opened, parsing(path, "arrays: save it with numpy.savez"):
-        if not opened.peek(2).startswith(MAGICS):  # of which NumPy says that pickles are unsafe
+        if not opened.read(6).startswith(MAGICS):  # NumPy would take it for a pickle
             raise InputError(f"{path} is no .npz archive: save arrays with numpy.savez.")
+        opened.seek(0)
         file = np.load(opened, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise InputError(f"{path} holds one array without a name: save it with numpy.savez.")
