@@ -26,7 +26,7 @@ def read_npz(path: Path, is_selected: Callable[[str], bool], *, named: bool = Fa
     try:
         opened = open_regular(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+        raise InputError(f"{path} cannot be read: {error.strerror}. Save arrays there with numpy.savez.") from error
     with opened, parsing(path, "arrays: save it with numpy.savez"):
         if not opened.read(6).startswith(MAGICS):  # NumPy would take it for a pickle
             raise InputError(f"{path} is no .npz archive: save arrays with numpy.savez.")
