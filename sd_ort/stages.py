@@ -97,6 +97,23 @@ def optimize(
     return _optimize_folder(Path(source), output, resolved, note, overwrite, on_progress)
 
 
+def check_request(
+    source: str | Path, output: Path, checkpoint: CheckpointOptions, options: OptimizeOptions, overwrite: bool
+) -> None:
+    """Raise what `optimize` would raise for its options, their components or `output`. Reads and writes no weights."""
+    resolved, _ = options.with_target()
+    if is_checkpoint(source):
+        opened = open_checkpoint(str(source), checkpoint)
+        paths, names = tuple(opened.paths), select_components(opened, resolved.components)
+    elif (model := pipeline_folder.standalone_model(Path(source))) is not None:
+        _check_file_options(model, resolved)
+        return
+    else:
+        paths, names = (Path(source),), list(resolved.components or pipeline_folder.components(Path(source)))
+    resolved.with_components(names)
+    pipeline_folder.check_replaceable(output, *paths, overwrite=overwrite)
+
+
 # --- Pipeline folders -----------------------------------------------------------------------------------------------
 
 
@@ -114,6 +131,9 @@ def _optimize_folder(
         check_recorded(options.inputs, names)
     if any(hoist.is_hoisted(source, name) for name in pipeline_folder.HOISTED):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
+    description = pipeline_folder.read_manifest(source)
+    if eight_bits := description.get("options", {}).get("eight_bits"):
+        raise InputError(f"{source} is in {eight_bits} already: optimize what it was made from.")
     by_default = options.hoist is None
     options = options.with_components(names)
     components = unoptimized.folder_components(source, names)
@@ -122,9 +142,12 @@ def _optimize_folder(
         if not make_timestep_1d(load(pipeline_folder.check_component(source, denoiser))):
             note += f" The {denoiser} is not hoisted, since it computes with its timestep, which has no axis, at once."
             options = replace(options, hoist=False)
-    description = pipeline_folder.read_manifest(source).get("source", {"model": str(source)})
     manifest = _manifest(
-        {**description, "folder": str(source.resolve()), "hash": _component_hashes(source, names)},
+        {
+            **description.get("source", {"model": str(source)}),
+            "folder": str(source.resolve()),
+            "hash": _component_hashes(source, names),
+        },
         options.manifest_entry(),
     )
     if _is_up_to_date(output, manifest):
@@ -270,14 +293,8 @@ def _from_template(path: Path, checkpoint: Checkpoint, component: str, out: Path
 # --- ONNX files -----------------------------------------------------------------------------------------------------
 
 
-def _optimize_file(
-    source: Path, output: Path, options: OptimizeOptions, note: str, on_progress: ProgressCallback
-) -> dict[str, Any]:
-    """Optimize an ONNX file into the file `output`; the returned manifest is not written.
-
-    Weights are in `output` if they are in `source`, else in OUTPUT.data. Recorded inputs are named as the graph's
-    inputs, for several runs input/0, input/1.
-    """
+def _check_file_options(source: Path, options: OptimizeOptions) -> None:
+    """Raise InputError for options that an ONNX file does not have."""
     if options.weights is not None:
         raise InputError(f"--weights goes with a pipeline folder or a checkpoint: {source} is one ONNX file.")
     if options.eight_bits:
@@ -286,6 +303,17 @@ def _optimize_file(
         )
     if options.components or options.hoist:
         raise InputError(f"--component and --hoist go with a pipeline folder: {source} is one ONNX file.")
+
+
+def _optimize_file(
+    source: Path, output: Path, options: OptimizeOptions, note: str, on_progress: ProgressCallback
+) -> dict[str, Any]:
+    """Optimize an ONNX file into the file `output`; the returned manifest is not written.
+
+    Weights are in `output` if they are in `source`, else in OUTPUT.data. Recorded inputs are named as the graph's
+    inputs, for several runs input/0, input/1.
+    """
+    _check_file_options(source, options)
     if output.suffix != ".onnx" or output.is_dir():
         raise OutputError(f"{source} is one ONNX file, so OUT must be one too: give a name that ends in .onnx.")
     output = output_path(output, source)

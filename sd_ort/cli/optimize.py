@@ -28,14 +28,13 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
     help="cpu, cuda, rocm, migraphx, hip, gpu (what our provider sdcuda runs) or portable "
     "[default: what the installed onnxruntime wheel drives].",
 )
-@click.option("--float16", "dtype", flag_value="float16", help="Weights and tensors in float16.")
+@click.option("--float16", is_flag=True, help="Weights and tensors in float16.")
 @click.option(
     "--float16-io", is_flag=True, help="With --float16 of one .onnx file: its inputs and outputs in float16 too."
 )
 @click.option(
     "--bfloat16",
-    "dtype",
-    flag_value="bfloat16",
+    is_flag=True,
     help="Weights and tensors in bfloat16; for target cpu, weights and products.",
 )
 @click.option(
@@ -57,11 +56,10 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 )
 @click.option(
     "--float8",
-    "eight_bits",
-    flag_value="float8",
+    is_flag=True,
     help="Linears of the UNet or transformer in float8 (e4m3); for portable and migraphx convolutions too.",
 )
-@click.option("--int8", "eight_bits", flag_value="int8", help="The same in int8, for portable, migraphx and cpu.")
+@click.option("--int8", is_flag=True, help="The same in int8, for portable, migraphx and cpu.")
 @click.option(
     "--dynamic-scales",
     is_flag=True,
@@ -98,7 +96,10 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 def command(
     source: Path,
     output: Path,
-    dtype: str | None,
+    float16: bool,
+    bfloat16: bool,
+    float8: bool,
+    int8: bool,
     weights: str | None,
     weight_group: str | None,
     asymmetric: bool,
@@ -106,6 +107,7 @@ def command(
     prompts: Path | None,
     inputs: Path | None,
     components: tuple[str, ...],
+    overwrite: bool,
     **options: Any,
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
@@ -122,29 +124,43 @@ def command(
     """
     from sd_ort.checkpoints.open import CheckpointOptions
     from sd_ort.optimize.options import OptimizeOptions
-    from sd_ort.stages import optimize
+    from sd_ort.stages import check_request, optimize
 
     names = [field.name for field in fields(CheckpointOptions) if field.name in options]
     checkpoint = CheckpointOptions(**{name: options.pop(name) for name in names})
+    options |= {
+        "dtype": _one_of(float16=float16, bfloat16=bfloat16) or "float32",
+        "eight_bits": _one_of(float8=float8, int8=int8),
+        "components": list(components) or None,
+        "weights": _weight_storage(weights, weight_group, asymmetric, vae_weights),
+    }
     eight_bits = {name: options[name] for name in ("eight_bits", "dynamic_scales", "vae_decoder")}
     if options["eight_bits"]:
         # Refused before the calibration takes its time. It writes the inputs, so that any path stands for them.
         runs = inputs if options["dynamic_scales"] else inputs or output
-        OptimizeOptions(options["target"], dtype or "float32", inputs=runs, **eight_bits).with_target()
+        check_request(source, output, checkpoint, OptimizeOptions(inputs=runs, **options), overwrite)
     with _recorded_inputs(source, output, checkpoint, **eight_bits, prompts=prompts, inputs=inputs) as recorded:
         manifest = optimize(
             source,
             output,
             checkpoint=checkpoint,
+            overwrite=overwrite,
             on_progress=click.echo,
-            dtype=dtype or "float32",
-            components=list(components) or None,
             inputs=recorded,
-            weights=_weight_storage(weights, weight_group, asymmetric, vae_weights),
             **options,
         )
     show(manifest["components"], source if standalone_model(source) is not None else output)
     click.echo(f"Wrote {output}")
+
+
+def _one_of(**flags: bool) -> str | None:
+    """Return the name of the flag that is set, or None. Raises InputError if more than one is set."""
+    from sd_ort.core.errors import InputError
+
+    names = [name for name, is_set in flags.items() if is_set]
+    if len(names) > 1:
+        raise InputError(f"{' and '.join(f'--{name}' for name in names)} exclude each other: leave one out.")
+    return names[0] if names else None
 
 
 def _weight_storage(dtype: str | None, group: str | None, asymmetric: bool, vae: bool) -> WeightStorage | None:
@@ -188,6 +204,7 @@ def _recorded_inputs(
     if prompts is None and not (is_calibrated and str(source) == "demo"):
         yield inputs
         return
+    from sd_ort.core.pipeline_folder import report_full_disk
     from sd_ort.core.staging import scratch_folder
     from sd_ort.demo.scenes import training_prompts
     from sd_ort.pipelines.calibration_runs import record_runs
@@ -196,10 +213,11 @@ def _recorded_inputs(
 
     texts = training_prompts(DEMO_PROMPTS) if prompts is None else read_prompts(prompts)
     with scratch_folder(output.absolute().parent, f"{output.name}.calibration") as work:
-        click.echo(f"calibration: {len(texts)} prompts on the CPU in float32.")
+        click.echo(f"calibration: {len(texts)} prompt{'s' * (len(texts) != 1)} on the CPU in float32.")
         optimize(source, work / "float32", checkpoint=checkpoint, target="cpu", dtype="float32")
         recorded = work / "runs.npz"
-        record_runs(work / "float32", texts, recorded, vae_decoder=vae_decoder)
+        with report_full_disk(output):
+            record_runs(work / "float32", texts, recorded, vae_decoder=vae_decoder)
         yield recorded
 
 

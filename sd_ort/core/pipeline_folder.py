@@ -27,7 +27,7 @@ from sd_ort.core.files import (
     write_json,
 )
 from sd_ort.core.ownership import FILE_RECORD, FileRecord, FolderState, compare, format_names, record_file, sha256
-from sd_ort.core.paths import inside, output_path
+from sd_ort.core.paths import check_writable, inside, output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.schema import dict_of, list_of, record_type, schema_mismatch
 from sd_ort.core.staging import recover, replace_folder, scratch_folder
@@ -290,7 +290,7 @@ def staged(
     what would be lost, or when the disk is full.
     """
     output = output_path(output, *sources)
-    try:
+    with report_full_disk(output):
         recover(output)
         state = _replaceable(output, overwrite)
         with scratch_folder(output.parent, output.name) as work:
@@ -298,13 +298,27 @@ def staged(
             work.chmod(0o755)
             state = _replaceable(output, overwrite, state)
             replace_folder(work, output, state.foreign)
+    for names, action in ((state.changed, "replaced, changed since they were written"), (state.foreign, "kept")):
+        if names:
+            on_progress(f"{output}: {action}: {format_names(names)}")
+
+
+@contextmanager
+def report_full_disk(output: Path) -> Iterator[None]:
+    """Context manager that raises OutputError with the name of `output` for a write that finds no space."""
+    try:
+        yield
     except OSError as error:
         if _is_full(error):
             raise OutputError(f"no space left for {output}: free some disk space and run it again.") from error
         raise
-    for names, action in ((state.changed, "replaced, changed since they were written"), (state.foreign, "kept")):
-        if names:
-            on_progress(f"{output}: {action}: {format_names(names)}")
+
+
+def check_replaceable(output: Path, *sources: Path, overwrite: bool = False) -> None:
+    """Raise OutputError if `staged` would not replace `output`, or if its folder cannot be written to."""
+    output = output_path(output, *sources)
+    _replaceable(output, overwrite)
+    check_writable(output)
 
 
 def _replaceable(output: Path, overwrite: bool, before: FolderState | None = None) -> FolderState:

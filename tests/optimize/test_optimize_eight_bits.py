@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 from collections import Counter
@@ -420,6 +422,58 @@ def test_a_range_that_has_no_scale() -> None:
     ranges = EightBits("float8", lambda _, names: dict.fromkeys(names, 1e8))
     with pytest.raises(InputError, match=r"too large for .*: leave out the calibration prompt that gives it, or --fl"):
         quantize(model, "portable", ranges)
+
+
+def test_a_full_disk_in_the_calibration(
+    sd_ort: Cli, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line with the output's name, and nothing is left."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sd_ort.stages.optimize", lambda _, folder, **__: shutil.copytree(reference, folder))
+    monkeypatch.setattr(calibration_runs, "record_runs", fail)
+    code, _, err = sd_ort("optimize", "demo", tmp_path / "out", "--target", "portable", "--float8")
+    assert code == 5
+    assert err == f"sd-ort: no space left for {tmp_path / 'out'}: free some disk space and run it again.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_refused_before_the_calibration(
+    sd_ort: Cli, float8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options that exclude each other, components without layers in 8 bits, and outputs that cannot be replaced."""
+    monkeypatch.setattr(calibration_runs, "record_runs", None)
+    out, foreign = tmp_path / "out", tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "file").touch()
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n")
+    model = tmp_path / "model.onnx"
+    shutil.copy(float8 / "text_encoder" / "model.onnx", model)
+    cases: list[tuple[int, tuple[object, ...], str]] = [
+        (2, ("demo", out, "--float8", "--int8"), "--float8 and --int8 exclude each other: leave one out."),
+        (2, ("demo", out, "--int8", "--float16", "--bfloat16"), "--float16 and --bfloat16 exclude each other"),
+        (2, ("demo", out, "--int8", "--weights", "int4"), "--weights and --int8 exclude each other: leave one out."),
+        (2, ("demo", out, "--float8", "--weight-group", "32"), "--weight-group goes with --weights"),
+        (2, ("demo", out, "--float8", "--asymmetric"), "--asymmetric goes with --weights"),
+        (2, ("demo", out, "--int8", "--component", "text_encoder"), "--int8 is for the UNet or transformer"),
+        (2, ("demo", out, "--int8", "--component", "unets"), "demo has no component 'unets'"),
+        (5, ("demo", foreign, "--int8"), f"{foreign} exists and was not written by sd-ort"),
+        (5, ("demo", prompts, "--int8"), f"{prompts} exists and was not written by sd-ort"),
+        (2, (float8, out, "--int8", "--prompts", prompts), f"{float8} is in float8 already: optimize what it was made"),
+        (2, (float8, out), f"{float8} is in float8 already: optimize what it was made from."),
+        (2, (model, tmp_path / "o.onnx", "--int8", "--prompts", prompts), "--int8 goes with a pipeline folder or a ch"),
+        (2, ("demo", out, "--int8", "--inputs", tmp_path / "no.npz"), "no.npz cannot be read: No such file or direc"),
+        (2, ("demo", out, "--int8", "--inputs", prompts), "prompts.txt is no .npz archive: save arrays with numpy."),
+        (2, ("demo", out, "--int8", "--prompts", tmp_path / "no.txt"), "no.txt cannot be read: No such file or direc"),
+    ]
+    for expected, arguments, message in cases:
+        code, _, err = sd_ort("optimize", *arguments, "--target", "portable")
+        assert (code, err.count("\n")) == (expected, 1), err
+        assert message in err
+    assert sorted(tmp_path.iterdir()) == [foreign, model, prompts]
 
 
 def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
