@@ -27,7 +27,7 @@ CONFIGS = {name: preset.models for name, preset in PRESETS.items()} | {"taesd": 
 # ---- The model
 
 
-def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
+def random_module(preset: str, component: str) -> torch.nn.Module:
     """The component with weights as `fill_random` draws them, made on the device, in float32."""
     config = CONFIGS[preset][MODEL_OF.get(component, component)]
     import diffusers
@@ -35,7 +35,7 @@ def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module
     model_class = getattr(diffusers, config["_class_name"])
     with torch.device(DEVICE):
         module = model_class.from_config(config)
-    fill_random(module, seed)
+    fill_random(module, 0)
     return module.eval()
 
 

@@ -178,9 +178,9 @@ async def images_a_second(replicas: Sequence[ReplicaProcess], jobs: Sequence[Ima
     return len(jobs) / seconds
 
 
-def front_seconds(jobs: Sequence[ImageJob], files: Sequence[bytes], times: int = 20) -> float:
+def front_seconds(jobs: Sequence[ImageJob], files: Sequence[bytes]) -> float:
     """CPU seconds an image in which the one process in front of all replicas makes its answer."""
-    start = time.process_time()
+    times, start = 20, time.process_time()
     for _ in range(times):
         json.dumps(api.response_body(jobs, files)).encode()
     return (time.process_time() - start) / (times * len(jobs))

@@ -24,8 +24,8 @@ def save_checkpoint(path: Path) -> None:
     save({name: source.load(name) for name in source.configs}, path)
 
 
-def save_loras(folder: Path, names: tuple[str, ...] = ("one", "two")) -> None:
-    """Write two LoRAs as `folder`/NAME.safetensors under Kohya's names.
+def save_loras(folder: Path) -> None:
+    """Write two LoRAs as `folder`/one.safetensors and two.safetensors under Kohya's names.
 
     They change linear layers and a convolution of the UNet, and one layer of the text encoder: rank 4, alpha 2, enough
     to change an image visibly.
@@ -33,7 +33,7 @@ def save_loras(folder: Path, names: tuple[str, ...] = ("one", "two")) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = diffusers.UNet2DConditionModel.from_pretrained(MODEL / "unet").state_dict()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name in ("one", "two"):
         lora = {}
         for module in MODULES:
             out, *into = weights[f"{module}.weight"].shape

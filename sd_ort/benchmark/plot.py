@@ -54,8 +54,8 @@ class Segment:
     color: str
 
 
-def stacked_bars(rows: Sequence[tuple[str, tuple[Segment, ...]]], unit: str) -> Markup:
-    """Return horizontal bars of segments, each row with its label and sum in `unit`, and a legend below."""
+def stacked_bars(rows: Sequence[tuple[str, tuple[Segment, ...]]]) -> Markup:
+    """Return horizontal bars of segments in ms, each row with its label and sum, and a legend below."""
     scale = BARS / (max((sum(part.value for part in segments) for _, segments in rows), default=0) or 1)
     parts: list[Markup] = []
     for i, (label, segments) in enumerate(rows):
@@ -66,7 +66,7 @@ def stacked_bars(rows: Sequence[tuple[str, tuple[Segment, ...]]], unit: str) -> 
                 parts.append(_rectangle(end, i * ROW + 3, scale * segment.value, segment.color, segment))
             end += scale * segment.value
         total = sum(segment.value for segment in segments)
-        parts.append(_text(end + 6, i * ROW + ROW / 2 + 4, f"{total:.3g} {unit}"))
+        parts.append(_text(end + 6, i * ROW + ROW / 2 + 4, f"{total:.3g} ms"))
     legend = {segment.name: segment.color for _, segments in rows for segment in segments if segment.name}
     columns = 4
     for i, (name, color) in enumerate(legend.items()):

@@ -264,7 +264,7 @@ def _time_lines(engines: Sequence[Row]) -> list[Block]:
 
     lines = [(row["label"], tuple(part(*each) for each in row["time_line"])) for row in rows]
     note = "Node after node, in order of time; neighbors of one operator are one part."
-    return [Block("Time line of one call", note, plot=plot.stacked_bars(lines, "ms"))] if lines else []
+    return [Block("Time line of one call", note, plot=plot.stacked_bars(lines))] if lines else []
 
 
 def _profile(report: Row) -> list[Block]:

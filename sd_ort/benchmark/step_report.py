@@ -45,7 +45,7 @@ def step_blocks(report: Row) -> list[Block]:
     ]
     if timelines:
         note = "A product with GELU or a gate in its kernel counts as gelu."
-        blocks.append(Block("Time by class of kernel", note, plot=plot.stacked_bars(timelines, "ms")))
+        blocks.append(Block("Time by class of kernel", note, plot=plot.stacked_bars(timelines)))
     return blocks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,7 +149,7 @@ def add_controlnet(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 def folder_model(folder: Path, cls: str, config: Config) -> CheckpointModel:
     """Return the model of class `cls` that diffusers or transformers saved in `folder`."""
     files = weight_files(folder)
-    return CheckpointModel(config, partial(_load, folder, cls), files, DirectTensorReader(files))
+    return CheckpointModel(config, partial(_load, folder, cls, files), files, DirectTensorReader(files))
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -187,14 +187,13 @@ def _weight_options(folder: Path) -> dict[str, Any]:
     return {"use_safetensors": bool(safetensors), "variant": "fp16" if only_float16 else None}
 
 
-def _check_sizes(folder: Path, class_name: str) -> None:
-    """Check that a transformer is as large as its files: else `from_pretrained` takes the memory of its config first.
+def _check_sizes(folder: Path, class_name: str, files: Sequence[Path]) -> None:
+    """Check that a transformer is as large as its safetensors: else `from_pretrained` takes the memory of its config.
 
     Raises InputError for more layers than files have tensors, and for a tensor of another shape.
     """
     import torch
 
-    files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
     shapes = {name: list(entry["shape"]) for path in files for name, entry in read_entries(path).items()}
     config = read_config(folder / "config.json")
     layers = sum(config.get(key) or 0 for key in LAYER_COUNTS)
@@ -213,8 +212,11 @@ def _check_sizes(folder: Path, class_name: str) -> None:
             )
 
 
-def _load(folder: Path, class_name: str) -> torch.nn.Module:
-    """Return a model in float32 and eval mode. Raises InputError if the folder is no such model or lacks weights."""
+def _load(folder: Path, class_name: str, files: Sequence[Path]) -> torch.nn.Module:
+    """Return a model in float32 and eval mode. `files`: see `weight_files`.
+
+    Raises InputError if the folder is no such model or lacks weights.
+    """
     names = {path.name for path in folder.iterdir()}
     for index, shards in shard_indexes(folder).items():
         single_file = index.name.partition(".index")[0]  # which is read instead of shards
@@ -223,7 +225,7 @@ def _load(folder: Path, class_name: str) -> torch.nn.Module:
     import torch
 
     if class_name in FAMILIES:
-        _check_sizes(folder, class_name)
+        _check_sizes(folder, class_name, [path for path in files if path.suffix == ".safetensors"])
     dtype = "dtype" if LIBRARIES[class_name] == "transformers" else "torch_dtype"
     options = {dtype: torch.float32, "local_files_only": True, **_weight_options(folder)}
     loaded: torch.nn.Module

@@ -288,9 +288,9 @@ def unseen_prompts(count: int, seed: int = 0) -> list[str]:
     return list(prompts)
 
 
-def training_prompts(count: int, seed: int = 0) -> list[str]:
+def training_prompts(count: int) -> list[str]:
     """Return `count` different random captions of combinations that training has, half of them with two objects."""
-    rng = random.Random(f"training {seed}")
+    rng = random.Random("training 0")
     prompts: dict[str, None] = {}
     while len(prompts) < count:
         prompts[caption(sample(rng, 1 + len(prompts) % 2, unseen=False))] = None

@@ -155,8 +155,8 @@ def check_same_model(expected: Mapping[str, Any], folder: Path, component: str) 
     keys = ("in_channels", "out_channels", "block_out_channels", "cross_attention_dim", "latent_channels",
             "hidden_size", "num_hidden_layers", "time_cond_proj_dim", "addition_embed_type")  # fmt: skip
     for key in keys:
-        ours, theirs = (list(v) if isinstance(v, tuple) else v for v in (config.get(key), expected.get(key)))
-        if ours != theirs:
+        value, expected_value = (list(v) if isinstance(v, tuple) else v for v in (config.get(key), expected.get(key)))
+        if value != expected_value:
             raise InputError(
-                f"{folder} holds another model: its {component} has {key} {ours}, and the pipeline's {theirs}."
+                f"{folder} holds another model: its {component} has {key} {value}, and the pipeline's {expected_value}."
             )

@@ -20,15 +20,15 @@ CONFIGS: Mapping[str, type[CacheConfig]] = {
 
 
 def cache_config(config: Any) -> CacheConfig:
-    """Return the settings of a cache: ours, those of a config of diffusers, or the threshold of FirstBlockCache.
+    """Return the settings of a cache, from a config of sd-ort or diffusers or the threshold of FirstBlockCache.
 
     Raises InputError for another config, and for settings that cannot be used.
     """
     if isinstance(config, tuple(CONFIGS.values())):
         return config
-    ours = CONFIGS.get(type(config).__name__)
-    if ours is not None:
-        return ours(**{each.name: getattr(config, each.name) for each in fields(ours)})
+    settings_class = CONFIGS.get(type(config).__name__)
+    if settings_class is not None:
+        return settings_class(**{each.name: getattr(config, each.name) for each in fields(settings_class)})
     if type(config).__name__.endswith("Config"):
         raise InputError(f"{type(config).__name__} is not supported: use one of {', '.join(CONFIGS)}.")
     return FirstBlockCacheConfig(config)

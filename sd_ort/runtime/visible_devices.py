@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 
 from sd_ort.core.errors import InputError, ProviderError
+from sd_ort.runtime.provider_choice import installed_gpus
 
 # What the vendors' runtimes read when they are loaded: numbers of GPUs, or NVIDIA's names of them, with commas.
 NVIDIA, AMD = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
@@ -32,7 +32,7 @@ def per_gpu_environments(provider: str, count: int) -> list[dict[str, str]]:
 
 def visible_gpus(variable: str) -> list[str]:
     """Return the names of the GPUs in a vendor's environment variable, or of all GPUs if it is unset."""
-    count = nvidia_gpus() if variable == NVIDIA else amd_gpus()
+    count = nvidia_gpus() if variable == NVIDIA else sum(gpu.vendor == "hip" for gpu in installed_gpus())
     listed = os.environ.get(variable)
     if listed is None:
         return [str(index) for index in range(count)]
@@ -48,18 +48,6 @@ def nvidia_gpus() -> int:
         return 0
     failed = library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count))
     return 0 if failed else count.value
-
-
-def amd_gpus(nodes: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
-    """Return the number of GPUs of the amdgpu driver; its other nodes are processors, without SIMD units."""
-    count = 0
-    for path in nodes.glob("*/properties"):
-        try:
-            properties = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
-        except OSError:
-            continue
-        count += int(properties.get("simd_count", "0")) > 0
-    return count
 
 
 def threads_per_process(replicas: int) -> int:

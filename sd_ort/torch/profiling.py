@@ -52,8 +52,8 @@ class Profile:
 
     def table(self, rows: int = 15) -> str:
         """Return the slowest operators and modules as text."""
-        ours = sum(row.milliseconds for row in self.operators if row.kind == "ours")
-        lines = [f"{self.milliseconds:.2f} ms of {self.clock}, {ours:.2f} ms of these in sd_ort kernels", ""]
+        kernel_ms = sum(row.milliseconds for row in self.operators if row.kind == "ours")
+        lines = [f"{self.milliseconds:.2f} ms of {self.clock}, {kernel_ms:.2f} ms of these in sd_ort kernels", ""]
         for title, entries in (("operator", self.operators), ("module", self.modules)):
             lines.append(f"{'ms':>10} {'share':>6} {'calls':>6}  {title}")
             for row in entries[:rows]:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cli_type import Cli
+from cli_type import Cli, refusal
 from safetensors.torch import load_file, save_file
 from small_presets import mini
 
@@ -235,17 +235,7 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_other_files_are_named(sd_ort: Cli, tmp_path: Path, what: str) -> None:
     save_file({name: torch.zeros(2, 2) for name in OTHERS[what]}, tmp_path / "file.safetensors")
-    assert what in refused(sd_ort, tmp_path, tmp_path / "file.safetensors", tmp_path / "out")
-
-
-def refused(sd_ort: Cli, tmp_path: Path, *arguments: object) -> str:
-    before = sorted(tmp_path.iterdir())
-    code, _, error = sd_ort("export", *arguments)
-    assert code == 2
-    lines = [line for line in error.splitlines() if not line.startswith(("[", "file.safetensors:"))]
-    assert len(lines) == 1, error
-    assert sorted(tmp_path.iterdir()) == before
-    return lines[0]
+    assert what in refusal(sd_ort, tmp_path, "export", tmp_path / "file.safetensors", tmp_path / "out")
 
 
 def test_broken_files(checkpoints: Callable, sd_ort: Cli, tmp_path: Path) -> None:
@@ -254,31 +244,33 @@ def test_broken_files(checkpoints: Callable, sd_ort: Cli, tmp_path: Path) -> Non
     decoder = "first_stage_model.decoder.conv_in.bias"
     half = {name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % 2 or name == UNET_INPUT}
     save_file(half, bad)
-    assert "lacks" in refused(sd_ort, tmp_path, bad, out, "--config", base)
+    assert "lacks" in refusal(sd_ort, tmp_path, "export", bad, out, "--config", base)
     save_file(tensors | {decoder: torch.zeros(5)}, bad)
-    message = refused(sd_ort, tmp_path, bad, out, "--config", base)
+    message = refusal(sd_ort, tmp_path, "export", bad, out, "--config", base)
     assert "decoder.conv_in.bias is [5], not" in message
     save_file(tensors | {decoder: tensors[decoder] * torch.nan}, bad)
-    assert "NaN" in refused(sd_ort, tmp_path, bad, out, "--config", base, "--component", "vae_decoder")
+    assert "NaN" in refusal(sd_ort, tmp_path, "export", bad, out, "--config", base, "--component", "vae_decoder")
     save_file(tensors | {f"{UNET_INPUT[:-6]}weight_scale": torch.ones(3)}, bad)
-    assert "weight_scale (F32 of the shape [3]) scales blocks" in refused(sd_ort, tmp_path, bad, out, "--config", base)
+    assert "weight_scale (F32 of the shape [3]) scales blocks" in refusal(
+        sd_ort, tmp_path, "export", bad, out, "--config", base
+    )
     bad.write_bytes(file.read_bytes()[:-1000])
-    assert "truncated" in refused(sd_ort, tmp_path, bad, out, "--config", base)
+    assert "truncated" in refusal(sd_ort, tmp_path, "export", bad, out, "--config", base)
     bad.write_bytes(b"")
-    assert "truncated" in refused(sd_ort, tmp_path, bad, out, "--config", base)
+    assert "truncated" in refusal(sd_ort, tmp_path, "export", bad, out, "--config", base)
     other = checkpoints("sdxl")[1]
-    assert "has no text encoder 2" in refused(sd_ort, tmp_path, file, out, "--config", other)
+    assert "has no text encoder 2" in refusal(sd_ort, tmp_path, "export", file, out, "--config", other)
 
 
 def test_pickles_only_when_asked_for(checkpoints: Callable, sd_ort: Cli, tmp_path: Path) -> None:
     file, base = checkpoints("sd15")
     pickle, out = tmp_path / "model.ckpt", tmp_path / "out"
     torch.save({"state_dict": load_file(file), "global_step": 5}, pickle)
-    assert "--unsafe-pickle" in refused(sd_ort, tmp_path, pickle, out, "--config", base)
+    assert "--unsafe-pickle" in refusal(sd_ort, tmp_path, "export", pickle, out, "--config", base)
     source = open_single_file(pickle, base, unsafe_pickle=True)
     equal(source.load("unet"), open_preset("sd15-one", 3).load("unet"))
     torch.save({"state_dict": small}, pickle)
-    assert "weights alone" in refused(sd_ort, tmp_path, pickle, out, "--config", base, "--unsafe-pickle")
+    assert "weights alone" in refusal(sd_ort, tmp_path, "export", pickle, out, "--config", base, "--unsafe-pickle")
 
 
 def test_export_of_a_file(checkpoints: Callable, sd_ort: Cli, tmp_path: Path) -> None:
@@ -295,12 +287,12 @@ def test_export_of_a_file(checkpoints: Callable, sd_ort: Cli, tmp_path: Path) ->
 def test_wrong_options(checkpoints: Callable, sd_ort: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, base = checkpoints("sd15")
     out = tmp_path / "out"
-    assert "--config goes with" in refused(sd_ort, tmp_path, base, out, "--config", base)
-    assert "--vae goes with" in refused(
-        sd_ort, tmp_path, out, "--preset", "sd15-tiny", "--random-weights", "--vae", file
+    assert "--config goes with" in refusal(sd_ort, tmp_path, "export", base, out, "--config", base)
+    assert "--vae goes with" in refusal(
+        sd_ort, tmp_path, "export", out, "--preset", "sd15-tiny", "--random-weights", "--vae", file
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    message = refused(sd_ort, tmp_path, file, out)
+    message = refusal(sd_ort, tmp_path, "export", file, out)
     assert "Stable Diffusion 1.x checkpoint" in message
     assert "as --config" in message
 

@@ -30,11 +30,11 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
 
 
-def assert_canonical_is_equal(text: str, feeds: dict[str, np.ndarray] | None = None) -> ir.Model:
+def assert_canonical_is_equal(text: str) -> ir.Model:
     source = onnx.parser.parse_model(text)
     model = ir.from_proto(source)
     canonicalize(model)
-    for actual, expected in zip(run(ir.to_proto(model), feeds or FEEDS), run(source, feeds or FEEDS), strict=True):
+    for actual, expected in zip(run(ir.to_proto(model), FEEDS), run(source, FEEDS), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     return model
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_type import Cli
+from cli_type import Cli, refusal
 from gguf_files import write_gguf
 from safetensors.numpy import load_file, save_file
 
@@ -43,16 +43,7 @@ def sharded(folder: Path) -> Path:
     return folder
 
 
-def refusal(sd_ort: Cli, parent: Path, *arguments: object) -> str:
-    """Return the one line of `sd-ort optimize ARGUMENTS` that is refused and writes nothing to `parent`."""
-    before = {path.name for path in parent.iterdir()}
-    code, _, err = sd_ort("optimize", *arguments, "--target", "portable")
-    lines = [line for line in err.splitlines() if line.startswith("sd-ort: ")]
-    assert code == 2
-    assert len(lines) == 1, err
-    assert "Traceback" not in err
-    assert {path.name for path in parent.iterdir()} == before
-    return lines[0]
+OPTIMIZE = ("optimize", "--target", "portable")
 
 
 # --- Shards ---------------------------------------------------------------------------------------------------------
@@ -88,7 +79,7 @@ def test_shards(sd_ort: Cli, sharded: Path, name: str) -> None:
     """The shard that another folder has is complete here: the index alone is damaged."""
     damage, message = DAMAGE[name]
     damage(sharded / "transformer")
-    line = refusal(sd_ort, sharded.parent, sharded, sharded.parent / "out", "--component", "transformer")
+    line = refusal(sd_ort, sharded.parent, *OPTIMIZE, sharded, sharded.parent / "out", "--component", "transformer")
     assert message in line
 
 
@@ -120,7 +111,7 @@ def configure(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize("count", [-1, 0, 10**9, 10**400, "3", [3], 2.5])
 def test_counts_of_layers(sd_ort: Cli, folder: Path, count: object) -> None:
     configure(folder, num_single_layers=count)
-    assert "damaged at 'num_single_layers'" in refusal(sd_ort, folder.parent, folder, folder.parent / "out")
+    assert "damaged at 'num_single_layers'" in refusal(sd_ort, folder.parent, *OPTIMIZE, folder, folder.parent / "out")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +145,7 @@ def test_blocks_that_the_config_leaves_out_are_named(folder: Path, caplog: pytes
 def test_a_lora_is_no_checkpoint(sd_ort: Cli, tmp_path: Path, module: str) -> None:
     path = tmp_path / "lora.safetensors"
     save_file({f"{module}.lora_{end}.weight": np.ones((4, 4), np.float32) for end in "AB"}, path)
-    line = refusal(sd_ort, tmp_path, path, tmp_path / "out", "--config", TRANSFORMER_DIR)
+    line = refusal(sd_ort, tmp_path, *OPTIMIZE, path, tmp_path / "out", "--config", TRANSFORMER_DIR)
     assert "is a LoRA, which goes on top of a model" in line
 
 
@@ -180,6 +171,6 @@ def test_gguf_files_of_other_architectures(
     """With a folder of FLUX.1 as --config."""
     path = tmp_path / "model.gguf"
     write_gguf(path, tensors, dict.fromkeys(tensors, "F16"), architecture)
-    line = refusal(sd_ort, tmp_path, path, tmp_path / "out", "--config", TRANSFORMER_DIR)
+    line = refusal(sd_ort, tmp_path, *OPTIMIZE, path, tmp_path / "out", "--config", TRANSFORMER_DIR)
     with pytest.raises(InputError, match=message):
         raise InputError(line)

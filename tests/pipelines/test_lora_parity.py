@@ -151,9 +151,9 @@ def images_at_scales(theirs: Any) -> dict[float, np.ndarray]:
     return images
 
 
-def randomize(model: torch.nn.Module, seed: int = 1) -> None:
+def randomize(model: torch.nn.Module) -> None:
     """Random adapter weights; magnitudes near the weights' norms."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "magnitude" in name:
             parameter.data *= 1 + 0.5 * torch.rand(parameter.shape, generator=generator)

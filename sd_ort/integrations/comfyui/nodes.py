@@ -31,9 +31,9 @@ def one_line_errors() -> Iterator[None]:
         raise RuntimeError(f"sd-ort: {describe_error(error)[0]}") from error
 
 
-def _progress_callback(steps: int) -> ProgressCallback:
-    """Return a callback that writes progress to ComfyUI's log and the node's progress bar of `steps` steps."""
-    bar = comfy.utils.ProgressBar(steps)
+def _progress_callback() -> ProgressCallback:
+    """Return a callback that writes progress to ComfyUI's log and the node's progress bar, which has 12 steps."""
+    bar = comfy.utils.ProgressBar(12)
 
     def on_progress(line: str) -> None:
         log.info("%s", line)
@@ -48,7 +48,7 @@ def _resolve(model: str, provider: str) -> tuple[Path, str | None]:
     None is the best provider for the folder's target.
     """
     auto = provider == "auto"
-    folder = folders.resolve_folder(model, default_provider() if auto else provider, _progress_callback(12))
+    folder = folders.resolve_folder(model, default_provider() if auto else provider, _progress_callback())
     return folder, None if auto else provider
 
 
@@ -162,7 +162,7 @@ class Convert(io.ComfyNode):
     @classmethod
     def execute(cls, checkpoint: str, name: str, target: str, float16: bool) -> io.NodeOutput:
         with one_line_errors():
-            folder = folders.convert(checkpoint, name, target, float16, _progress_callback(12))
+            folder = folders.convert(checkpoint, name, target, float16, _progress_callback())
         return io.NodeOutput(str(folder))
 
 

@@ -313,7 +313,7 @@ def _flux_config(config: Config) -> dict[str, Any]:
     is_flux2 = config["_class_name"] == "Flux2Transformer2DModel"
     patch = 1 if is_flux2 else 2
     channels = config["in_channels"] // patch**2
-    theirs = {
+    comfy_config = {
         "image_model": "flux2" if is_flux2 else "flux",
         "in_channels": channels,
         "out_channels": (config.get("out_channels") or config["in_channels"]) // patch**2,
@@ -332,9 +332,9 @@ def _flux_config(config: Config) -> dict[str, Any]:
         "txt_ids_dims": [3] if is_flux2 else [],
     }
     if is_flux2:
-        theirs |= {"global_modulation": True, "mlp_silu_act": True, "ops_bias": False}
-        theirs |= {"default_ref_method": "index", "ref_index_scale": 10.0}
-    return theirs
+        comfy_config |= {"global_modulation": True, "mlp_silu_act": True, "ops_bias": False}
+        comfy_config |= {"default_ref_method": "index", "ref_index_scale": 10.0}
+    return comfy_config
 
 
 def _qwen_image_config(config: Config) -> dict[str, Any]:
@@ -428,22 +428,22 @@ def transformer_model(models: TorchComponentSessions) -> Any:
     host = _HOSTS.get(str(config["_class_name"]))
     if host is None:
         raise InputError(f"sd-ort's nodes do not run {config['_class_name']} ({models.folder}): use sd-ort generate.")
-    theirs = host.config(config)
-    own = host.own(**theirs, dtype=torch.float32, device="meta", operations=comfy.ops.disable_weight_init)
+    comfy_config = host.config(config)
+    own = host.own(**comfy_config, dtype=torch.float32, device="meta", operations=comfy.ops.disable_weight_init)
     kind: dict[str, Any] = {}
     name = host.description
     if name == "Flux" and not config.get("guidance_embeds"):
         name, kind = "FluxSchnell", {"model_type": comfy.model_base.ModelType.FLOW}
-    description = getattr(comfy.supported_models, name)(theirs)
+    description = getattr(comfy.supported_models, name)(comfy_config)
     description.unet_config |= {"disable_unet_model_creation": True, "dtype": models.dtype("transformer")}
     description.manual_cast_dtype = None
-    _set_latents(description, models, theirs)
+    _set_latents(description, models, comfy_config)
     model = host.model(description, **kind)
     model.diffusion_model = host.net(models, own)
     return model
 
 
-def _set_latents(description: Any, models: TorchComponentSessions, theirs: Config) -> None:
+def _set_latents(description: Any, models: TorchComponentSessions, comfy_config: Config) -> None:
     """Set the schedule's shift of SD 3, and the scale of the latents that the folder's VAE has."""
     latents = description.latent_format
     if "vae_decoder" in models:
@@ -451,7 +451,7 @@ def _set_latents(description: Any, models: TorchComponentSessions, theirs: Confi
         latents.scale_factor = vae.get("scaling_factor", latents.scale_factor)
         if vae.get("shift_factor") is not None:
             latents.shift_factor = vae["shift_factor"]
-    channels = theirs["out_channels"] if "out_channels" in theirs else theirs["in_channels"]
+    channels = comfy_config["out_channels"] if "out_channels" in comfy_config else comfy_config["in_channels"]
     if channels != latents.latent_channels:  # of a model that is none of the published ones
         latents.latent_channels, latents.latent_rgb_factors = channels, None
     if isinstance(description, comfy.supported_models.SD3):
