@@ -80,6 +80,8 @@ def test_a_refused_name_is_answered_with_its_reason(pipeline: Any, name: str) ->
         ({"denoising_end": 1.5}, "no part of the schedule"),
         ({"control_guidance_start": 0.5, "image": Image.new("RGB", (64, 64))}, "no ControlNet"),
         ({"prompt": None}, "no prompt was given"),
+        ({"prompt": 3}, "prompt must be a text or a list of texts or None, got '3'"),
+        ({"eta": float("nan")}, "eta must be a finite number, got 'nan'"),
     ],
 )
 def test_arguments_that_do_not_fit(pipeline: Any, arguments: dict[str, Any], message: str) -> None:
