@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,12 @@ def test_components_and_configs(pipeline: Any, reference: Any) -> None:
     with torch.no_grad():
         mean = reference.vae.encode(pixels).latent_dist.mean
     torch.testing.assert_close(pipeline.vae.encode(pixels).latent_dist.mean, mean, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused_with_what_to_do(pipeline: Any, copy_of: Any) -> None:
+    with pytest.raises(TypeError, match="call from_pretrained again"):
+        copy_of(pipeline)
 
 
 def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
