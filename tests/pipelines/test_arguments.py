@@ -162,6 +162,13 @@ def test_a_copy_is_refused_with_what_to_do(pipeline: Any, copy_of: Any) -> None:
         copy_of(pipeline)
 
 
+def test_a_scheduler_of_transformers_is_refused(pipeline: Any) -> None:
+    swapped = StableDiffusionPipeline.from_pipe(pipeline)
+    swapped.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    with pytest.raises(InputError, match="drives transformers, not U-Nets"):
+        draw(swapped)
+
+
 def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
     assert pipeline.to("cpu") is pipeline.to(torch.float32) is pipeline
     for argument, message in (("cuda", "provider="), (torch.float16, "--float16")):
