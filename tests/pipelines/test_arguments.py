@@ -91,6 +91,20 @@ def test_arguments_that_do_not_fit(pipeline: Any, arguments: dict[str, Any], mes
         draw(pipeline, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": 3}, "prompt must be a text or a list of texts or None, got '3'"),
+        ({"num_inference_steps": 2.5}, "num_inference_steps must be an integer, got '2.5'"),
+        ({"height": "64"}, "height must be an integer or None, got '64'"),
+    ],
+)
+@pytest.mark.parametrize("class_", [sd_ort.FluxPipeline, sd_ort.ZImagePipeline])
+def test_types_in_pipelines_of_transformers(class_: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        class_.__new__(class_)(**arguments)
+
+
 # --- What they do ---------------------------------------------------------------------------------------------------
 
 
