@@ -82,12 +82,37 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+# A part of an annotation -> its words in a message. Other parts stand for themselves.
+WORDS = {
+    "int": "an integer",
+    "float": "a finite number",
+    "str": "a text",
+    "bool": "True or False",
+    "Prompt": "a text or a list of texts",
+    "Size": "two integers",
+    "torch.Tensor": "a tensor",
+    "np.ndarray": "an array",
+    "Sequence[int]": "a list of integers",
+    "Sequence[float]": "a list of finite numbers",
+    "Sequence[str]": "a list of texts",
+    "Mapping[str, float]": "a dict of finite numbers",
+    "StepCallback": "a function",
+}
+
+
+def check_type(name: str, annotation: str, value: Any) -> None:
+    """Raise InputError for a value that is not of its annotation; numbers are finite. Others than KINDS pass."""
+    kinds = annotation.split(" | ")
+    if KINDS.keys() >= set(kinds) and not any(KINDS[kind](value) for kind in kinds):
+        words = " or ".join(WORDS.get(kind, kind) for kind in kinds)
+        raise InputError(f"{name} must be {words}, got {str(value)[:80]!r}.")
+
+
 def check_types(arguments: Any) -> None:
-    """Raise InputError for a field of a data class whose value is not of its annotation; numbers are finite."""
+    """Raise InputError for a field of a data class whose value is not of its annotation, as in `check_type`."""
     for field in fields(arguments):
-        kinds, value = str(field.type).split(" | "), getattr(arguments, field.name, None)
-        if field.init and KINDS.keys() >= set(kinds) and not any(KINDS[kind](value) for kind in kinds):
-            raise InputError(f"{field.name} must be {field.type}, got {str(value)[:80]!r}.")
+        if field.init:
+            check_type(field.name, str(field.type), getattr(arguments, field.name, None))
 
 
 THREADS_LIMIT = 1024

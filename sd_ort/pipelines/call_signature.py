@@ -8,7 +8,7 @@ from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
 
-from sd_ort.pipelines.arguments import GUIDANCE, STEPS
+from sd_ort.pipelines.arguments import GUIDANCE, STEPS, check_type
 from sd_ort.pipelines.request import Request
 
 # Arguments that stand side by side in several of diffusers' classes, in their order.
@@ -68,6 +68,8 @@ _TRANSFORMER_ARGUMENTS: dict[str, tuple[str, Any]] = {
     "cfg_normalization": ("bool", False),
     "cfg_truncation": ("float", 1.0),
 }
+# Arguments whose type is checked first, before a transformer's pipeline computes with them.
+_TYPED = {"prompt", "negative_prompt", "num_inference_steps", "height", "width", "num_images_per_prompt"}
 
 
 def _listed(names: str) -> list[str]:
@@ -131,6 +133,9 @@ def transformer_call(names: str, doc: str, **defaults: Any) -> Callable[..., Any
     parameters.append(Parameter("unsupported", Parameter.VAR_KEYWORD, annotation="Any"))
 
     def generate(arguments: dict[str, Any]) -> Any:
+        for name in _TYPED & arguments.keys():
+            if arguments[name] is not None:
+                check_type(name, str(types[name]), arguments[name])
         return arguments.pop("self")._generate(SimpleNamespace(**arguments))
 
     return _call(Signature(parameters, return_annotation="Any"), generate, doc)

@@ -460,6 +460,13 @@ class OrtModel:
         self.inputs = {i.name: i for i in session.get_inputs()}
         self.outputs = [o.name for o in session.get_outputs()]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError, the error of `copy` and `pickle`: a session holds memory of its device."""
+        raise TypeError(
+            "an open ONNX Runtime session cannot be copied or pickled: call from_pretrained again, in another process "
+            "too, or share one pipeline between threads."
+        )
+
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
         """Run once. `arrays`: one array an input, by name, of the input's shape. Returns the outputs by name.
 

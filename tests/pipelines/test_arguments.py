@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +82,27 @@ def test_a_refused_name_is_answered_with_its_reason(pipeline: Any, name: str) ->
         ({"denoising_end": 1.5}, "no part of the schedule"),
         ({"control_guidance_start": 0.5, "image": Image.new("RGB", (64, 64))}, "no ControlNet"),
         ({"prompt": None}, "no prompt was given"),
+        ({"prompt": 3}, "prompt must be a text or a list of texts or None, got '3'"),
+        ({"eta": float("nan")}, "eta must be a finite number, got 'nan'"),
     ],
 )
 def test_arguments_that_do_not_fit(pipeline: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         draw(pipeline, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": 3}, "prompt must be a text or a list of texts or None, got '3'"),
+        ({"num_inference_steps": 2.5}, "num_inference_steps must be an integer, got '2.5'"),
+        ({"height": "64"}, "height must be an integer or None, got '64'"),
+    ],
+)
+@pytest.mark.parametrize("class_", [sd_ort.FluxPipeline, sd_ort.ZImagePipeline])
+def test_types_in_pipelines_of_transformers(class_: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        class_.__new__(class_)(**arguments)
 
 
 # --- What they do ---------------------------------------------------------------------------------------------------
@@ -150,6 +168,19 @@ def test_components_and_configs(pipeline: Any, reference: Any) -> None:
     with torch.no_grad():
         mean = reference.vae.encode(pixels).latent_dist.mean
     torch.testing.assert_close(pipeline.vae.encode(pixels).latent_dist.mean, mean, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused_with_what_to_do(pipeline: Any, copy_of: Any) -> None:
+    with pytest.raises(TypeError, match="call from_pretrained again"):
+        copy_of(pipeline)
+
+
+def test_a_scheduler_of_transformers_is_refused(pipeline: Any) -> None:
+    swapped = StableDiffusionPipeline.from_pipe(pipeline)
+    swapped.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    with pytest.raises(InputError, match="drives transformers, not U-Nets"):
+        draw(swapped)
 
 
 def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
