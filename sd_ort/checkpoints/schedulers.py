@@ -8,7 +8,7 @@ from typing import Any
 
 from sd_ort.checkpoints.configs import scheduler_config
 from sd_ort.checkpoints.numpy_schedulers import class_name
-from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.errors import InputError, first_line, report_missing_package
 
 STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
 
@@ -82,9 +82,11 @@ def set_timesteps(scheduler: Any, steps: int, **options: Any) -> int:
 def scheduler_class(name: str) -> Any:
     """Return a diffusers scheduler by class name or short form, such as "euler", "ddim" or "dpmsolver".
 
-    Short forms are those of `numpy_schedulers.class_name`. Raises InputError listing the names when there is none.
+    Short forms are those of `numpy_schedulers.class_name`. Raises InputError listing the names when there is none, and
+    without diffusers.
     """
-    import diffusers
+    with report_missing_package():
+        import diffusers
 
     class_ = class_name(name, [n for n in reversed(dir(diffusers)) if n.endswith("Scheduler")])
     if class_ is None:

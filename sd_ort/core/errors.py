@@ -2,6 +2,8 @@
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 BUG = 70  # exit code of an unexpected exception (sysexits.h: EX_SOFTWARE)
@@ -44,6 +46,21 @@ def first_line(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
+@contextmanager
+def report_missing_package() -> Iterator[None]:
+    """Context manager that raises InputError with the command to install what is missing of the extra `export`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXPORT_PACKAGES:
+            raise
+        raise InputError(_describe_missing(error)) from error
+
+
+def _describe_missing(error: ModuleNotFoundError) -> str:
+    return f"this needs {error.name}, which is not installed: pip install 'sd-ort[export]'."
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, in Python or in a library that says so in the text of its error."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -65,7 +82,7 @@ def describe_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, SdOrtError):
         return " ".join(str(error).split()), error.exit_code
     if isinstance(error, ModuleNotFoundError) and error.name in EXPORT_PACKAGES:
-        return f"this needs {error.name}, which is not installed: pip install 'sd-ort[export]'.", InputError.exit_code
+        return _describe_missing(error), InputError.exit_code
     if is_out_of_memory(error):
         return describe_shortage(error), SdOrtError.exit_code
     if isinstance(error, OSError) and error.strerror:

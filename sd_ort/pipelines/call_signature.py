@@ -8,6 +8,7 @@ from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
 
+from sd_ort.core.errors import report_missing_package
 from sd_ort.pipelines.arguments import GUIDANCE, STEPS, check_type
 from sd_ort.pipelines.request import Request
 
@@ -132,6 +133,7 @@ def transformer_call(names: str, doc: str, **defaults: Any) -> Callable[..., Any
     ]
     parameters.append(Parameter("unsupported", Parameter.VAR_KEYWORD, annotation="Any"))
 
+    @report_missing_package()
     def generate(arguments: dict[str, Any]) -> Any:
         for name in _TYPED & arguments.keys():
             if arguments[name] is not None:

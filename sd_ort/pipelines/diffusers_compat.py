@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sd_ort.checkpoints.configs import Config, component_config
 from sd_ort.core.errors import InputError
-from sd_ort.core.paths import inside, output_path
-from sd_ort.core.pipeline_folder import read_manifest, staged
+from sd_ort.core.pipeline_folder import read_manifest
+from sd_ort.pipelines.common_methods import PipelineMethods
+from sd_ort.pipelines.images import as_tensor
 from sd_ort.pipelines.load_options import LoadOptions
 from sd_ort.pipelines.request import Prompt, Request
-from sd_ort.pipelines.state import PipelineState
 from sd_ort.runtime.provider_choice import AUTO
-from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import OrtModel, SessionOptions
 
 if TYPE_CHECKING:
@@ -39,26 +35,6 @@ REJECTED_OPTIONS = {
     "vae": "a component comes from the folder: `sd-ort export --vae FILE`",
     "text_encoder": "a component comes from the folder: export the pipeline with it",
 }
-# What diffusers' pipelines can and ours need not, or cannot.
-REJECTED_METHODS = {
-    "enable_model_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
-    "enable_sequential_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
-    "load_ip_adapter": "it is part of the UNet's graph: `sd-ort export MODEL OUT --ip-adapter FILE`",
-    "unload_ip_adapter": "it is part of the UNet's graph: set_ip_adapter_scale(0) draws as without it",
-    "disable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
-    "enable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
-    "enable_group_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
-    "save_lora_weights": "LoRAs stay the files that they were loaded from",
-    "set_lora_device": "LoRAs are added to weights where these are",
-    "upcast_vae": "its type is chosen by `sd-ort optimize RAW OUT`, which measures where half precision fails",
-}
-NOOP_METHODS = dict.fromkeys((
-    "enable_attention_slicing", "disable_attention_slicing", "enable_xformers_memory_efficient_attention",
-    "disable_xformers_memory_efficient_attention", "fuse_qkv_projections", "unfuse_qkv_projections",
-    "set_attention_slice", "set_use_memory_efficient_attention_xformers",
-), "attention is fused in the graph") | dict.fromkeys((
-    "maybe_free_model_hooks", "remove_all_hooks", "reset_device_map",
-), "components have no hooks and one provider")  # fmt: skip
 
 
 def loading_options(options: Mapping[str, Any], folder: Path) -> SessionOptions:
@@ -97,13 +73,11 @@ def _check_dtype(requested: Any, folder: Path) -> None:
         )
 
 
-class DiffusersCompatMixin(PipelineState):
-    """diffusers' properties and methods beside generating images."""
+class DiffusersCompatMixin(PipelineMethods):
+    """diffusers' properties and methods of U-Net pipelines beside generating images."""
 
     scheduler: Any
-    progress_bar_config: Mapping[str, Any] = {}
-    # Of the last call, under diffusers' names; a callback changes the guidance scale and ends the loop.
-    _guidance_scale = 0.0
+    # Of the last call, under diffusers' names.
     _guidance_rescale = 0.0
     _pag_scale = 0.0
     _pag_adaptive_scale = 0.0
@@ -111,8 +85,6 @@ class DiffusersCompatMixin(PipelineState):
     _cross_attention_kwargs: Mapping[str, Any] | None = None
     _denoising_start: float | None = None
     _denoising_end: float | None = None
-    _interrupt = False
-    _num_timesteps = 0
 
     # --- Components -------------------------------------------------------------------------------------------------
 
@@ -173,30 +145,7 @@ class DiffusersCompatMixin(PipelineState):
         parts = {name: part for name, part in attributes.items() if part is not None}
         return {"vae": self.vae, **parts, "scheduler": self.scheduler}
 
-    @property
-    def config(self) -> Config:
-        """The folder's model_index.json."""
-        return Config(self.index)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the UNet's inputs."""
-        import torch
-
-        return getattr(torch, np.dtype(self.models["unet"].dtype("sample")).name)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the sessions."""
-        import torch
-
-        return torch.device("cpu" if self.models.device == "cpu" else "cuda")
-
     # --- The last call ----------------------------------------------------------------------------------------------
-
-    @property
-    def guidance_scale(self) -> float:
-        return self._guidance_scale
 
     @property
     def guidance_rescale(self) -> float:
@@ -222,69 +171,6 @@ class DiffusersCompatMixin(PipelineState):
     def do_classifier_free_guidance(self) -> bool:
         return self._guidance_scale > 1 and not self.unet_config.get("time_cond_proj_dim")
 
-    @property
-    def num_timesteps(self) -> int:
-        """Steps of the last call that ran on the host."""
-        return self._num_timesteps
-
-    @property
-    def interrupt(self) -> bool:
-        """Whether a callback set `_interrupt`, which ends the loop."""
-        return self._interrupt
-
-    # --- Places and settings ----------------------------------------------------------------------------------------
-
-    def to(self, *targets: Any, **named: Any) -> Any:
-        """This pipeline, if it is there already. Raises InputError for another device or type, with what to do."""
-        import torch
-
-        for target in (*targets, *named.values()):
-            if isinstance(target, torch.dtype):
-                if target != self.dtype:
-                    raise InputError(
-                        f"this pipeline computes in {self.dtype}: its type is chosen by `sd-ort optimize RAW OUT`, "
-                        "with --float16 or --bfloat16."
-                    )
-            elif target is not None and not isinstance(target, bool) and torch.device(target).type != self.device.type:
-                device_type = torch.device(target).type
-                example = "cpu" if device_type == "cpu" else "cuda (or rocm, migraphx)"
-                raise InputError(
-                    f"this pipeline runs on {self.models.provider}: load it with from_pretrained(folder, "
-                    f"provider=...), {example} for {device_type}."
-                )
-        return self
-
-    def enable_vae_tiling(self) -> None:
-        """Decode images larger than the model's own in overlapping tiles."""
-        self.vae.enable_tiling()
-
-    def disable_vae_tiling(self) -> None:
-        self.vae.disable_tiling()
-
-    def enable_vae_slicing(self) -> None:
-        """Decode one image of a batch after the other."""
-        self.vae.enable_slicing()
-
-    def disable_vae_slicing(self) -> None:
-        self.vae.disable_slicing()
-
-    def progress_bar(self, iterable: Iterable[Any] | None = None, total: int | None = None) -> Any:
-        """Return tqdm's bar with the settings of `set_progress_bar_config`."""
-        from tqdm.auto import tqdm
-
-        return tqdm(iterable, total=total, **self.progress_bar_config)
-
-    def set_progress_bar_config(self, **config: Any) -> None:
-        """`disable=True` draws without a progress bar; other settings of tqdm change nothing."""
-        self.progress_bar_config = config
-
-    def __getattr__(self, name: str) -> Any:
-        if name in NOOP_METHODS:
-            return lambda *_, **__: warn_once(f"{name}() changes nothing: {NOOP_METHODS[name]}.")
-        if name in REJECTED_METHODS:
-            raise AttributeError(f"{name} is not there: {REJECTED_METHODS[name]}.")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     # --- Text -------------------------------------------------------------------------------------------------------
 
     def encode_prompt(
@@ -298,10 +184,10 @@ class DiffusersCompatMixin(PipelineState):
     ) -> tuple[torch.Tensor | None, ...]:
         """Return embeddings (N * images, S, C) of prompts and negative prompts, and SDXL's pooled ones (N * images, D).
 
+        They are arrays where torch is not installed.
+
         `__call__` takes them as prompt_embeds and so on. more: other arguments of diffusers' `encode_prompt`.
         """
-        import torch
-
         more.pop("lora_scale", None)
         request = Request(prompt=prompt, negative_prompt=negative_prompt, **more)
         request.num_images_per_prompt = num_images_per_prompt
@@ -312,27 +198,14 @@ class DiffusersCompatMixin(PipelineState):
         rows = (
             [conditioning.embeddings, conditioning.added["text_embeds"]] if self.is_sdxl else [conditioning.embeddings]
         )
-        halves = [torch.from_numpy(each) for each in rows]
-        tensors: list[torch.Tensor | None] = []
+        halves = [as_tensor(each) for each in rows]
+        tensors: list[Any] = []
         for half in halves:
             positive = half[-request.batch :]
             tensors += [positive, half[: request.batch] if do_classifier_free_guidance else None]
         return tuple(tensors)
 
     # --- Other pipelines --------------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: Path | str, **_: Any) -> None:
-        """Copy the pipeline's folder, its weights as they are on disk, without LoRAs.
-
-        Raises OutputError when it cannot be written, and then nothing is left behind.
-        """
-        output = Path(folder)
-        output_path(output, self.folder)
-        with staged(output, self.folder) as work:
-            for path in (path for path in self.folder.rglob("*") if path.is_file()):
-                target = work / path.relative_to(self.folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(inside(path, self.folder), target)
 
     @classmethod
     def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import DEEP_FEATURES
 from sd_ort.core.progress import step_bar
 from sd_ort.pipelines.controlnet_inputs import MIDDLE, ControlNetInput
-from sd_ort.pipelines.images import as_array
+from sd_ort.pipelines.images import as_array, as_tensor
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.runtime.session import OrtModel
@@ -256,14 +256,12 @@ class StepState:
     def call_back(self, pipeline: Any, request: Request, index: int, timestep: Any) -> None:
         """Call callback_on_step_end and apply its changes.
 
-        These are tensors, and the pipeline's `_guidance_scale` and `_guidance_rescale`.
+        These are tensors (see `as_tensor`), and the pipeline's `_guidance_scale` and `_guidance_rescale`.
         """
-        import torch
-
         assert request.callback_on_step_end is not None
         names = list(request.callback_tensors)
         tensors = {name: self._tensor(name) for name in names}
-        after = request.callback_on_step_end(pipeline, index, torch.as_tensor(timestep), dict(tensors)) or {}
+        after = request.callback_on_step_end(pipeline, index, as_tensor(timestep), dict(tensors)) or {}
         changed: dict[str, Any] = {name: after[name] for name in names if after.get(name) is not None}
         for name, value in changed.items():
             changed[name] = [as_array(each) for each in value] if isinstance(value, list) else as_array(value)
@@ -282,26 +280,24 @@ class StepState:
 
     def _tensor(self, name: str) -> Any:
         """Return a tensor that a callback reads, by diffusers' name. Raises InputError if this call has none."""
-        import torch
-
         rows, conditioning = len(self.latents), self.denoiser.conditioning
         copies = self.rows_per_image
         if name == "latents":
-            return torch.from_numpy(self.latents)
+            return as_tensor(self.latents)
         if input_name := CONDITIONING_TENSORS.get(name):
-            return torch.from_numpy(conditioning[input_name])
+            return as_tensor(conditioning[input_name])
         if input_name := NEGATIVE_TENSORS.get(name):
-            return None if self.guidance is None else torch.from_numpy(conditioning[input_name][:rows])
+            return None if self.guidance is None else as_tensor(conditioning[input_name][:rows])
         if name in ("image", "control_image") and self.denoiser.controls:
-            images = [torch.from_numpy(control.image) for control in self.denoiser.controls]
+            images = [as_tensor(control.image) for control in self.denoiser.controls]
             return images if len(images) > 1 else images[0]
         if name == "mask" and self.blend is not None:
-            return torch.from_numpy(np.concatenate([self.blend.mask] * copies))
+            return as_tensor(np.concatenate([self.blend.mask] * copies))
         if name == "masked_image_latents" and self.blend is not None and self.blend.masked_image is not None:
-            return torch.from_numpy(np.concatenate([self.blend.masked_image] * copies))
+            return as_tensor(np.concatenate([self.blend.masked_image] * copies))
         if name in ("mask", "masked_image_latents") and self.channels is not None:
             channels = self.channels[:, :1] if name == "mask" else self.channels[:, 1:]
-            return torch.from_numpy(np.concatenate([channels] * copies))
+            return as_tensor(np.concatenate([channels] * copies))
         raise InputError(f"callback_on_step_end_tensor_inputs: this call has no {name} to give.")
 
     def _condition(self, changed: Mapping[str, Any], controlnet_reads_changes: bool) -> None:

@@ -45,6 +45,15 @@ def as_array(value: Any) -> np.ndarray:
     return np.asarray(value.detach().float().cpu().numpy() if is_tensor(value) else value, np.float32)
 
 
+def as_tensor(value: Any) -> Any:
+    """Return an array or a number as a torch tensor over the same memory; as it is where torch is not installed."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return value
+    return torch.as_tensor(value)
+
+
 def latents_of_shape(latents: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return latents as an array. Raises InputError for latents of another shape."""
     array = as_array(latents)

@@ -26,7 +26,7 @@ from sd_ort.checkpoints.generation_defaults import demo_defaults
 from sd_ort.checkpoints.signatures import controlnet_scale, default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.aliases import accept_old_names
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, report_missing_package
 from sd_ort.core.pipeline_folder import read_index
 from sd_ort.core.progress import announce, print_line
 from sd_ort.model_cache import open_model
@@ -35,7 +35,7 @@ from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultN
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
-from sd_ort.pipelines.images import as_array, finished, latents_of_shape, pil_images, size_of
+from sd_ort.pipelines.images import as_array, as_tensor, finished, latents_of_shape, pil_images, size_of
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
 from sd_ort.pipelines.load_options import DEFAULT_OPTIONS, LoadOptions
 from sd_ort.pipelines.lora_methods import LoraMixin
@@ -286,6 +286,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         """
         return self._generate(locals())
 
+    @report_missing_package()
     def _generate(self, call: Mapping[str, Any]) -> Any:
         """Check the arguments of `__call__` by name, generate the images, and return the result of `__call__`."""
         named = {n: v for n, v in call.items() if n not in ("self", "kwargs") and not isinstance(v, DefaultNumber)}
@@ -358,7 +359,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         """Generate on the device; `host` decodes with `decode_on`, and makes PIL images of pixels."""
         output_type = call.get("output_type") or "pil"
         if "vae_decoder" in self.models.placement.placed:
-            latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
+            latents = as_array(self(**{**call, "output_type": "latent", "return_dict": True}).images)
             return host.submit(self._finish, latents, Request(output_type=output_type))
         is_converted_by_host = (
             output_type == "pil" and call.get("padding_mask_crop") is None
@@ -487,9 +488,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     def _finish(self, latents: np.ndarray, request: Request) -> PipelineOutput:
         """Return the output of final latents: decoded, checked for safety and converted to the requested type."""
         if request.output_type == "latent":
-            import torch
-
-            return PipelineOutput(torch.from_numpy(latents))
+            return PipelineOutput(as_tensor(latents))
         images, flags = self.vae.to_pixels(latents), None
         check_finite(images, "vae_decoder")
         if self.safety_checker and "safety_checker" in self.models:

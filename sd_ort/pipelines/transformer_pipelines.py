@@ -20,7 +20,7 @@ import numpy as np
 from sd_ort import demo
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.conditioning import text_length, token_ids
-from sd_ort.checkpoints.configs import Config, as_scheduler_config, component_config, scheduler_config
+from sd_ort.checkpoints.configs import as_scheduler_config, component_config, scheduler_config
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, encoder_mismatch
 from sd_ort.checkpoints.generation_defaults import demo_defaults
 from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
@@ -32,8 +32,9 @@ from sd_ort.model_cache import open_model
 from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite, is_integer
 from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.pipelines.call_signature import transformer_call
+from sd_ort.pipelines.common_methods import REJECTED_METHODS, PipelineMethods
 from sd_ort.pipelines.diffusers_compat import loading_options
-from sd_ort.pipelines.images import as_array, finished, latents_of_shape
+from sd_ort.pipelines.images import as_array, as_tensor, finished, latents_of_shape
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
@@ -199,7 +200,7 @@ class Denoising:
             self.sample = self.blend.apply(self.schedule, i, self.sample)
 
 
-class TransformerPipeline(TransformerCacheMixin, LoraMixin):
+class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
     """Components, text encoding and sampling loop of the pipelines of diffusion transformers."""
 
     CLASS = ""  # the model class of the transformer
@@ -213,10 +214,10 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
     REQUIRED_COMPONENTS: tuple[str, ...] = ("transformer", "vae_decoder")
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds")
     LORA_COMPONENTS = ("transformer", "text_encoder", "text_encoder_2")
-    _interrupt = False  # a callback sets it to end the loop
-    _num_timesteps = 0
-    _guidance_scale = 0.0
-    progress_bar_config: Mapping[str, Any] = {}
+    DENOISER = ("transformer", "hidden_states")
+    REJECTED_METHODS = {name: why for name, why in REJECTED_METHODS.items() if "freeu" not in name} | dict.fromkeys(
+        ("load_ip_adapter", "unload_ip_adapter"), _NO_ADAPTER
+    )
     _scheduler: Any  # diffusers' object, or its config
 
     def __init__(
@@ -366,37 +367,6 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
         if demo_defaults(self.folder):
             return demo.HEIGHT
         return int(self.transformer_config.get("sample_size") or 128) * self.vae_scale_factor
-
-    @property
-    def config(self) -> Config:
-        """The folder's model_index.json."""
-        return Config(self.index)
-
-    @property
-    def num_timesteps(self) -> int:
-        """Number of steps of the last call."""
-        return self._num_timesteps
-
-    @property
-    def guidance_scale(self) -> float:
-        return self._guidance_scale
-
-    @property
-    def interrupt(self) -> bool:
-        """Whether a callback set `_interrupt`, which ends the loop."""
-        return self._interrupt
-
-    def set_progress_bar_config(self, **config: Any) -> None:
-        """Set options of the progress bar; `disable=True` hides it."""
-        self.progress_bar_config = config
-
-    def enable_vae_tiling(self) -> None:
-        """Decode images larger than the model's own in overlapping tiles."""
-        self.vae.enable_tiling()
-
-    def enable_vae_slicing(self) -> None:
-        """Decode one image of a batch after the other."""
-        self.vae.enable_slicing()
 
     def load_textual_inversion(self, *_: Any, **__: Any) -> None:
         """Raises InputError: textual inversion is not supported."""
@@ -567,14 +537,13 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
     def _call_back(self, i: int, job: Denoising, call: SimpleNamespace) -> bool:
         """Call the callback after step i, and replace the tensors that it returns. Returns whether prompts changed."""
-        import torch
 
         def tensor(value: Any) -> Any:
-            return [tensor(each) for each in value] if isinstance(value, list) else torch.from_numpy(value.copy())
+            return [tensor(each) for each in value] if isinstance(value, list) else as_tensor(value.copy())
 
         values = job.callback_tensors()
         tensors = {name: tensor(values[name]) for name in call.callback_on_step_end_tensor_inputs}
-        changed = call.callback_on_step_end(self, i, torch.tensor(job.schedule.timesteps[i]), tensors) or {}
+        changed = call.callback_on_step_end(self, i, as_tensor(job.schedule.timesteps[i]), tensors) or {}
         return job.replace(changed)
 
     def _output(self, latents: np.ndarray, output_type: str, return_dict: bool) -> Any:
@@ -586,9 +555,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin):
 
 
 def latents_as_output(latents: np.ndarray, return_dict: bool) -> Any:
-    import torch
-
-    tensor = torch.from_numpy(latents)
+    tensor = as_tensor(latents)
     return PipelineOutput(tensor) if return_dict else (tensor,)
 
 

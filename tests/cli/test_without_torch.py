@@ -34,6 +34,22 @@ for words in json.loads(sys.argv[1]):
         if exit_.code:
             raise
 """
+# What is a tensor elsewhere is an array.
+CALLS = """
+import numpy as np
+from sd_ort import FluxPipeline, StableDiffusionPipeline
+
+def callback(pipe, step, timestep, tensors):
+    assert isinstance(tensors["latents"], np.ndarray)
+    return {"latents": tensors["latents"] * 0}
+
+for cls, model in ((StableDiffusionPipeline, "out"), (FluxPipeline, "demo-dit")):
+    pipe = cls.from_pretrained(model, provider="cpu")
+    settings = {"num_inference_steps": 1, "height": 64, "width": 64, "generator": 0}
+    latents = pipe.to("cpu")("a", output_type="latent", callback_on_step_end=callback, **settings).images
+    assert isinstance(latents, np.ndarray) and not latents.any()
+    assert isinstance(pipe.encode_prompt("a")[0], np.ndarray)
+"""
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +65,7 @@ def test_a_published_architecture_is_optimized_explained_and_run(tmp_path: Path)
                 ["verify", "out", "out"], ["doctor"], ["cache"], [*generate, "--model", "out"],
                 [*generate, "--model", "demo-dit", "--overwrite"],
                 ["benchmark", "out", "--component", "vae_decoder", "--steps", "1"]]  # fmt: skip
-    result = run(tmp_path, "-c", COMMANDS, json.dumps(commands))
+    result = run(tmp_path, "-c", COMMANDS + CALLS, json.dumps(commands))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "torch eager (batch 1) failed: this needs torch, which is not installed" in result.stdout + result.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -168,6 +169,34 @@ def test_components_and_configs(pipeline: Any, reference: Any) -> None:
     with torch.no_grad():
         mean = reference.vae.encode(pixels).latent_dist.mean
     torch.testing.assert_close(pipeline.vae.encode(pixels).latent_dist.mean, mean, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("class_", "method"), [(StableDiffusionPipeline, "_read_images"), (sd_ort.FluxPipeline, "_generate")]
+)
+def test_a_missing_package_is_reported_with_the_command_to_install_it(
+    class_: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ModuleNotFoundError("No module named 'diffusers'", name="diffusers")
+
+    monkeypatch.setattr(class_, method, fail)
+    monkeypatch.setattr(StableDiffusionPipeline, "_defaults", {})
+    with pytest.raises(InputError, match=r"needs diffusers, which is not installed: pip install 'sd-ort\[export\]'"):
+        class_.__new__(class_)("a")
+
+
+def test_pipelines_of_transformers_have_the_methods_of_diffusers() -> None:
+    pipeline: Any = sd_ort.FluxPipeline.__new__(sd_ort.FluxPipeline)
+    pipeline.models = SimpleNamespace(device="cpu", provider="cpu")
+    assert pipeline.to("cpu", silence_dtype_warnings=True) is pipeline
+    with pytest.raises(InputError, match=r"runs on cpu: load it with .* for cuda"):
+        pipeline.to("cuda:0")
+    with pytest.raises(AttributeError, match="low_memory=True"):
+        pipeline.enable_model_cpu_offload()
+    with pytest.raises(AttributeError, match="IP-Adapters of diffusion transformers are not supported"):
+        pipeline.load_ip_adapter("folder")
+    assert pipeline.enable_attention_slicing() is None
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle.dumps])
