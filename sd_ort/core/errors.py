@@ -48,7 +48,10 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def report_missing_package() -> Iterator[None]:
-    """Context manager that raises InputError with the command to install what is missing of the extra `export`."""
+    """Context manager that replaces the error of importing torch or diffusers where it is not installed.
+
+    InputError has pip's command. The packages are those of the extra `export`.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

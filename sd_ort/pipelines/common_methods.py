@@ -20,14 +20,10 @@ from sd_ort.runtime.providers import warn_once
 if TYPE_CHECKING:
     import torch
 
-# What diffusers' pipelines can and ours need not, or cannot.
+# Methods of diffusers' pipelines that are not there, and why; and those that change nothing.
 REJECTED_METHODS = {
     "enable_model_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
     "enable_sequential_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
-    "load_ip_adapter": "it is part of the UNet's graph: `sd-ort export MODEL OUT --ip-adapter FILE`",
-    "unload_ip_adapter": "it is part of the UNet's graph: set_ip_adapter_scale(0) draws as without it",
-    "disable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
-    "enable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
     "enable_group_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
     "save_lora_weights": "LoRAs stay the files that they were loaded from",
     "set_lora_device": "LoRAs are added to weights where these are",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sd_ort.checkpoints.configs import Config, component_config
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import read_manifest
-from sd_ort.pipelines.common_methods import PipelineMethods
+from sd_ort.pipelines.common_methods import REJECTED_METHODS, PipelineMethods
 from sd_ort.pipelines.images import as_tensor
 from sd_ort.pipelines.load_options import LoadOptions
 from sd_ort.pipelines.request import Prompt, Request
@@ -76,6 +76,12 @@ def _check_dtype(requested: Any, folder: Path) -> None:
 class DiffusersCompatMixin(PipelineMethods):
     """diffusers' properties and methods of U-Net pipelines beside generating images."""
 
+    REJECTED_METHODS = REJECTED_METHODS | {
+        "load_ip_adapter": "it is part of the UNet's graph: `sd-ort export MODEL OUT --ip-adapter FILE`",
+        "unload_ip_adapter": "it is part of the UNet's graph: set_ip_adapter_scale(0) draws as without it",
+        "disable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
+        "enable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
+    }
     scheduler: Any
     # Of the last call, under diffusers' names.
     _guidance_rescale = 0.0

@@ -215,9 +215,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
     _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds")
     LORA_COMPONENTS = ("transformer", "text_encoder", "text_encoder_2")
     DENOISER = ("transformer", "hidden_states")
-    REJECTED_METHODS = {name: why for name, why in REJECTED_METHODS.items() if "freeu" not in name} | dict.fromkeys(
-        ("load_ip_adapter", "unload_ip_adapter"), _NO_ADAPTER
-    )
+    REJECTED_METHODS = REJECTED_METHODS | {"load_ip_adapter": _NO_ADAPTER, "unload_ip_adapter": _NO_ADAPTER}
     _scheduler: Any  # diffusers' object, or its config
 
     def __init__(

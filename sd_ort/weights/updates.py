@@ -406,11 +406,15 @@ class WeightUpdater:
                 runs.append(update)
             else:
                 updatable.update(name, self.updated_weights(component, part, deltas, [name])[name])
-        on_device = [each for each in requantizations if updatable.sources.keys() >= set(each.sources)]
-        runs += [self._requantization_run(components, component, part, each) for each in on_device]
+        uploads: list[Requantization] = []
+        for each in requantizations:
+            if updatable.sources.keys() >= set(each.sources):
+                runs.append(self._requantization_run(components, component, part, each))
+            else:
+                uploads.append(each)
         for update in runs:
             update.run(wait=update is runs[-1])  # all are on one stream
-        self._requantize_uploaded(components, component, part, [e for e in requantizations if e not in on_device])
+        self._requantize_uploaded(components, component, part, uploads)
         for name, array in self.updated_weights(component, part, deltas, on_host).items():
             updatable.update(name, array)
         for name in affected | restored:
