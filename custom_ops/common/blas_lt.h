@@ -92,9 +92,10 @@ class BlasLt {
       if (gemm.float8 == Float8::kFnuz) scale *= 4.f;  // the same bits are half of the value in X and in W
     }
     const float beta = gemm.skip == nullptr ? 0.f : 1.f;
+    const void* const in_place = gemm.y_factor == nullptr ? gemm.y : nullptr;  // Y in float8 is not of the skip's type
     // The library is column-major: Y^T = W^T X^T.
     const int status = matmul_(handle, p.description, &scale, gemm.weight, p.weight, gemm.x, p.x, &beta,
-                               gemm.skip == nullptr ? gemm.y : gemm.skip, p.skip, gemm.y, p.y, &p.algorithms[index],
+                               gemm.skip == nullptr ? in_place : gemm.skip, p.skip, gemm.y, p.y, &p.algorithms[index],
                                workspace, p.algorithms[index].workspace_bytes, stream);
     return status == 0 ? nullptr : "the BLAS library rejects the GEMM";
   }

@@ -98,7 +98,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
         [producer.inputs[0]],
         {
             "num_heads": attributes["num_heads"].as_int(),
-            "scale": _scale(node) * input_scale**2,
+            "scale": attributes["scale"].as_float() * input_scale**2,
             QUANTIZED_SCALE: attributes[QUANTIZED_SCALE].as_float() / input_scale,
         },
         domain=DOMAIN,
@@ -106,10 +106,3 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     new.metadata_props.update(node.metadata_props)
     replace_value(graph, node, new, node.outputs[-1])
     graph.remove(node, safe=True)
-
-
-def _scale(node: ir.Node) -> float:
-    """Return the factor of the scores; 0 stands for 1 / sqrt(head size)."""
-    head_size = values.size(node.inputs[0], 4)
-    assert head_size is not None
-    return node.attributes.get_float("scale", 0.0) or head_size**-0.5
