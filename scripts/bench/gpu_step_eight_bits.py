@@ -17,7 +17,7 @@ bench_gpu_step.py); ratios are to the first row's engine.
 torchao quantizes the blocks' linears to float8, row-wise and dynamic. Its transformer and ResNet blocks are compiled,
 with torchao's settings for the former, and the whole call is captured; the row's name has the mode of torch.compile.
 `device_MB` is what an engine of ours adds to the memory of the process on the device: weights, activations and graph.
---folders only writes OUT/float16, OUT/float8 (or those of --formats), whole pipelines for `sd-ort benchmark --provider sdcuda`.
+--folders only writes OUT/FORMAT for each of --formats: whole pipelines for `sd-ort benchmark --provider sdcuda`.
 Build first: sd-ort build-ops --cuda sm_90.
 """
 

@@ -41,7 +41,8 @@ def quantize(body: str, weights: str = WEIGHTS) -> tuple[ir.Model, list[ir.Node]
     "body",
     [
         f"{QKV}  {ATTENTION}  {END}",
-        f"p = sd_ort.LinearAdd (x, w, b)  h = Reshape (p, packed)  {ATTENTION}  r = Reshape (a, flat)  y = MatMul (r, k)",
+        f"p = sd_ort.LinearAdd (x, w, b)  h = Reshape (p, packed)  {ATTENTION}  r = Reshape (a, flat)  "
+        "y = MatMul (r, k)",
         f"{QKV}  {ATTENTION}  u = MatMul (a, k)  v = MatMul (a, k)  y = Sub (u, v)",
     ],
 )
