@@ -110,7 +110,7 @@ class Cudnn {
    public:
     enum class Place { kMemory, kVirtual, kHost };  // a virtual tensor has no memory; kHost is one float on the host
     enum Pointwise { kAdd = 0, kMultiply = 1, kDivide = 6, kSubtract = 9, kExp = 13, kLog = 15, kRelu = 100 };
-    enum Reduction { kSum = 0, kMaximum = 3, kLargestMagnitude = 4 };
+    enum Reduction { kSum = 0, kMaximum = 3 };
     using Sizes = std::vector<int64_t>;
 
     // Excludes plans with less than float32 precision: TF32, Winograd and Fourier transforms.
@@ -120,10 +120,7 @@ class Cudnn {
     const Descriptor& tensor(int64_t id, DType type, const Sizes& sizes, const Sizes& strides,
                              Place place = Place::kMemory) {
       const int64_t alignment = 16, rank = static_cast<int64_t>(sizes.size());
-      const int data = type == DType::kFloat32   ? kFloat
-                       : type == DType::kFloat16 ? kHalf
-                       : type == DType::kFloat8  ? kFloat8
-                                                 : kBFloat16;
+      const int data = type == DType::kFloat32 ? kFloat : type == DType::kFloat16 ? kHalf : kBFloat16;
       const bool is_virtual = place == Place::kVirtual, on_host = place == Place::kHost;
       Descriptor& descriptor = add(kTensor);
       descriptor.set(cudnn_attribute::kTensorType, kTypeData, 1, &data);
@@ -276,7 +273,7 @@ class Cudnn {
                        kTensor = 17, kMatMul = 18, kMatMulOperation = 19, kReduction = 21, kReductionOperation = 22;
   static constexpr int kTypeHandle = 0, kTypePointer = 6, kTypeHeuristics = 8, kTypeNote = 11, kTypePointwise = 14,
                        kTypeDescriptor = 15, kTypeReduction = 18;
-  static constexpr int kHalf = 2, kBFloat16 = 9, kFloat8 = 12;  // e4m3
+  static constexpr int kHalf = 2, kBFloat16 = 9;
   static constexpr int kHeuristicModeA = 3, kHeuristicFallback = 2;  // heuristics
   // cudnnBackendNumericalNote_t: notes up to kLastInexactNote mean lower precision (tensor cores, narrower types,
   // Fourier and Winograd transforms), except kNondeterministic.

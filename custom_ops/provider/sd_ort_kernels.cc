@@ -20,12 +20,6 @@ constexpr size_t kTypedBy = 0;
 template <class Binding>
 constexpr size_t kTypedBy<Binding, std::void_t<decltype(Binding::kTypedBy)>> = Binding::kTypedBy;
 
-// Whether no input of a binding has type T: `kDtype` is the dtype of its calls.
-template <class Binding, class = void>
-constexpr bool kHasDtype = false;
-template <class Binding>
-constexpr bool kHasDtype<Binding, std::void_t<decltype(Binding::kDtype)>> = true;
-
 DType dtype_of(const OrtKernelInfo* info, size_t input) {
   OrtHandle<OrtTypeInfo> type(ort_api->ReleaseTypeInfo);
   check(ort_api->KernelInfo_GetInputTypeInfo(info, input, type.out()));
@@ -52,11 +46,7 @@ class BoundKernel : public Kernel {
  public:
   explicit BoundKernel(const OrtKernelInfo* info)
       : attributes_(Binding::attributes(Attributes(info))), unused_outputs_(unused_outputs(info)) {
-    if constexpr (kHasDtype<Binding>) {
-      attributes_.dtype = Binding::kDtype;
-    } else {
-      attributes_.dtype = dtype_of(info, kTypedBy<Binding>);
-    }
+    attributes_.dtype = dtype_of(info, kTypedBy<Binding>);
   }
 
   void compute(KernelContext& context) const override {
@@ -102,20 +92,17 @@ constexpr bool kMutableAlias = false;
 template <class Binding>
 constexpr bool kMutableAlias<Binding, std::void_t<decltype(Binding::kMutableAliasX)>> = Binding::kMutableAliasX;
 
-// Inputs of type T must all have the same floating-point type, and those in float8 that one.
+// Inputs of type T must all have the same floating-point type.
 template <class Binding>
 const char* unsupported_types(const Node& node) {
   if (node.inputs.size() <= kTypedBy<Binding>) return "an input is missing";
   const auto type = node.input(kTypedBy<Binding>).type;
-  if (!kHasDtype<Binding> && !is_float(type)) return "X is neither float32, float16 nor bfloat16";
+  if (!is_float(type)) return "X is neither float32, float16 nor bfloat16";
   size_t index = 0;
   for (const Port& port : Binding::kInputs) {
     const NodeValue& input = node.input(index++);
     if (!input.exists && !port.optional) return "an input is missing";
     if (input.exists && port.type == Port::kT && input.type != type) return "its inputs differ in type";
-    if (input.exists && port.type == Port::kFloat8 && input.type != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN) {
-      return "an input is not in float8e4m3fn";
-    }
   }
   if (node.has("auto_pad") && node.text("auto_pad", "NOTSET") != "NOTSET") return "its auto_pad is not NOTSET";
   return nullptr;

@@ -57,20 +57,6 @@ def insert_qdq(
             del graph.initializers[str(weight.name)]
 
 
-def insert_attention_qdq(
-    graph: ir.Graph, attentions: Sequence[ir.Node], format_: ElementFormat, largest: Mapping[str, float]
-) -> None:
-    """Quantize the packed queries, keys and values of `attentions` in place, by one scale each: input 0.
-
-    Raises ValueError as `insert_qdq`.
-    """
-    for node in attentions:
-        packed = node.inputs[0]
-        assert packed is not None
-        scale = _constant_scale(graph, packed, format_, largest[str(packed.name)])
-        node.replace_input_with(0, _quantized_activation(graph, node, packed, format_, scale))
-
-
 def _constant_scale(graph: ir.Graph, x: ir.Value, format_: ElementFormat, largest: float) -> ir.Value:
     return new_initializer(graph, f"{x.name}.scale", np.asarray(format_.scale(largest, round_up=True), np.float32))
 

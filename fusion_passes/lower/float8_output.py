@@ -27,7 +27,7 @@ def float8_outputs(model: ir.Model) -> PassOutcome:
     for node in list(graph):
         if node.op_type != "QuantizeLinear" or node.domain:
             continue
-        y, reshapes = before_reshapes(node.inputs[0])
+        y, reshapes = _before_reshapes(node.inputs[0])
         if reason := _reject_reason(node, y, reshapes):
             outcome.rejections.append(Rejection(node, reason))
             continue
@@ -38,7 +38,7 @@ def float8_outputs(model: ir.Model) -> PassOutcome:
     return outcome
 
 
-def before_reshapes(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.Node]]:
+def _before_reshapes(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.Node]]:
     """Return the source of a chain of Reshape nodes that ends in `value`, and these nodes, the last one first."""
     reshapes: list[ir.Node] = []
     while value is not None and (producer := value.producer()) is not None and producer.op_type == "Reshape":

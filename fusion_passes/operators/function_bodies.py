@@ -25,9 +25,8 @@ def attach(model: ir.Model, nodes: Iterable[ir.Node]) -> None:
     version = model.graph.opset_imports.get("", 21)
     overloads: dict[str, dict[tuple[str, ...], str]] = {}
     for node in nodes:
-        operator = BY_NAME[node.op_type]
-        overload, body = operator.body(node)
-        if operator.float8_output is not None and QUANTIZED_SCALE in node.attributes:
+        overload, body = BY_NAME[node.op_type].body(node)
+        if QUANTIZED_SCALE in node.attributes:
             overload, body = "_".join(filter(None, (overload, "float8"))), _with_float8_output(body)
         variants = overloads.setdefault(node.op_type, {})
         name = overload or "plain"

@@ -5,7 +5,6 @@
     python scripts/bench/gpu_step_eight_bits.py --preset sd15 --batch 2 --size 64 --profile 25
     python scripts/bench/gpu_step_eight_bits.py --peers compile torchao       # ratios are to torch.compile then
     python scripts/bench/gpu_step_eight_bits.py --peers torchao torchao-autotuned    # the least time beside torchao
-    python scripts/bench/gpu_step_eight_bits.py --formats float16 float8 float8-attention     # self-attention too
     python scripts/bench/gpu_step_eight_bits.py --formats float16 int8-weights int4-weights   # stored weights
     python scripts/bench/gpu_step_eight_bits.py --folders /dev/shm/folders    # then sd-ort benchmark on these
 
@@ -17,7 +16,7 @@ bench_gpu_step.py); ratios are to the first row's engine.
 torchao quantizes the blocks' linears to float8, row-wise and dynamic. Its transformer and ResNet blocks are compiled,
 with torchao's settings for the former, and the whole call is captured; the row's name has the mode of torch.compile.
 `device_MB` is what an engine of ours adds to the memory of the process on the device: weights, activations and graph.
---folders only writes OUT/FORMAT for each of --formats: whole pipelines for `sd-ort benchmark --provider sdcuda`.
+--folders only writes OUT/float16 and OUT/float8, whole pipelines for `sd-ort benchmark --provider sdcuda`.
 Build first: sd-ort build-ops --cuda sm_90.
 """
 
@@ -63,7 +62,7 @@ from sd_ort.runtime.device_meters import Nvml
 from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
 from sd_ort.stages import optimize
 
-FORMATS = ("float16", "float8", "float8-attention", "int8-weights", "int4-weights", "float8-weights")
+FORMATS = ("float16", "float8", "int8-weights", "int4-weights", "float8-weights")
 CALIBRATION_SIZE = 16  # edge of the latent
 
 
@@ -75,17 +74,10 @@ def calibration_run(preset: str, path: Path) -> Path:
     return path
 
 
-def eight_bits_of(format_: str, runs: Path) -> dict[str, Any]:
-    """Return the keyword arguments of `optimize` that one of FORMATS stands for but `weights`, with its runs."""
-    if format_ not in ("float8", "float8-attention"):
-        return {}
-    return {"inputs": runs, "float8_attention": format_ == "float8-attention"}
-
-
-def storage_of(format_: str) -> WeightStorage | None:
-    """Return the storage of weights that one of FORMATS stands for."""
+def layers_and_storage(format_: str) -> tuple[str | None, WeightStorage | None]:
+    """Return the format of layers in 8 bits and the storage of weights that one of FORMATS stands for."""
     dtype, _, stored = format_.partition("-")
-    return WeightStorage(dtype) if stored == "weights" else None
+    return (None, WeightStorage(dtype)) if stored else (dtype if dtype == "float8" else None, None)
 
 
 def write_folders(preset: str, out: Path, formats: Sequence[str]) -> None:
@@ -95,10 +87,11 @@ def write_folders(preset: str, out: Path, formats: Sequence[str]) -> None:
             save_checkpoint(preset, out / "checkpoint", "sdcuda")
             calibration_run(preset, out / "runs.npz")
     for each in formats:
-        eight_bits = eight_bits_of(each, out / "runs.npz")
+        eight_bits, storage = layers_and_storage(each)
+        inputs = out / "runs.npz" if eight_bits else None
         optimize(
-            out / "checkpoint", out / each, target="gpu", dtype="float16", calibrate=False, weights=storage_of(each),
-            eight_bits="float8" if eight_bits else None, **eight_bits,
+            out / "checkpoint", out / each, target="gpu", dtype="float16", calibrate=False, eight_bits=eight_bits,
+            inputs=inputs, weights=storage,
         )  # fmt: skip
     settings = "--provider sdcuda --tuning --sequential --torch none --steps 20 --guidance 8 --batch 2"
     print("sd-ort benchmark", *(out / each for each in formats), settings)
@@ -109,10 +102,10 @@ def engine(
 ) -> ComparedEngine:
     """Return a hoisted, captured session on the U-Net."""
     path = raw.parents[2] / f"{target}-{format_}" / raw.parent.name / pipeline_folder.MODEL
-    eight_bits, storage = eight_bits_of(format_, runs), storage_of(format_)
+    eight_bits, storage = layers_and_storage(format_)
     report = optimize_component(
         raw, path, TARGETS[target], "float16", calibrate=False, hoisted=path.parent.name == hoist.PARTS["step"],
-        weights=storage, eight_bits_format="float8" if eight_bits else None, **eight_bits,
+        inputs=runs if eight_bits else None, eight_bits_format=eight_bits, weights=storage,
     )  # fmt: skip
     if storage is not None:  # sessions look here for it
         options = {"weights": storage.entry()}

@@ -164,7 +164,6 @@ def _onnx_engine(folder: Path, manifest: dict[str, Any]) -> Engine:
     source, options, stage = manifest.get("source", {}), manifest.get("options", {}), manifest.get("stage", "")
     precision = f"{PRECISIONS.get(options.get('dtype'), '')} {options.get('eight_bits', '')}"
     precision += " dynamic" if options.get("dynamic_scales") else ""
-    precision += " attention" if options.get("float8_attention") else ""
     labels = {"export": "raw ONNX", "optimize": f"fused {precision}".strip()}
     return Engine(
         label=labels.get(stage, folder.name),

@@ -67,12 +67,6 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
     "prompts.",
 )
 @click.option(
-    "--float8-attention",
-    is_flag=True,
-    help="With --float8, for gpu and hip: self-attention in float8 too, of heads up to 128. Faster where cuDNN "
-    "computes it (Hopper and later), slower elsewhere.",
-)
-@click.option(
     "--vae-decoder",
     is_flag=True,
     help="With --float8 or --int8, for portable and migraphx, and int8 for cpu: the VAE decoder's layers too.",

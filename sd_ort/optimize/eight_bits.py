@@ -12,14 +12,13 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, find_layers
-from fusion_passes.eight_bits.qdq import insert_attention_qdq, insert_qdq
+from fusion_passes.eight_bits.qdq import insert_qdq
 from fusion_passes.graph_pass import Pass
 from fusion_passes.lower import (
     bfloat16_layout,
     float8_output,
     fused_conv,
     linear_add,
-    quantized_attention,
     quantized_conv,
     quantized_linear,
     winograd_conv,
@@ -57,28 +56,24 @@ FindRanges = Callable[[ir.Model, Sequence[str]], Mapping[str, float]]
 class EightBits:
     """Quantization of a component to 8 bits: the name of the format, and a function that returns activation ranges.
 
-    Without a function the graph computes the scales of its activations in each run: dynamic scales. `attention`:
-    whether self-attention is computed in float8 as well.
+    Without a function the graph computes the scales of its activations in each run: dynamic scales.
     """
 
     format: str
     find_ranges: FindRanges | None
-    attention: bool = False
 
 
 @dataclass
 class Quantization:
     """Result of `quantize`.
 
-    attention: whether self-attention is in float8. ranges: largest magnitude of each activation that was quantized;
-    empty with dynamic scales. layers: number of quantized layers by operator. not_quantized: number of other linears
-    and convolutions by reason. written_by_producers: number of activations that the operator before writes in 8 bits,
-    of those in `ranges`.
+    ranges: largest magnitude of each activation that was quantized; empty with dynamic scales. layers: number of
+    quantized layers by operator. not_quantized: number of other linears and convolutions by reason.
+    written_by_producers: number of activations that the operator before writes in 8 bits, of those in `ranges`.
     """
 
     format: str
     dynamic_scales: bool = False
-    attention: bool = False
     ranges: dict[str, float] = field(default_factory=dict)
     layers: Counter[str] = field(default_factory=Counter)
     not_quantized: Counter[str] = field(default_factory=Counter)
@@ -87,7 +82,7 @@ class Quantization:
     def options(self) -> dict[str, Any]:
         """Return what the metadata of the graph records, from which `recorded_eight_bits` finds the ranges again."""
         scales: dict[str, Any] = {"dynamic_scales": True} if self.dynamic_scales else {"ranges": self.ranges}
-        return {"format": self.format, **({"attention": True} if self.attention else {}), **scales}
+        return {"format": self.format, **scales}
 
     def manifest_entry(self) -> dict[str, Any]:
         """Return the entry of the component in the manifest."""
@@ -135,28 +130,20 @@ def quantize(
     # A CPU that computes the text's keys and values in every step takes 4 % of it for them in float32.
     layers = find_layers(model.graph, operators, float32_nodes, kernel_reject_reason, text_layers=int8_tiles)
     assert eight_bits.find_ranges is not None or target in QDQ_TARGETS
-    result = Quantization(eight_bits.format, eight_bits.find_ranges is None, eight_bits.attention)
+    result = Quantization(eight_bits.format, dynamic_scales=eight_bits.find_ranges is None)
     result.layers.update(layer.node.op_type for layer in layers.accepted)
     result.not_quantized.update(rejection.reason for rejection in layers.rejections)
     if not layers.accepted:
         reasons = "; ".join(f"{count} times {reason}" for reason, count in result.not_quantized.most_common(3))
         raise InputError(f"no layer of this graph can be computed in 8 bits ({reasons or 'it has none'}).")
-    attentions: list[ir.Node] = []
-    if eight_bits.attention:
-        attentions = quantized_attention.attentions(model.graph, {layer.node for layer in layers.accepted})
-        if not attentions:
-            raise InputError("this graph has no self-attention for float8 kernels: leave --float8-attention out.")
-        result.layers["MultiHeadAttention"] = len(attentions)
     if eight_bits.find_ranges is not None:
-        activations = [*(layer.x for layer in layers.accepted), *(node.inputs[0] for node in attentions)]
-        names = list(dict.fromkeys(str(value.name) for value in activations if value is not None))
+        names = list(dict.fromkeys(str(layer.x.name) for layer in layers.accepted))
         result.ranges = {name: float(value) for name, value in eight_bits.find_ranges(model, names).items()}
     ranges = None if result.dynamic_scales else result.ranges
     # BLAS libraries take one scale of a float8 matrix; its exponents hold small channels beside large ones.
     per_channel = target in QDQ_TARGETS or eight_bits.format == "int8"
     try:
         insert_qdq(model.graph, layers.accepted, FORMATS[eight_bits.format], ranges, per_channel)
-        insert_attention_qdq(model.graph, attentions, FORMATS[eight_bits.format], result.ranges)
     except ValueError as error:
         raise InputError(
             f"{error}: leave out the calibration prompt that gives it, or --{eight_bits.format}."
@@ -169,9 +156,6 @@ def quantize(
         bfloat16_layout.bfloat16_layout(model)
     if target in FLOAT8_OUTPUT_TARGETS:
         result.written_by_producers = float8_output.float8_outputs(model).counts["float8_output"]
-    if attentions:
-        lowered = quantized_attention.quantized_attention(model)
-        assert lowered.counts.total() == len(attentions), lowered.reason_counts()
     return result
 
 
@@ -199,8 +183,4 @@ def recorded_eight_bits(options: Mapping[str, Any]) -> EightBits:
     if options.get("dynamic_scales"):
         return EightBits(options["format"], None)
     ranges = options["ranges"]
-    return EightBits(
-        options["format"],
-        lambda model, names: {name: ranges[name] for name in names},
-        attention=options.get("attention", False),
-    )
+    return EightBits(options["format"], lambda model, names: {name: ranges[name] for name in names})

@@ -10,14 +10,7 @@ from typing import Any
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import HOISTED
-from sd_ort.optimize.eight_bits import (
-    EIGHT_BIT_COMPONENTS,
-    FLOAT8_OUTPUT_TARGETS,
-    QDQ_TARGETS,
-    TARGET_FORMATS,
-    VAE_DECODER,
-    uses_int8_tiles,
-)
+from sd_ort.optimize.eight_bits import EIGHT_BIT_COMPONENTS, QDQ_TARGETS, TARGET_FORMATS, VAE_DECODER, uses_int8_tiles
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime.provider_table import PROVIDERS
@@ -47,8 +40,6 @@ class OptimizeOptions:
             `optimize.eight_bits`), calibrated on its recorded runs in `inputs`; None keeps them in `dtype`.
         dynamic_scales: Whether the graph computes the scales of activations in `eight_bits` in each run, without
             recorded runs, for targets whose graphs keep QuantizeLinear.
-        float8_attention: Whether self-attention is computed in float8 too, with `eight_bits` "float8", for targets of
-            our provider.
         vae_decoder: Whether the layers of the VAE decoder are computed in `eight_bits` too, for targets that have
             convolutions in 8 bits.
     """
@@ -63,7 +54,6 @@ class OptimizeOptions:
     weights: WeightStorage | None = None
     eight_bits: str | None = None
     dynamic_scales: bool = False
-    float8_attention: bool = False
     vae_decoder: bool = False
 
     @property
@@ -97,8 +87,6 @@ class OptimizeOptions:
             if self.eight_bits is not None:
                 raise InputError(f"--weights and --{self.eight_bits} exclude each other: leave one out.")
             self.weights.check(target, self.dtype)
-        if self.float8_attention and self.eight_bits != "float8":
-            raise InputError("--float8-attention goes with --float8: leave it out.")
         if self.eight_bits is None and (self.vae_decoder or self.dynamic_scales):
             option = "--vae-decoder" if self.vae_decoder else "--dynamic-scales"
             raise InputError(f"{option} goes with --float8 or --int8: leave it out.")
@@ -124,11 +112,6 @@ class OptimizeOptions:
             if self.eight_bits == "int8" and target in ("hip", "gpu"):
                 stored = " --weights int8 saves the memory (docs/howto/measure.md, Int8 on GPUs)."
             raise InputError(f"target {target} has no kernels for {option}: use a target of {others}.{stored}")
-        if self.float8_attention and target not in FLOAT8_OUTPUT_TARGETS:
-            raise InputError(
-                f"target {target} has no kernel for --float8-attention: leave it out, or use a target of "
-                f"{', '.join(sorted(FLOAT8_OUTPUT_TARGETS))}."
-            )
         if self.vae_decoder and target not in QDQ_TARGETS and not uses_int8_tiles(target, self.eight_bits):
             raise InputError(
                 f"target {target} has no convolutions for {option}, of which a VAE decoder is made: leave out "
@@ -183,7 +166,7 @@ class OptimizeOptions:
             options["weights"] = self.weights.entry() if self.weights else None
         if self.eight_bits is None:
             del options["eight_bits"]
-        for name in ("dynamic_scales", "float8_attention", "vae_decoder"):
+        for name in ("dynamic_scales", "vae_decoder"):
             if not options[name]:
                 del options[name]
         return options

@@ -96,7 +96,6 @@ struct CudnnAssertions {
                 sizeof(int) == sizeof(cudnnReduceTensorOp_t));
   // Values
   static_assert(C::kFloat == CUDNN_DATA_FLOAT && C::kHalf == CUDNN_DATA_HALF && C::kBFloat16 == CUDNN_DATA_BFLOAT16);
-  static_assert(C::kFloat8 == CUDNN_DATA_FP8_E4M3);
   static_assert(C::kCrossCorrelation == CUDNN_CROSS_CORRELATION);
   static_assert(C::kHeuristicModeA == CUDNN_HEUR_MODE_A && C::kHeuristicFallback == CUDNN_HEUR_MODE_FALLBACK);
   static_assert(C::Graph::kAdd == CUDNN_POINTWISE_ADD && C::Graph::kMultiply == CUDNN_POINTWISE_MUL);
@@ -104,7 +103,6 @@ struct CudnnAssertions {
   static_assert(C::Graph::kExp == CUDNN_POINTWISE_EXP && C::Graph::kLog == CUDNN_POINTWISE_LOG);
   static_assert(C::Graph::kRelu == CUDNN_POINTWISE_RELU_FWD);
   static_assert(C::Graph::kSum == CUDNN_REDUCE_TENSOR_ADD && C::Graph::kMaximum == CUDNN_REDUCE_TENSOR_MAX);
-  static_assert(C::Graph::kLargestMagnitude == CUDNN_REDUCE_TENSOR_AMAX);
   // Notes of an engine that is not exact: all up to kLastInexactNote but one.
   static_assert(CUDNN_NUMERICAL_NOTE_TENSOR_CORE == 0 && CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS == 1);
   static_assert(CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION == 2 && CUDNN_NUMERICAL_NOTE_FFT == 3);

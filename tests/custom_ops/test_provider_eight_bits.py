@@ -119,36 +119,6 @@ def test_a_norm_writes_float8(dtype: str, provider: str) -> None:
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_attention_of_packed_elements(dtype: str, provider: str) -> None:
-    """Queries, keys and values stay in float8 from the layer before to the layer behind; scales are its attributes."""
-    random, heads = np.random.default_rng(0), 2
-    x = (random.standard_normal((2, 5, heads * 3 * 16)) * 3).astype(dtype)
-    weight = FORMATS["float8"].quantize(random.standard_normal((8, heads * 16)).astype(np.float32) * 20, np.float32(1))
-    constants = [
-        helper.make_tensor("s", FLOATS[dtype], [], np.array([0.0625], dtype).tobytes(), raw=True),
-        helper.make_tensor("packed", TensorProto.INT64, [5], [0, 0, heads, 3, 16]),
-        helper.make_tensor("w", ELEMENTS["float8"], weight.shape, weight.tobytes(), raw=True),
-        helper.make_tensor("scale", TensorProto.FLOAT, [], [0.01]),
-        helper.make_tensor("bias", FLOATS[dtype], [8], np.zeros(8, dtype).tobytes(), raw=True),
-    ]
-    attributes = {"num_heads": heads, "scale": 0.25 * 0.0625**2, "quantized_scale": 0.125 / 0.0625}
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s"], ["q"], output_dtype=ELEMENTS["float8"]),
-        helper.make_node("Reshape", ["q", "packed"], ["h"]),
-        helper.make_node("QuantizedAttention", ["h"], ["a"], domain="sd_ort", **attributes),
-        helper.make_node("QuantizedLinear", ["a", "w", "scale", "bias"], ["y"], domain="sd_ort", gelu=0, gated=0),
-    ]
-    y = run_nodes(nodes, constants, {"x": x}, dtype, provider)
-    elements = (x.astype(np.float32) / 0.0625).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    query, key, value = (elements.reshape(2, 5, heads, 3, 16)[:, :, :, i].transpose(0, 2, 1, 3) for i in range(3))
-    weights = np.exp(query @ key.swapaxes(2, 3) * 0.25 * 0.0625**2)
-    output = (weights / weights.sum(-1, keepdims=True)) @ value * 0.0625 / 0.125
-    output = output.transpose(0, 2, 1, 3).reshape(2, 5, heads * 16).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    expected = output @ weight.astype(np.float64).T * 0.01
-    assert relative_l2_error(y.astype(np.float64), expected) < (1e-6 if dtype == "float32" else 1e-3)
-
-
 @pytest.mark.parametrize("magnitude", [0.0, 1e-7, 3e-5, 0.02, 1.0, 2e4])
 @pytest.mark.parametrize(
     "recipe", [["transpose", [1, 0], "q"], ["interleave", 2, *(["transpose", [1, 0], each] for each in "qkv")]]

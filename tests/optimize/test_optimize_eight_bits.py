@@ -36,7 +36,7 @@ from sd_ort.graphs.load import load
 from sd_ort.inspect.weight_verification import check_weights, verify_weights
 from sd_ort.optimize.activation_ranges import measure_ranges
 from sd_ort.optimize.calibration import Calibration, measure
-from sd_ort.optimize.eight_bits import VAE_DECODER, EightBits, quantize, recorded_eight_bits
+from sd_ort.optimize.eight_bits import VAE_DECODER, EightBits, quantize
 from sd_ort.optimize.optimizer import rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
@@ -232,21 +232,15 @@ def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
     assert result["passed"], result
 
 
-@pytest.mark.parametrize("attention", [False, True])
-def test_quantizations_of_sdxl(attention: bool) -> None:
-    """Norms, attentions, gates and products write float8, also the queries, keys and values of self-attention: no node
-    of its own quantizes anything. The metadata of the graph gives the same graph again."""
+def test_quantizations_of_sdxl() -> None:
+    """Norms, attentions, gates and products write float8: no node of its own quantizes anything."""
     source = UnoptimizedComponent("unet", lambda: ir.from_proto(graph_fixtures.load(SDXL)), dict, 0)
-    ranges = EightBits("float8", lambda _, names: dict.fromkeys(names, 3.0), attention)
+    ranges = EightBits("float8", lambda _, names: dict.fromkeys(names, 3.0))
     parts, entry = rewrite(source, "unet", TARGETS["gpu"], "float16", lambda _: Calibration(""), quantization=ranges)
     counts = Counter(node.op_type for node in parts["unet"].graph)
-    assert (counts["QuantizedLinear"], counts["QuantizeLinear"], counts["DequantizeLinear"]) == (442, 0, 0)
-    assert (counts["QuantizedAttention"], counts["MultiHeadAttention"]) == ((70, 70) if attention else (0, 140))
-    assert entry["eight_bits"]["written_by_producers"] == 442 + counts["QuantizedAttention"]
+    assert (counts["QuantizedLinear"], counts["QuantizeLinear"]) == (442, 0)
+    assert entry["eight_bits"]["written_by_producers"] == 442
     assert counts["SkipLayerNormalization"] == 210  # as in float16, as all others
-    again = recorded_eight_bits({"format": "float8", "attention": attention, "ranges": entry["eight_bits"]["ranges"]})
-    parts, _ = rewrite(source, "unet", TARGETS["gpu"], "float16", lambda _: Calibration(""), quantization=again)
-    assert Counter(node.op_type for node in parts["unet"].graph) == counts
 
 
 @pytest.mark.parametrize(
