@@ -30,6 +30,7 @@ class BlasLt {
   // theirs. `float32_y`: Y is float32 for any dtype. `batch`: number of contiguous matrices, without bias and skip.
   // `gelu`: Y is GELU of the sum, by tanh. `float8`: X and W are e4m3 as the device's units read it, `dtype` is that of
   // bias, skip and Y, W is transposed, and the product is multiplied by the number at device address `weight_scale`.
+  // `y_factor`: device address of a number that Y is multiplied by, and written in float8 (OCP's); or null.
   enum class Float8 : int32_t { kNone, kOcp, kFnuz };
   struct Gemm {
     DType dtype;
@@ -51,6 +52,7 @@ class BlasLt {
     bool gelu = false;
     Float8 float8 = Float8::kNone;
     const float* weight_scale = nullptr;
+    const float* y_factor = nullptr;
   };
 
   // Returns the instance of the current device. A handle belongs to the device that is current at its creation.
@@ -86,12 +88,14 @@ class BlasLt {
     float scale = gemm.scale;
     if (gemm.float8 != Float8::kNone) {
       set_attribute_(p.description, kWeightScale, &gemm.weight_scale, sizeof(gemm.weight_scale));
+      if (gemm.y_factor != nullptr) set_attribute_(p.description, kYFactor, &gemm.y_factor, sizeof(gemm.y_factor));
       if (gemm.float8 == Float8::kFnuz) scale *= 4.f;  // the same bits are half of the value in X and in W
     }
     const float beta = gemm.skip == nullptr ? 0.f : 1.f;
+    const void* const in_place = gemm.y_factor == nullptr ? gemm.y : nullptr;  // Y in float8 is not of the skip's type
     // The library is column-major: Y^T = W^T X^T.
     const int status = matmul_(handle, p.description, &scale, gemm.weight, p.weight, gemm.x, p.x, &beta,
-                               gemm.skip == nullptr ? gemm.y : gemm.skip, p.y, gemm.y, p.y, &p.algorithms[index],
+                               gemm.skip == nullptr ? in_place : gemm.skip, p.skip, gemm.y, p.y, &p.algorithms[index],
                                workspace, p.algorithms[index].workspace_bytes, stream);
     return status == 0 ? nullptr : "the BLAS library rejects the GEMM";
   }
@@ -102,7 +106,8 @@ class BlasLt {
   static constexpr auto& kLibraries = platform::kHipblasLt;
   static constexpr int kCompute = 2;       // HIPBLAS_COMPUTE_32F
   static constexpr int kTransposed = 112;  // HIPBLAS_OP_T
-  static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3, kWeightScale = 5;
+  static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3, kBiasType = 4, kWeightScale = 5,
+                       kYFactor = 8;
   static constexpr int kBatchCount = 0, kBatchStride = 1;
   static constexpr size_t kAlgorithmBytes = 24;  // hipblasLtMatmulAlgo_t: uint8_t[16], size_t
   static constexpr bool kSetsAlignment = false;
@@ -115,7 +120,8 @@ class BlasLt {
   static constexpr auto& kLibraries = platform::kCublasLt;
   static constexpr int kCompute = 68;    // CUBLAS_COMPUTE_32F
   static constexpr int kTransposed = 1;  // CUBLAS_OP_T
-  static constexpr int kTransposeWeight = 3, kEpilogue = 7, kBiasPointer = 8, kWeightScale = 17, kFastSums = 25;
+  static constexpr int kTransposeWeight = 3, kEpilogue = 7, kBiasPointer = 8, kWeightScale = 17, kYFactor = 20,
+                       kFastSums = 25, kBiasType = 26;
   static constexpr int kBatchCount = 5, kBatchStride = 6;
   static constexpr size_t kAlgorithmBytes = 64;
   static constexpr bool kSetsAlignment = true;
@@ -142,6 +148,7 @@ class BlasLt {
     void* description = nullptr;
     void* x = nullptr;
     void* weight = nullptr;
+    void* skip = nullptr;  // y but for the type
     void* y = nullptr;
     std::vector<Algorithm> algorithms;
   };
@@ -226,7 +233,8 @@ class BlasLt {
                                       p.weight_stride,
                                       p.batch,
                                       p.gelu,
-                                      static_cast<int64_t>(p.float8)};
+                                      static_cast<int64_t>(p.float8),
+                                      p.y_factor != nullptr};
     std::unique_ptr<Problem>& entry = problems_[key];
     if (entry == nullptr) {
       entry = std::make_unique<Problem>();
@@ -253,6 +261,11 @@ class BlasLt {
     if (status == 0 && float8) {
       status = set_attribute_(problem.description, kWeightScale, &p.weight_scale, sizeof(p.weight_scale));
     }
+    const bool float8_y = p.y_factor != nullptr;
+    if (status == 0 && float8_y) {
+      status = set_attribute_(problem.description, kYFactor, &p.y_factor, sizeof(p.y_factor));
+      if (status == 0) status = set_attribute_(problem.description, kBiasType, &type, sizeof(type));
+    }
 #if !SD_ORT_HIP
     constexpr signed char kFast = 1;  // sums of a few products with fewer bits, as in training's forward pass
     if (status == 0 && float8) status = set_attribute_(problem.description, kFastSums, &kFast, sizeof(kFast));
@@ -263,7 +276,10 @@ class BlasLt {
       status = create_layout_(&problem.weight, operands, columns, inner, stride(p.weight_stride, columns));
     if (status == 0) status = create_layout_(&problem.x, operands, p.inner, p.rows, stride(p.x_stride, p.inner));
     const int y_type = p.float32_y ? kFloat32 : type;
-    if (status == 0) status = create_layout_(&problem.y, y_type, p.columns, p.rows, stride(p.y_stride, p.columns));
+    const int64_t y_stride = stride(p.y_stride, p.columns);
+    if (status == 0) status = create_layout_(&problem.y, float8_y ? kFloat8 : y_type, p.columns, p.rows, y_stride);
+    problem.skip = problem.y;
+    if (status == 0 && float8_y) status = create_layout_(&problem.skip, y_type, p.columns, p.rows, y_stride);
     if (status == 0 && p.batch > 1) status = set_batch(problem.weight, p.batch, p.inner * p.columns);
     if (status == 0 && p.batch > 1) status = set_batch(problem.x, p.batch, p.rows * p.inner);
     if (status == 0 && p.batch > 1) status = set_batch(problem.y, p.batch, p.rows * p.columns);
@@ -275,7 +291,7 @@ class BlasLt {
     if (status != 0) return;
     std::vector<Algorithm> proposed(kMaxProposals);
     int count = 0;
-    status = propose_(handle_, problem.description, problem.weight, problem.x, problem.y, problem.y, preference,
+    status = propose_(handle_, problem.description, problem.weight, problem.x, problem.skip, problem.y, preference,
                       kMaxProposals, proposed.data(), &count);
     for (int i = 0; status == 0 && i < count; ++i) {
       if (proposed[i].status == 0) problem.algorithms.push_back(proposed[i]);

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "common/capture.h"
@@ -302,6 +304,33 @@ void replace_memsets_of(void* graph) { replace_memsets(static_cast<SD_ORT_GPU_NA
 int current_device() {
   int device = 0;
   return SD_ORT_GPU_NAME(GetDevice)(&device) == gpuSuccess ? device : 0;
+}
+
+const float* device_number(float value) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, float>, const float*> numbers;
+  const std::pair<int, float> key = {current_device(), value};
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto entry = numbers.find(key);
+    if (entry != numbers.end()) return entry->second;
+  }
+  const float* address = nullptr;
+  Captures::instance().run_without([&] {
+    std::lock_guard<std::mutex> lock(mutex);
+    const float*& entry = numbers[key];
+    const TuningStream stream;
+    void* data = nullptr;
+    if (entry == nullptr && stream.error() == nullptr && SD_ORT_GPU_NAME(Malloc)(&data, sizeof(value)) == gpuSuccess) {
+      const bool written =
+          SD_ORT_GPU_NAME(MemcpyAsync)(data, &value, sizeof(value), SD_ORT_GPU_NAME(MemcpyHostToDevice),
+                                       stream.get()) == gpuSuccess &&
+          SD_ORT_GPU_NAME(StreamSynchronize)(stream.get()) == gpuSuccess;
+      if (written) entry = static_cast<const float*>(data);
+    }
+    address = entry;
+  });
+  return address;
 }
 
 std::string gpu_arch() {

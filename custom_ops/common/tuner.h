@@ -13,6 +13,10 @@ namespace sd_ort {
 // Returns the current device id; 0 without a device.
 int current_device();
 
+// Returns the address of a number in the memory of the current device, for libraries that read scales there; null if
+// it cannot be written. Written once and never freed.
+const float* device_number(float value);
+
 // Returns the architecture of the current device, such as "gfx942" or "sm_90"; empty without a device.
 std::string gpu_arch();
 

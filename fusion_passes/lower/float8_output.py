@@ -5,7 +5,7 @@
 
 Y stays the node's output for its other consumers; without any, kernels do not write it. Rejected: operators without
 such an output, or another output than Y; scales that are no constant number; zero points; other element types; a
-second scale of the same Y; products without a gate, which a library computes; a gated product with other consumers.
+second scale of the same Y; a product with other consumers, of which kernels write one form.
 Runs after `quantized_linear`.
 """
 
@@ -28,7 +28,7 @@ def float8_outputs(model: ir.Model) -> PassOutcome:
         if node.op_type != "QuantizeLinear" or node.domain:
             continue
         y, reshapes = _before_reshapes(node.inputs[0])
-        if reason := _reject_reason(node, y):
+        if reason := _reject_reason(node, y, reshapes):
             outcome.rejections.append(Rejection(node, reason))
             continue
         assert y is not None
@@ -47,7 +47,7 @@ def _before_reshapes(value: ir.Value | None) -> tuple[ir.Value | None, list[ir.N
     return value, reshapes
 
 
-def _reject_reason(node: ir.Node, y: ir.Value | None) -> str | None:
+def _reject_reason(node: ir.Node, y: ir.Value | None, reshapes: list[ir.Node]) -> str | None:
     scale = values.scalar(node.inputs[1])
     if scale is None:
         return "its scale is not a constant number"
@@ -63,11 +63,10 @@ def _reject_reason(node: ir.Node, y: ir.Value | None) -> str | None:
         return "its input is another output than the first one"
     if producer.attributes.get_float(QUANTIZED_SCALE, scale) != scale:
         return "its input is quantized by another scale as well"
-    if producer.op_type == "QuantizedLinear":
-        if not producer.attributes.get_int("gated", 0):
-            return "its input is a product without a gate, which a library computes"
-        if len(list(y.uses())) > 1 or y.is_graph_output():
-            return "its input is a gated product with other consumers, of which the kernel writes one form"
+    if producer.op_type == "QuantizedLinear" and not all(
+        map(values.has_one_use, (y, *(each.outputs[0] for each in reshapes)))
+    ):
+        return "its input is a product with other consumers, of which kernels write one form"
     return None
 
 

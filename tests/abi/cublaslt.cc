@@ -17,6 +17,8 @@ struct BlasLtAssertions {
   static_assert(B::kEpilogue == CUBLASLT_MATMUL_DESC_EPILOGUE);
   static_assert(B::kBiasPointer == CUBLASLT_MATMUL_DESC_BIAS_POINTER);
   static_assert(B::kWeightScale == CUBLASLT_MATMUL_DESC_A_SCALE_POINTER);
+  static_assert(B::kYFactor == CUBLASLT_MATMUL_DESC_D_SCALE_POINTER);
+  static_assert(B::kBiasType == CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE && sizeof(int) == sizeof(cudaDataType_t));
   static_assert(B::kFastSums == CUBLASLT_MATMUL_DESC_FAST_ACCUM && B::kFloat8 == CUDA_R_8F_E4M3);
   static_assert(B::kBatchCount == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT);
   static_assert(B::kBatchStride == CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET);

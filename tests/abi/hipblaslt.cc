@@ -17,6 +17,8 @@ struct BlasLtAssertions {
   static_assert(B::kEpilogue == HIPBLASLT_MATMUL_DESC_EPILOGUE);
   static_assert(B::kBiasPointer == HIPBLASLT_MATMUL_DESC_BIAS_POINTER);
   static_assert(B::kWeightScale == HIPBLASLT_MATMUL_DESC_A_SCALE_POINTER);
+  static_assert(B::kYFactor == HIPBLASLT_MATMUL_DESC_D_SCALE_POINTER);
+  static_assert(B::kBiasType == HIPBLASLT_MATMUL_DESC_BIAS_DATA_TYPE);
   static_assert(B::kFloat8 == HIP_R_8F_E4M3 && B::kFloat8Fnuz == HIP_R_8F_E4M3_FNUZ);
   static_assert(B::kBatchCount == HIPBLASLT_MATRIX_LAYOUT_BATCH_COUNT);
   static_assert(B::kBatchStride == HIPBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET);

@@ -531,18 +531,24 @@ PRODUCTS = {
     "read elsewhere": (
         "a = sd_ort.LinearSplitGelu (x, w, b)  e = MatMul (a, k)  y = Add (a, e)", 0, "other consumers"
     ),
-    "without a gate": ("a = sd_ort.LinearAdd (x, k2, c, skip)  y = MatMul (a, k)", 0, "a product without a gate"),
+    "without a gate": ("a = sd_ort.LinearAdd (x, k2, c, skip)  y = MatMul (a, k)", 1, ""),
+    "with GELU": ("a = sd_ort.LinearAdd <gelu = 1> (x, k2, c)  y = MatMul (a, k)", 1, ""),
+    "reshaped": ("a = sd_ort.LinearAdd (x, k2, c, skip)  r = Reshape (a, same)  y = MatMul (r, k)", 1, ""),
+    "reshaped and read elsewhere": (
+        "a = sd_ort.LinearAdd (x, k2, c, skip)  r = Reshape (a, same)  e = MatMul (r, k)  y = Add (r, e)",
+        0, "other consumers",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_write_float8_behind_their_gate(name: str) -> None:
+def test_products_write_float8(name: str) -> None:
     body, fused, reason = PRODUCTS[name]
-    weights = "float[64,64] w, float[64] b, float[32,32] k, float[64,32] k2, float[32] c"
+    weights = "float[64,64] w, float[64] b, float[32,32] k, float[64,32] k2, float[32] c, int64[3] same = {0, 0, -1}"
     model = model_of(body, weights, LINEAR_INPUTS, OPSETS)
     weight_recipes.init_recipes(model)
     layers = find_layers(model.graph, quantized_linear.LINEARS).accepted
-    insert_qdq(model.graph, layers, FORMATS["float8"], {"x": 3.0, "a": 4.0}, per_channel=False)
+    insert_qdq(model.graph, layers, FORMATS["float8"], {"x": 3.0, "a": 4.0, "r": 4.0}, per_channel=False)
     quantized_linear.quantized_linear(model)
     random = np.random.default_rng(3)
     feed = {"x": random.standard_normal((2, 5, 64)), "skip": random.standard_normal((2, 5, 32))}

@@ -1,9 +1,13 @@
 // Candidates of QuantizedLinear: the generic kernel; the algorithms that cuBLASLt or hipBLASLt proposes for float8 with
-// one scale, best first, gated with the gate's kernel after it; and gated float8 in one kernel on Hopper.
+// one scale, best first, gated with the gate's kernel after it; and gated float8 in one kernel on Hopper. cuBLASLt writes
+// an output in float8 itself, hipBLASLt's is rounded after it.
 #include "common/blas_lt.h"
+#include "common/check.h"
 #include "common/tunable.h"
+#include "common/tuner.h"
 #include "common/vendors/which.h"
 #include "operators/bias_split_gelu/op.h"
+#include "operators/quantize_float8/op.h"
 #include "operators/quantized_linear/op.h"
 
 namespace sd_ort {
@@ -21,35 +25,45 @@ Float8Units units() {
   return found;
 }
 
-// GEMM of `p` into y; if gated its bias is the gate's.
-BlasLt::Gemm gemm(const Params& p, void* y) {
+bool writes_float8(const Params& p) { return p.quantized.data != nullptr && !p.gated; }
+
+// Whether a kernel after the GEMM writes the outputs.
+bool has_second_kernel(const Params& p) { return p.gated || (SD_ORT_HIP && writes_float8(p)); }
+
+// GEMM of `p`, into the workspace if a second kernel follows; if gated its bias is the gate's.
+BlasLt::Gemm gemm(const Params& p, void* workspace) {
+  void* const y = has_second_kernel(p) ? workspace : writes_float8(p) ? p.quantized.data : p.y;
   BlasLt::Gemm gemm{p.dtype, p.x, p.weight, p.gated ? nullptr : p.bias, p.skip, y, p.rows, p.inner, p.columns};
   gemm.transposed = true;
   gemm.gelu = p.gelu != 0;
   gemm.float8 = units() == Float8Units::kFnuz ? BlasLt::Float8::kFnuz : BlasLt::Float8::kOcp;
   gemm.weight_scale = p.scale;
+  if (writes_float8(p) && !has_second_kernel(p)) gemm.y_factor = device_number(1.f / p.quantized.scale);
   return gemm;
 }
 
 size_t gemm_bytes(const Params& p) {
-  return p.gated ? ceil_div(p.rows * p.columns * size_of(p.dtype), kAlignment) * kAlignment : 0;
+  return has_second_kernel(p) ? ceil_div(p.rows * p.columns * size_of(p.dtype), kAlignment) * kAlignment : 0;
 }
 
-// cuBLASLt takes no bias in float32 beside float8, and its sums have fewer bits than float32. It is not asked for an
-// output in float8: there the gate's kernel writes it.
+// cuBLASLt takes no bias in float32 beside float8, and its sums have fewer bits than float32.
 bool library_takes(const Params& p) {
-  return (p.quantized.data == nullptr || p.gated) && p.dtype != DType::kFloat32 && p.eight_bits == DType::kFloat8 &&
+  return !(writes_float8(p) && p.y != nullptr) && p.dtype != DType::kFloat32 && p.eight_bits == DType::kFloat8 &&
          p.scales == 1 && units() != Float8Units::kNone;
 }
 
 Candidate<Params> library_candidate(int index) {
   const auto supports = [=](const Params& p) {
-    return library_takes(p) && BlasLt::instance().supports(gemm(p, p.gated ? nullptr : p.y), index);
+    return library_takes(p) && BlasLt::instance().supports(gemm(p, nullptr), index);
   };
   const auto run = [=](const Params& p, void* workspace, void* stream) -> const char* {
     char* const library_workspace = static_cast<char*>(workspace) + gemm_bytes(p);
-    const char* error = BlasLt::instance().run(gemm(p, p.gated ? workspace : p.y), index, library_workspace, stream);
-    if (error != nullptr || !p.gated) return error;
+    SD_ORT_RETURN_ERROR(BlasLt::instance().run(gemm(p, workspace), index, library_workspace, stream));
+    if (!has_second_kernel(p)) return nullptr;
+    if (!p.gated) {
+      const QuantizeFloat8Params quantize{p.dtype, workspace, p.quantized, p.rows * p.columns};
+      return quantize_float8_launch(quantize, quantize_float8_supports_vectors(quantize), stream);
+    }
     const BiasSplitGeluParams gate{p.dtype, workspace, p.bias, p.y, p.rows, p.columns / 2, p.quantized};
     return bias_split_gelu_launch(gate, bias_split_gelu_default(gate), stream);
   };
