@@ -13,7 +13,7 @@
 #if defined(SD_ORT_HIPBLASLT)
 #define NAME(name) hipblasLt##name
 constexpr int kOpN = 111, kOpT = 112, kCompute32F = 2;
-enum { kTransA = 0, kTransB = 1, kEpilogue = 2, kBias = 3, kScaleA = 5, kFastSums = -1 };
+enum { kTransA = 0, kTransB = 1, kEpilogue = 2, kBias = 3, kBiasType = 4, kScaleA = 5, kScaleD = 8, kFastSums = -1 };
 constexpr int kFloat8 = 1000;  // HIP_R_8F_E4M3_FNUZ
 enum { kBatchCount = 0, kBatchStride = 1 };
 constexpr int kMostWanted = 8;
@@ -21,7 +21,7 @@ constexpr bool kHandlePerStream = true;
 #else
 #define NAME(name) cublasLt##name
 constexpr int kOpN = 0, kOpT = 1, kCompute32F = 68;
-enum { kTransA = 3, kTransB = 4, kEpilogue = 7, kBias = 8, kScaleA = 17, kFastSums = 25 };
+enum { kTransA = 3, kTransB = 4, kEpilogue = 7, kBias = 8, kScaleA = 17, kScaleD = 20, kFastSums = 25, kBiasType = 26 };
 constexpr int kFloat8 = 28;  // CUDA_R_8F_E4M3
 enum { kBatchCount = 5, kBatchStride = 6 };
 constexpr int kMostWanted = 16;
@@ -37,6 +37,8 @@ struct Description {
   int epilogue = 1;
   const void* bias = nullptr;
   const float* scale_a = nullptr;
+  const float* scale_d = nullptr;
+  int bias_type = -1;  // that of D
 };
 
 struct Layout {
@@ -102,6 +104,7 @@ void store(void* data, int type, int64_t at, float value) {
   if (type == kFloat32) static_cast<float*>(data)[at] = value;
   if (type == kFloat16) static_cast<sd_ort::half_t*>(data)[at] = sd_ort::from_float<sd_ort::half_t>(value);
   if (type == kBFloat16) static_cast<sd_ort::bf16_t*>(data)[at] = sd_ort::from_float<sd_ort::bf16_t>(value);
+  if (type == kFloat8) static_cast<uint8_t*>(data)[at] = sd_ort::float_to_float8(value);
 }
 
 // Whether D = op(A) B fits together.
@@ -111,9 +114,13 @@ bool fits(const Description& d, const Layout& a, const Layout& b, const Layout& 
   for (const Layout* layout : {&a, &b, &c, &to}) {
     if (layout->stride < static_cast<int64_t>(layout->rows)) return false;
   }
+  // D in float8, of OCP: C and the bias have one type of 16 bits.
+  const bool float8_d = to.type == kFloat8 && kFloat8 == 28 && (c.type == kFloat16 || c.type == kBFloat16) &&
+                        ((d.epilogue & kEpilogueBias) == 0 || d.bias_type == c.type);
   const bool one_batch = a.batch == b.batch && b.batch == c.batch && c.batch == to.batch && a.batch > 0;
   return one_batch && a.type == b.type && depth == b.rows && rows == to.rows && b.columns == to.columns &&
-         c.rows == to.rows && c.columns == to.columns && c.type == to.type &&
+         c.rows == to.rows && c.columns == to.columns && (c.type == to.type || float8_d) &&
+         (to.type != kFloat8 || float8_d) &&
          (to.type == a.type || to.type == kFloat32 || (a.type == kFloat8 && transposed));
 }
 
@@ -147,6 +154,14 @@ EXPORT int NAME(MatmulDescSetAttribute)(void* description, int attribute, const 
   }
   if (attribute == kScaleA && bytes == sizeof(d.scale_a)) {
     std::memcpy(&d.scale_a, value, bytes);
+    return 0;
+  }
+  if (attribute == kScaleD && bytes == sizeof(d.scale_d)) {
+    std::memcpy(&d.scale_d, value, bytes);
+    return 0;
+  }
+  if (attribute == kBiasType && bytes == sizeof(d.bias_type)) {
+    std::memcpy(&d.bias_type, value, bytes);
     return 0;
   }
   if (attribute == kFastSums && bytes == 1) return 0;
@@ -199,6 +214,7 @@ EXPORT int NAME(Matmul)(void* handle, void* description, const void* alpha, cons
   const auto &la = *static_cast<Layout*>(a_layout), &lb = *static_cast<Layout*>(b_layout);
   const auto &lc = *static_cast<Layout*>(c_layout), &ld = *static_cast<Layout*>(to_layout);
   if (!fits(d, la, lb, lc, ld)) return kInvalid;
+  if (c == to && lc.type != ld.type) return kInvalid;
   const int number = static_cast<const uint8_t*>(proposed)[sizeof(kMark)];
   const Algorithm wanted = algorithm(number);
   if (std::memcmp(proposed, &wanted, sizeof(wanted)) != 0) return kInvalid;
@@ -221,10 +237,11 @@ EXPORT int NAME(Matmul)(void* handle, void* description, const void* alpha, cons
         }
         float value = static_cast<float>(scale * sum);
         if (rest != 0) value += rest * load(c, lc.type, i * lc.batch_stride + column * lc.stride + row);
-        if (d.epilogue & kEpilogueBias) value += load(d.bias, ld.type, row);
+        if (d.epilogue & kEpilogueBias) value += load(d.bias, d.bias_type < 0 ? ld.type : d.bias_type, row);
         if (d.epilogue & kEpilogueGelu) {
           value = 0.5f * value * (1.f + std::tanh(0.79788456f * (value + 0.044715f * value * value * value)));
         }
+        if (d.scale_d != nullptr) value *= *d.scale_d;
         store(to, ld.type, i * ld.batch_stride + column * ld.stride + row, value);
       }
     }

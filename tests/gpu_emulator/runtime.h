@@ -8,6 +8,7 @@
 
 using EMULATED(Error_t) = int;
 constexpr int EMULATED(Success) = 0;
+constexpr int EMULATED(MemcpyHostToDevice) = 1;
 constexpr int EMULATED(MemcpyDeviceToHost) = 2;
 constexpr int EMULATED(MemcpyDeviceToDevice) = 3;
 using EMULATED(Stream_t) = void*;

@@ -45,7 +45,7 @@ def gpu_sources() -> list[Path]:
 def source_and_includes(source: Path) -> frozenset[Path]:
     """Return a source and the files of FOLDERS that it includes, directly or indirectly."""
     files = {source}
-    for name in re.findall(r'^#include "(.+)"$', source.read_text(), re.MULTILINE):
+    for name in re.findall(r'^#include ["<](.+)[">]$', source.read_text(), re.MULTILINE):
         for path in (source.parent / name, *(folder / name for folder in FOLDERS)):
             if path.is_file() and path != source:
                 files |= source_and_includes(path.resolve())
