@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from scripts.amd.draw_hip import GUIDANCE, PROMPT, STEPS
-from scripts.amd.whole import ROOT, Table, difference
+from scripts.amd.simulated_runs import ROOT, Table, difference
 from sd_ort import StableDiffusionPipeline
 from sd_ort.demo import MODEL_DIR
 

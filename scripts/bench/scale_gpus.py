@@ -73,7 +73,7 @@ PRESETS = {
     "demo": "--side 64 --steps 2 --images 2 --queries 8 --rounds 2 --warm-up 1 --compared 2",
 }
 STAGES = ("scale", "kill", "loadgen", "split")
-actor = here.Actor()  # of a process of `PlainReplica`
+actor = here.Actor()  # of a process of `SpawnedReplica`
 
 
 def call(method: str, argument: Any) -> Any:
@@ -81,7 +81,7 @@ def call(method: str, argument: Any) -> Any:
     return getattr(actor, method)(argument)
 
 
-class PlainReplica:
+class SpawnedReplica:
     """A replica in a process of its own without Ray: see `dispatch.ReplicaProcess`."""
 
     def __init__(self, opening: here.ReplicaConfig, name: str) -> None:
@@ -158,7 +158,7 @@ def replicas_of(openings: Sequence[here.ReplicaConfig], *, ray: bool) -> Iterato
         with RayCluster(openings) as cluster:
             yield cluster.replicas
         return
-    plain = [PlainReplica(opening, str(index)) for index, opening in enumerate(openings)]
+    plain = [SpawnedReplica(opening, str(index)) for index, opening in enumerate(openings)]
     try:
         yield plain
     finally:

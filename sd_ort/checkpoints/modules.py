@@ -9,7 +9,7 @@ import torch
 
 from fusion_passes.weight_recipes import position_axis
 from sd_ort.checkpoints.causal_text import causal_mask_and_positions
-from sd_ort.checkpoints.krea2_modules import Krea2Transformer, PlainRotary
+from sd_ort.checkpoints.krea2_modules import Krea2Transformer, TextRotary
 from sd_ort.checkpoints.qwen_image_modules import (
     QwenImageTextEncoder,
     QwenImageTransformer,
@@ -75,7 +75,7 @@ class Qwen3TextEncoder(torch.nn.Module):
         self.has_vision = hasattr(model, "visual")
         if self.has_vision:
             del model.visual
-            stack.rotary_emb = PlainRotary(stack.rotary_emb)
+            stack.rotary_emb = TextRotary(stack.rotary_emb)
         elif stack is not model:
             del model.lm_head
 

@@ -27,7 +27,7 @@ from sd_ort.optimize.targets import TARGETS
 from sd_ort.pipelines.device.band_unet import BandUnet
 from sd_ort.pipelines.device.guidance_split import Events
 from sd_ort.pipelines.device.patches import PatchDevice, SplitImageStep
-from sd_ort.pipelines.partial_steps import WHOLE_STEPS, BandSteps
+from sd_ort.pipelines.partial_steps import FULL_STEPS, BandSteps
 from sd_ort.runtime.session import DEFAULT_OPTIONS, ModelOverride, create_session
 from sd_ort.stages import optimize
 from tests.pipelines.test_two_devices import Queue, Value
@@ -103,14 +103,14 @@ def test_same_image_with_values_of_the_same_step(small_hoisted: Path, monkeypatc
     guidance, rows and predictions find their places."""
     one = draw(StableDiffusionPipeline.from_pretrained(small_hoisted, device_loop=True))
     several = StableDiffusionPipeline.from_pretrained(small_hoisted, split_image=range(4))
-    monkeypatch.setattr(BandSteps, "is_whole", lambda self, step: True)
+    monkeypatch.setattr(BandSteps, "is_full", lambda self, step: True)
     np.testing.assert_array_equal(draw(several), one)
-    monkeypatch.setattr(BandSteps, "is_whole", lambda self, step: step < 2)
+    monkeypatch.setattr(BandSteps, "is_full", lambda self, step: step < 2)
     run = BandUnet.run
 
     def run_of_fresh_values(self: BandUnet, wait: bool = True) -> None:
         parity = self.index % 2
-        self.whole[parity].run(wait)
+        self.full[parity].run(wait)
         latest, before = (self.received[at].memory for at in (parity, 1 - parity))
         before.update_inplace(latest.numpy())  # extrapolated to itself
         run(self, wait)
@@ -130,7 +130,7 @@ def test_what_bands_send(small_hoisted: Path) -> None:
     pipeline = StableDiffusionPipeline.from_pretrained(small_hoisted, split_image=range(3))
     draw(pipeline, guidance_scale=1.0, height=192, num_inference_steps=10)
     unets = [next(iter(loop.buffer_cache.values())).band_unet for loop in pipeline.loop.loops]
-    assert not unets[0].is_whole
+    assert not unets[0].is_full
     for reader in unets:
         for writer in unets:
             if writer is not reader:
@@ -253,7 +253,7 @@ def test_order_on_four_streams(seed: int) -> None:
             return SimpleNamespace(run=lambda wait: stream.queued.append(("run", lambda: work(number))))
 
         unet = part(lambda n: rows[n].__setitem__(0, 10 * latents[n][0] + n))
-        unet.band, unet.is_whole, unet.number = Band(number % 2, 2), False, number
+        unet.band, unet.is_full, unet.number = Band(number % 2, 2), False, number
         unet.join = part(lambda n: noise[n].__setitem__(0, rows[n][0] + theirs[n][0]))
         unet.copies_to = lambda other, n=number: [
             (SimpleNamespace(address=rows[n], size=1), SimpleNamespace(address=theirs[other.number], size=1))
@@ -276,5 +276,5 @@ def test_order_on_four_streams(seed: int) -> None:
 
 def test_steps_of_all_rows() -> None:
     steps = BandSteps(0, 2, lambda: None)  # type: ignore[arg-type,return-value]
-    full_steps = [step for step in range(20) if steps.is_whole(step)]
-    assert full_steps == [*range(WHOLE_STEPS), 8, 16]
+    full_steps = [step for step in range(20) if steps.is_full(step)]
+    assert full_steps == [*range(FULL_STEPS), 8, 16]
