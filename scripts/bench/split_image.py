@@ -64,7 +64,7 @@ def measure(
         report["image_s"][name], report["step_ms"][name] = median(seconds), 1e3 * median(steps)
         report["psnr_db"][name] = metrics.psnr(images[name], images["one"])
         if name == "bands":
-            report |= parts(pipeline.loop)
+            report |= band_times(pipeline.loop)
         print(f"{name}: {report['step_ms'][name]:.2f} ms a step, {report['image_s'][name]:.3f} s an image, "
               f"{report['psnr_db'][name]:.1f} dB", flush=True)  # fmt: skip
         del pipeline
@@ -74,7 +74,7 @@ def measure(
     return report
 
 
-def parts(loop: Any) -> dict[str, float]:
+def band_times(loop: Any) -> dict[str, float]:
     """Return milliseconds of a step of all rows and of a band on the first device, and the number of bytes sent."""
     unet = newest(loop).band_unet
     times: dict[str, float] = {}

@@ -137,7 +137,7 @@ def _sd3_block(config: Config, i: int) -> dict[str, str | tuple[str, ...]]:
 
 
 def original_modules(config: Config) -> dict[str, tuple[RowSlice, ...]]:
-    """Return original module -> its parts, for a transformer of `diffusion_transformers.FAMILIES`."""
+    """Return original module -> its row slices, for a transformer of `diffusion_transformers.FAMILIES`."""
     is_z_image = config["_class_name"] == "ZImageTransformer2DModel"
     width = int(config["dim"] if is_z_image else config["num_attention_heads"] * config["attention_head_dim"])
     modules: dict[str, tuple[RowSlice, ...]] = {}

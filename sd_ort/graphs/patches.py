@@ -375,7 +375,7 @@ class _Editor:
         return self.slice(value, axis, start, int(end), name)
 
     def split(self, value: ir.Value, axis: int, name: str) -> list[ir.Value]:
-        """Return the bands' parts of a value."""
+        """Return each band's slice of a value."""
         node = ir.node("Split", [value], {"axis": axis, "num_outputs": self.band.count}, num_outputs=self.band.count)
         self._insert(node)
         for output in node.outputs:

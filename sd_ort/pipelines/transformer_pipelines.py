@@ -171,7 +171,7 @@ class Denoising:
     def guided_without_blocks(
         self, i: int, prediction: np.ndarray, predictions: list[np.ndarray], without: TransformerSteps
     ) -> np.ndarray:
-        """Return the prediction of step i with skip-layer guidance. `predictions`: of the whole transformer."""
+        """Return the prediction of step i with skip-layer guidance. `predictions`: of the full transformer."""
         assert self.skip_layers is not None
         (skipped,) = without(i, self.sample)
         result: np.ndarray = prediction + np.float32(self.skip_layers.scale) * (
