@@ -128,6 +128,18 @@ def small_export(shared_exports: None, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
+def small_fused(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`small_export` without its VAE encoder, fused for `cpu`. Do not change it."""
+    return optimized_small(small_export, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def small_hoisted(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`small_fused` with a hoisted U-Net. Do not change it."""
+    return optimized_small(small_export, tmp_path_factory, hoist=True)
+
+
+@pytest.fixture(scope="session")
 def default_export(shared_exports: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of `sd15-mini` by the default exporter, in a quarter of a minute: for tests of what that one makes."""
     return new_export("sd15-mini", "dynamo", tmp_path_factory)
@@ -178,6 +190,15 @@ def new_export(preset: str, exporter: str, tmp_path_factory: pytest.TempPathFact
 
     out = tmp_path_factory.mktemp(preset) / "raw"
     export(None, out, preset=preset, random_weights=True, exporter=exporter)
+    return out
+
+
+def optimized_small(small_export: Path, tmp_path_factory: pytest.TempPathFactory, *, hoist: bool = False) -> Path:
+    """Optimize the components that text to image needs for `cpu`."""
+    from sd_ort.stages import optimize
+
+    out = tmp_path_factory.mktemp("optimized") / "cpu"
+    optimize(small_export, out, target="cpu", components=["text_encoder", "unet", "vae_decoder"], hoist=hoist)
     return out
 
 

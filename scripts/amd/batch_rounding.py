@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from scripts.amd.draw_hip import GUIDANCE, PROMPT, STEPS
-from scripts.amd.whole import ROOT, Table
+from scripts.amd.simulated_runs import ROOT, Table, difference
 from sd_ort import StableDiffusionPipeline
 from sd_ort.demo import MODEL_DIR
 
@@ -80,8 +80,8 @@ def compare(expected: np.ndarray, draw: Draw) -> dict[str, Any]:
     seeds = len(expected)
     alone = _alone(draw, seeds)
     batched = np.concatenate([draw((seed, seed + 1)) for seed in range(0, seeds, 2)])
-    differences = [_difference(*pair) for pair in zip(expected, alone, strict=True)]
-    in_batches = [_difference(*pair) for pair in zip(expected, batched, strict=True)]
+    differences = [difference(*pair) for pair in zip(expected, alone, strict=True)]
+    in_batches = [difference(*pair) for pair in zip(expected, batched, strict=True)]
     everything = [*differences, *in_batches]
     return {
         "zero": _cell(differences[0]),
@@ -100,14 +100,8 @@ def _alone(draw: Draw, seeds: int) -> np.ndarray:
     return np.concatenate([draw((seed,)) for seed in range(seeds)])
 
 
-def _difference(expected: np.ndarray, image: np.ndarray) -> tuple[int, float]:
-    """Return the largest and the mean difference of two images."""
-    difference = np.abs(expected - image)
-    return int(difference.max()), round(float(difference.mean()), 3)
-
-
-def _cell(difference: tuple[int, float]) -> str:
-    return f"{difference[0]} ({difference[1]:.3f})"
+def _cell(values: tuple[int, float]) -> str:
+    return f"{values[0]} ({values[1]:.3f})"
 
 
 def _pixels(images: Sequence[Any]) -> np.ndarray:

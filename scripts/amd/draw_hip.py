@@ -1,4 +1,4 @@
-"""Programs that run_whole.py starts: `python draw_hip.py PROGRAM MODEL FOLDER PROVIDER` draws images into FOLDER."""
+"""Programs that run_hip.py starts: `python draw_hip.py PROGRAM MODEL FOLDER PROVIDER` draws images into FOLDER."""
 
 from __future__ import annotations
 

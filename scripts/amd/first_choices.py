@@ -28,7 +28,7 @@ from custom_ops.amd_targets import WHEEL_TARGETS, covers
 from custom_ops.libraries import GpuLibrary
 from custom_ops.operator_spec import OperatorCase, load
 from scripts.amd.expected import CARDS, HALF, Card
-from scripts.amd.whole import ROOT, Simulation
+from scripts.amd.simulated_runs import ROOT, Simulation
 from sd_ort.core.files import write_json, write_text
 from sd_ort.runtime import machine
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.amd.whole import ROOT, Simulation, Table
+from scripts.amd.simulated_runs import ROOT, Simulation, Table
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named

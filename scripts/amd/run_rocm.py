@@ -25,7 +25,7 @@ from scripts.amd.draw_hip import GUIDANCE, PROMPT, STEPS
 from scripts.amd.rocm_headers import rocm_headers
 from scripts.amd.rocm_wheel import rocm_wheel
 from scripts.amd.simulated_rocm.build import build
-from scripts.amd.whole import (
+from scripts.amd.simulated_runs import (
     ROOT,
     SAME_SEED,
     Run,

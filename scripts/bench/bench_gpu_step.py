@@ -38,7 +38,17 @@ import numpy as np
 import torch
 
 from fusion_passes.lower import conv_relu
-from scripts.bench.gpu_models import CONFIGS, DEVICE, export_raw, fill, limits, random_inputs, random_module
+from scripts.bench.gpu_models import (
+    CONFIGS,
+    DEVICE,
+    elapsed_log,
+    export_raw,
+    fill,
+    limits,
+    provider_library,
+    random_inputs,
+    random_module,
+)
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import SdOrtError
@@ -48,14 +58,13 @@ from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
 from sd_ort.runtime import bound_run, machine, providers, session
-from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
+from sd_ort.runtime.library import CUDA_LIBRARY, library_path
 
 ROUNDS = 7
 COMPILED_BLOCKS = ("BasicTransformerBlock", "ResnetBlock2D")  # of a U-Net, for torchao
 # torchao's own settings of Inductor for what it has quantized (recommended_inductor_config_setter).
 TORCHAO_OPTIONS = {"coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": True}
 TORCHAO_MODES = {"torchao": "default", "torchao-autotuned": "max-autotune-no-cudagraphs"}  # of torch.compile
-VENDOR = "cuda" if DEVICE == "cuda" else "simulated"  # of our own provider
 
 # Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
 CLASSES = (
@@ -396,11 +405,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    begun = time.perf_counter()
-
-    def log(text: str) -> None:
-        print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
-
+    log = elapsed_log()
     sdxl = "addition_embed_type" in CONFIGS[options.preset]["unet"]
     name = f"{options.preset}_{options.component}_b{options.batch}_{options.size}"
     with torch.inference_mode():
@@ -422,9 +427,7 @@ def main() -> None:
         log("peers ready")
         engines = [*peers, *our_engines(options.variants, raw, inputs, reference.shape, log)]
         if options.provider:
-            library = library_path(PROVIDER_LIBRARIES[VENDOR])
-            if library is None:
-                raise SystemExit("build our provider first: sd-ort build-ops --cuda sm_90")
+            library = provider_library()
             for without in ["", *options.without]:
                 engines.append(provider_engine(library, raw, inputs, reference.shape, without))
                 log(f"our provider ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")

@@ -25,14 +25,13 @@ import numpy as np
 import torch
 
 import sd_ort
-from scripts.bench.bench_gpu_step import VENDOR, synchronize
+from scripts.bench.bench_gpu_step import synchronize
 from scripts.bench.bench_transformer_step import random_model
-from scripts.bench.gpu_models import DEVICE
+from scripts.bench.gpu_models import DEVICE, elapsed_log, provider_library
 from sd_ort.checkpoints.presets import PRESETS, preset_checkpoint
 from sd_ort.core.files import write_json
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime import machine
-from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.stages import optimize
 
 DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"  # the simulated device, for a dry run, has no bfloat16
@@ -72,15 +71,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_image"), help="folder for ours")
     parser.add_argument("--out", type=Path, default=Path("results/transformers"))
     options = parser.parse_args()
-    begun = time.perf_counter()
-
-    def log(text: str) -> None:
-        print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
-
+    log = elapsed_log()
     pipeline_class = getattr(sd_ort, PRESETS[options.preset].pipeline)
-    library = library_path(PROVIDER_LIBRARIES[VENDOR])
-    if library is None:
-        raise SystemExit("Build our provider first: sd-ort build-ops --cuda sm_90.")
+    library = provider_library()
     result: dict[str, Any] = {
         "preset": options.preset, "pixels": options.pixels, "steps": options.steps, "commit": machine.commit(),
         "machine": machine.machine(), "versions": machine.versions(), "engines": [],

@@ -30,8 +30,8 @@ import torch
 
 from fusion_passes import weight_recipes
 from fusion_passes.element_formats import FLOAT8
-from scripts.bench.bench_gpu_step import VENDOR, ComparedEngine, operations, profile, synchronize, time_rounds
-from scripts.bench.gpu_models import DEVICE, limits
+from scripts.bench.bench_gpu_step import ComparedEngine, operations, profile, synchronize, time_rounds
+from scripts.bench.gpu_models import DEVICE, elapsed_log, limits, provider_library
 from sd_ort.checkpoints.checkpoint import build_model, class_name
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, TOKEN_MULTIPLE
 from sd_ort.checkpoints.presets import PRESETS, open_preset
@@ -51,7 +51,6 @@ from sd_ort.optimize.unoptimized import UnoptimizedComponent
 from sd_ort.pipelines import transformer_qwen_image, transformer_z_image
 from sd_ort.pipelines.transformer_pipelines import image_ids
 from sd_ort.runtime import bound_run, machine, session
-from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.runtime.partitioned import Partition
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.stream import DeviceLock, open_stream
@@ -281,10 +280,7 @@ class Ours:
     """The hoisted step on our provider, tuned and captured."""
 
     def __init__(self, paths: Mapping[str, Path], log: Callable[[str], None]) -> None:
-        library = library_path(PROVIDER_LIBRARIES[VENDOR])
-        if library is None:
-            raise SystemExit("Build our provider first: sd-ort build-ops --cuda sm_90.")
-        self.provider, self.paths, self.log = f"plugin:{library}", paths, log
+        self.provider, self.paths, self.log = f"plugin:{provider_library()}", paths, log
         started = time.perf_counter()
         self.model = bound_run.open_gpu_graph_model(paths["step"], self.provider, session.SessionOptions(tuning=True))
         self.session_s = time.perf_counter() - started
@@ -425,15 +421,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_transformer"))
     parser.add_argument("--out", type=Path, default=Path("results/transformers"))
     options = parser.parse_args()
-    begun = time.perf_counter()
+    log = elapsed_log()
     facts: dict[str, Any] = {
         "preset": options.preset, "pixels": options.pixels, "rows": options.rows,
         "layers": "float8" if options.float8 else "bfloat16", "commit": machine.commit(),
         "machine": machine.machine(), "versions": machine.versions(),
     }  # fmt: skip
-
-    def log(text: str) -> None:
-        print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
 
     with torch.inference_mode():
         model = random_model(options.preset)

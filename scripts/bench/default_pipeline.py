@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The plain call on a GPU: `from_pretrained(folder, provider=...)` and nothing else, beside diffusers.
+"""The default call on a GPU: `from_pretrained(folder, provider=...)` and nothing else, beside diffusers.
 
     default_pipeline.py make sd15 --graphs DIR         work/sd15/{raw,ours}: random weights, --target and --float16
     default_pipeline.py images sd15 --steps 50         whole images in turn: ours, ours with what it does switched off,
@@ -187,7 +187,7 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         row["same_bytes_as_the_plain_call"] = bool(np.array_equal(image, base))
         row["psnr_db"] = metrics.psnr(image, base)
         log(f"{name:34} first {row['first_s']:7.2f} s  median {1e3 * row['median_s']:8.1f} ms  {row['psnr_db']:.1f} dB")
-    report["parts"] = parts(plain, options, arguments)
+    report["parts"] = time_breakdown(plain, options, arguments)
     log(json.dumps(report["parts"]))
     report["settings"] = {"preset": options.preset, "random_weights": True, "dtype": "float16", **arguments}
     return report
@@ -284,8 +284,8 @@ def call(pipeline: Any, arguments: dict[str, Any], dtype: torch.dtype) -> Callab
     return draw
 
 
-def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return seconds of parts of a plain call (queued steps, UNet calls, the rest) and of steps of the other tasks."""
+def time_breakdown(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the seconds of a default call (queued steps, UNet calls, the rest) and of steps of the other tasks."""
     from PIL import Image
 
     from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline

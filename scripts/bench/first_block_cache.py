@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,13 +29,11 @@ import torch
 
 import sd_ort
 from scripts.bench import bench_transformer_image as whole
-from scripts.bench.bench_gpu_step import VENDOR
-from scripts.bench.gpu_models import DEVICE
+from scripts.bench.gpu_models import DEVICE, elapsed_log, provider_library
 from scripts.report import head
 from sd_ort import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 from sd_ort.checkpoints import presets
 from sd_ort.core import files
-from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.stages import optimize
 
 PRESET = "first-block-cache"  # the preset with fewer blocks
@@ -162,14 +159,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/sd_ort_fbc"), help="folder for ours")
     parser.add_argument("--out", type=Path, default=Path("results/transformers/caches"))
     options = parser.parse_args()
-    begun = time.perf_counter()
-
-    def log(text: str) -> None:
-        print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
-
-    library = library_path(PROVIDER_LIBRARIES[VENDOR])
-    if library is None and options.provider is None:
-        raise SystemExit("Build our provider first: sd-ort build-ops --cuda sm_90.")
+    log = elapsed_log()
+    provider = options.provider or f"plugin:{provider_library()}"
     preset = with_blocks(options.preset, options.blocks) if options.blocks else options.preset
     pipeline_class = getattr(sd_ort, presets.PRESETS[preset].pipeline)
     settings = {"preset": options.preset, "blocks": options.blocks, "pixels": options.pixels, "steps": options.steps}
@@ -185,7 +176,6 @@ def main() -> None:
         log("random weights saved")
         optimize(options.raw / "model", options.work / "ours", target="gpu", dtype=whole.DTYPE, hoist=True)
         shutil.rmtree(options.raw)
-        provider = options.provider or f"plugin:{library}"
         pipeline = pipeline_class.from_pretrained(options.work / "ours", provider, tuning=DEVICE == "cuda")
         log("optimized and open")
         if options.no_peer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import time
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -14,6 +15,7 @@ from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.random_weights import fill_random
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
+from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TAESD = {
@@ -100,6 +102,20 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(exported, out, external_data=pipeline_folder.DATA)
     net.to(DEVICE)
+
+
+def elapsed_log() -> Callable[[str], None]:
+    """Return a function that prints a line with the seconds since this call."""
+    begun = time.perf_counter()
+    return lambda text: print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
+
+
+def provider_library() -> Path:
+    """Return the library of our provider: for CUDA, or the simulated device without a GPU."""
+    library = library_path(PROVIDER_LIBRARIES["cuda" if DEVICE == "cuda" else "simulated"])
+    if library is None:
+        raise SystemExit("Build our provider first: sd-ort build-ops --cuda sm_90.")
+    return library
 
 
 def limits() -> dict[str, float]:

@@ -37,7 +37,6 @@ import torch
 
 from scripts.bench.bench_gpu_step import (
     TORCHAO_MODES,
-    VENDOR,
     ComparedEngine,
     profile,
     session_engine,
@@ -46,7 +45,7 @@ from scripts.bench.bench_gpu_step import (
     torch_engines,
 )
 from scripts.bench.default_pipeline import save_checkpoint
-from scripts.bench.gpu_models import export_raw, fill, limits, random_inputs, random_module
+from scripts.bench.gpu_models import export_raw, fill, limits, provider_library, random_inputs, random_module
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.core import pipeline_folder
@@ -59,7 +58,7 @@ from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime import machine
 from sd_ort.runtime.device_meters import Nvml
-from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
+from sd_ort.runtime.library import CUDA_LIBRARY, library_path
 from sd_ort.stages import optimize
 
 FORMATS = ("float16", "float8", "int8-weights", "int4-weights", "float8-weights")
@@ -165,10 +164,7 @@ def main() -> None:
     if options.folders:
         write_folders(options.preset, options.folders, options.formats)
         return
-    library = library_path(PROVIDER_LIBRARIES[VENDOR])
-    if library is None:
-        raise SystemExit("build our provider first: sd-ort build-ops --cuda sm_90")
-    providers = {"provider": (f"plugin:{library}", "gpu"), "cuda": ("cuda", "cuda")}
+    providers = {"provider": (f"plugin:{provider_library()}", "gpu"), "cuda": ("cuda", "cuda")}
     if "cuda" in options.engines:
         operators = library_path()
         if operators is None or not (operators.parent / CUDA_LIBRARY).is_file():

@@ -19,7 +19,7 @@ Stages, after each of which the JSON file is written; one that fails says why an
              model says to keep the 99th percentile at `LATENCY_GOAL` times a call
     split    guidance split between two GPUs, and decoding on the other one (scripts/bench/two_gpus.py)
 
-Beside each number stands what `sd_ort.serving.scaling` makes of the times of one replica.
+Beside each number stands what `scripts.bench.throughput_model` makes of the times of one replica.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from typing import Any
 import numpy as np
 import psutil
 
+from scripts.bench import throughput_model
 from sd_ort.benchmark import loadgen, mlperf
 from sd_ort.benchmark.engines.interface import BenchmarkSettings
 from sd_ort.benchmark.replicas import ReplicaBackend
 from sd_ort.core import files, metrics
 from sd_ort.core.errors import SdOrtError, first_line
 from sd_ort.runtime import device_meters, machine
-from sd_ort.serving import api, scaling
+from sd_ort.serving import api
 from sd_ort.serving import replica as here
 from sd_ort.serving.dispatch import Dispatcher, ReplicaProcess
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo, ReplicaDied
@@ -72,7 +73,7 @@ PRESETS = {
     "demo": "--side 64 --steps 2 --images 2 --queries 8 --rounds 2 --warm-up 1 --compared 2",
 }
 STAGES = ("scale", "kill", "loadgen", "split")
-actor = here.Actor()  # of a process of `PlainReplica`
+actor = here.Actor()  # of a process of `SpawnedReplica`
 
 
 def call(method: str, argument: Any) -> Any:
@@ -80,7 +81,7 @@ def call(method: str, argument: Any) -> Any:
     return getattr(actor, method)(argument)
 
 
-class PlainReplica:
+class SpawnedReplica:
     """A replica in a process of its own without Ray: see `dispatch.ReplicaProcess`."""
 
     def __init__(self, opening: here.ReplicaConfig, name: str) -> None:
@@ -157,7 +158,7 @@ def replicas_of(openings: Sequence[here.ReplicaConfig], *, ray: bool) -> Iterato
         with RayCluster(openings) as cluster:
             yield cluster.replicas
         return
-    plain = [PlainReplica(opening, str(index)) for index, opening in enumerate(openings)]
+    plain = [SpawnedReplica(opening, str(index)) for index, opening in enumerate(openings)]
     try:
         yield plain
     finally:
@@ -222,7 +223,7 @@ async def dispatch_seconds(settings: BatchSettings, replicas: int, batch: int, i
 def print_model(report: Mapping[str, Any]) -> None:
     """Print the check, and the model of more GPUs; `report`: ours, or results/two_gpus.json."""
     for name, preset in report.get("presets", {}).items():
-        for what, (measured_s, model_s) in scaling.compare_split(preset, report["settings"]["steps"]).items():
+        for what, (measured_s, model_s) in throughput_model.compare_split(preset, report["settings"]["steps"]).items():
             print(
                 f"{name}, guidance split, {what}: measured {1e3 * measured_s:.2f} ms, the model says "
                 f"{1e3 * model_s:.2f} ({100 * (model_s / measured_s - 1):+.1f} %)"
@@ -231,13 +232,13 @@ def print_model(report: Mapping[str, Any]) -> None:
     if "dry run" in report.get("devices", ""):
         print("replicas that share one device: the model is of replicas that do not")
         return
-    for row in scaling.compare_throughput(rows):
+    for row in throughput_model.compare_throughput(rows):
         print(
             f"batch {row['batch']}, {row['replicas']} replicas: measured {row['measured_images_s']:.3f} images/s, the "
             f"model says {row['model_images_s']:.3f} ({row['error_percent']:+.1f} %)"
         )
     for one in (row for row in rows if row["replicas"] == 1):
-        times = scaling.replica_times(one)
+        times = throughput_model.replica_times(one)
         print(
             f"batch {one['batch']}, one replica: {times.generate:.4f} s a batch, {1e3 * times.hand_over:.2f} ms to the "
             f"next; in front {1e3 * times.dispatch:.3f} + {1e3 * times.respond:.3f} ms an image"
@@ -392,7 +393,7 @@ def with_loadgen(
                 service = single["latency_s"]["p50"]
             offline = run(backend, count, "Offline")["images_per_s"]
             if count > 1:
-                sustained = scaling.poisson_load(service, count, LATENCY_GOAL * service, SUSTAINED_PERCENTILE)
+                sustained = throughput_model.poisson_load(service, count, LATENCY_GOAL * service, SUSTAINED_PERCENTILE)
                 for load in (SERVER_LOAD, sustained):
                     run(backend, count, "Server", load * offline, load)
     return rows
@@ -471,7 +472,7 @@ def run_stages(options: argparse.Namespace, report: Report, openings: Sequence[h
                 rows = report.add("scale", lambda: runner.run(measured(loaded, options, settings)), "rows")
                 report.values["memory_MB"] = usage(loaded).memory
                 report.values["device_memory_MB"] = device_memory(loaded)
-                report.values["model_check"] = scaling.compare_throughput(rows or [])
+                report.values["model_check"] = throughput_model.compare_throughput(rows or [])
             if "loadgen" in options.stages:
                 report.add("loadgen", lambda: with_loadgen(loaded, options, settings))
             if "kill" in options.stages:
@@ -572,7 +573,7 @@ def page(paths: Sequence[Path]) -> str:
             if row["scenario"] != "Offline":
                 times = f"{latency['p99'] / service:.2f}"
             if row["scenario"] == "Server":
-                p99 = scaling.poisson_latency(service, row["replicas"], row["rate_per_s"], row["queries"])
+                p99 = throughput_model.poisson_latency(service, row["replicas"], row["rate_per_s"], row["queries"])
                 load, modeled = f"{row['load']:.0%} of {row['replicas']} replicas", f"{p99:.3f} s"
             images_s = row.get("images_per_s", 1 / latency["mean"])
             lines.append(
@@ -585,7 +586,7 @@ def page(paths: Sequence[Path]) -> str:
     for path, report in zip(paths, reports, strict=True):
         if split := report.get("split"):
             step, image = split["step_ms"], split["image_s"]
-            model_step = scaling.compare_split(split, report["settings"]["steps"])["a step"][1]
+            model_step = throughput_model.compare_split(split, report["settings"]["steps"])["a step"][1]
             meanwhile = "; ".join(
                 f"{row['steps']}: {row['images_s']['same device']:.2f} -> {row['images_s']['other device']:.2f}, "
                 f"{row['model_images_s']:.2f}"

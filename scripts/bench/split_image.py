@@ -64,7 +64,7 @@ def measure(
         report["image_s"][name], report["step_ms"][name] = median(seconds), 1e3 * median(steps)
         report["psnr_db"][name] = metrics.psnr(images[name], images["one"])
         if name == "bands":
-            report |= parts(pipeline.loop)
+            report |= band_times(pipeline.loop)
         print(f"{name}: {report['step_ms'][name]:.2f} ms a step, {report['image_s'][name]:.3f} s an image, "
               f"{report['psnr_db'][name]:.1f} dB", flush=True)  # fmt: skip
         del pipeline
@@ -74,13 +74,13 @@ def measure(
     return report
 
 
-def parts(loop: Any) -> dict[str, float]:
+def band_times(loop: Any) -> dict[str, float]:
     """Return milliseconds of a step of all rows and of a band on the first device, and the number of bytes sent."""
     unet = newest(loop).band_unet
     times: dict[str, float] = {}
     with loop.models.lock:
         for name, runs in {
-            "whole_ms": unet.whole[:1],
+            "whole_ms": unet.full[:1],
             "band_ms": (unet.cut, unet.rows),
             "extrapolate_ms": unet.extrapolate[:1],
         }.items():
@@ -117,7 +117,7 @@ def quality(work: Path, prompts: int) -> list[dict[str, Any]]:
 
         def variant(*arguments: Any, first: int = whole_steps, every: int = interval) -> Any:
             job = make(*arguments)
-            return replace(job, band=replace(job.band, whole_steps=first, interval=every))
+            return replace(job, band=replace(job.band, full_steps=first, interval=every))
 
         pipeline.loop._for_band = variant
         images = draw(pipeline)
@@ -125,7 +125,7 @@ def quality(work: Path, prompts: int) -> list[dict[str, Any]]:
         steps = partial_steps.BandSteps(0, 2, lambda: None, whole_steps, interval)  # type: ignore[arg-type,return-value]
         rows.append({
             "whole_steps": whole_steps, "interval": interval,
-            "whole": sum(steps.is_whole(step) for step in range(demo.STEPS)), "psnr_db": decibels,
+            "whole": sum(steps.is_full(step) for step in range(demo.STEPS)), "psnr_db": decibels,
         })  # fmt: skip
         print(f"{whole_steps}, {interval}: median {median(decibels):.1f} dB, worst {decibels[0]:.1f}", flush=True)
     return rows
@@ -143,7 +143,7 @@ def page(report: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]  # fmt: skip
     for row in report["rows"]:
-        chosen = (row["whole_steps"], row["interval"]) == (partial_steps.WHOLE_STEPS, partial_steps.WHOLE_INTERVAL)
+        chosen = (row["whole_steps"], row["interval"]) == (partial_steps.FULL_STEPS, partial_steps.FULL_INTERVAL)
         mark = "**" if chosen else ""
         every = row["interval"] if row["interval"] <= demo.STEPS else "none"
         lines.append(f"| {mark}{row['whole_steps']}{mark} | {mark}{every}{mark} | {row['whole']} of {demo.STEPS} "

@@ -300,7 +300,7 @@ def section(run: dict[str, Any]) -> str:
 
 
 def image_section(runs: list[dict[str, Any]]) -> str:
-    """The part of the page about whole images."""
+    """The section of the page about images."""
     lines = [IMAGES, "model | steps | engine | its s | ours s | ratio | goal | PSNR", "--- | " * 7 + "---"]
     for run in runs:
         for row in run["engines"]:

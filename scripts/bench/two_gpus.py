@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from scripts.bench import throughput_model
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core import metrics
 from sd_ort.pipelines.device.guidance_split import GuidanceHalf, SplitGuidanceStep
 from sd_ort.pipelines.device.loop import DeviceLoop
-from sd_ort.serving import scaling
 
 WARM_UP = 3  # images of each kind that do not count: the second one of a size is captured
 BATCHES = 6
@@ -143,7 +143,7 @@ def decoding(pipeline: Any, arguments: Mapping[str, Any]) -> list[dict[str, Any]
         one, two = (median(values) for values in rates.values())
         rows.append({
             "steps": steps, "images_s": {name: median(values) for name, values in rates.items()}, "speedup": two / one,
-            "model_images_s": 1 / scaling.overlapped_decoding(1 / one, latents), "latents_s": latents,
+            "model_images_s": 1 / throughput_model.overlapped_decoding(1 / one, latents), "latents_s": latents,
             "worst_psnr_db": min(metrics.psnr(b, a) for a, b in zip(*images.values(), strict=True)),
         })  # fmt: skip
     pipeline.models.placement.placed = placed

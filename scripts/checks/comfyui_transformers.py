@@ -27,7 +27,7 @@ import torch
 from scripts.checks.comfyui_host import make_importable
 from scripts.report import save_findings
 from sd_ort.checkpoints.presets import PRESETS, Preset, open_preset
-from sd_ort.checkpoints.transformer_layouts import join_parts
+from sd_ort.checkpoints.transformer_layouts import join_rows
 from sd_ort.export.exporter import export
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.stages import optimize
@@ -72,7 +72,7 @@ def own_net(host: Any, ours: Any, weights: Mapping[str, torch.Tensor]) -> Any:
     """Return ComfyUI's own BaseModel of the same config, with diffusers' weights in its layout."""
     net = ours.model.diffusion_model
     arrays = {name: tensor.numpy() for name, tensor in weights.items()}
-    theirs = {name: torch.from_numpy(join_parts(arrays, parts)) for name, parts in net.names.items()}
+    theirs = {name: torch.from_numpy(join_rows(arrays, parts)) for name, parts in net.names.items()}
     if "final_layer.scale_shift_table" in weights:  # of Krea 2, whose tables belong to no layer
         tables = {"last": "final_layer"} | {f"blocks.{i}": f"transformer_blocks.{i}" for i in range(len(net.names))}
         for block, diffusers in tables.items():

@@ -19,8 +19,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from sd_ort.benchmark import plot
+from sd_ort.benchmark.report_blocks import KERNEL_COLORS, OTHER, OURS, RAW, TORCH, Block, TableRow
 from sd_ort.benchmark.report_file import COLUMNS, FORMAT, PAGE, format_speedup, ratio_note, results_folder
-from sd_ort.benchmark.report_parts import KERNEL_COLORS, OTHER, OURS, RAW, TORCH, Block, TableRow
 from sd_ort.benchmark.step_report import read_steps, step_blocks
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.benchmark import plot
-from sd_ort.benchmark.report_parts import KERNEL_COLORS, OTHER, OURS, RAW, TORCH, Block
+from sd_ort.benchmark.report_blocks import KERNEL_COLORS, OTHER, OURS, RAW, TORCH, Block
 from sd_ort.core import files
 
 Row = dict[str, Any]

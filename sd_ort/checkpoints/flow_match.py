@@ -42,7 +42,7 @@ class FlowMatchSchedule:
         noisy: np.ndarray = self.sigmas[i] * noise + (1 - self.sigmas[i]) * image
         return noisy
 
-    def last_part(self, strength: float) -> FlowMatchSchedule:
+    def for_strength(self, strength: float) -> FlowMatchSchedule:
         """Return the last `strength` (0..1) of the steps. Raises InputError if none are left."""
         steps = len(self.timesteps)
         first = int(max(steps - min(steps * strength, steps), 0)) if 0 <= strength <= 1 else steps

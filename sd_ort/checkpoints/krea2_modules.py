@@ -83,8 +83,8 @@ class Krea2Transformer(torch.nn.Module):
         return output
 
 
-class PlainRotary(torch.nn.Module):
-    """Positions of text [B, S] -> cosines and sines [B, S, head size].
+class TextRotary(torch.nn.Module):
+    """Rotary embedding of text: positions [B, S] -> cosines and sines [B, S, head size].
 
     Replaces `Qwen3VLTextRotaryEmbedding`: text has equal positions on its three axes, whose interleaving then changes
     nothing, and which exporters write with ScatterND.

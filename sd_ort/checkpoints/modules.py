@@ -9,7 +9,7 @@ import torch
 
 from fusion_passes.weight_recipes import position_axis
 from sd_ort.checkpoints.causal_text import causal_mask_and_positions
-from sd_ort.checkpoints.krea2_modules import Krea2Transformer, PlainRotary
+from sd_ort.checkpoints.krea2_modules import Krea2Transformer, TextRotary
 from sd_ort.checkpoints.qwen_image_modules import (
     QwenImageTextEncoder,
     QwenImageTransformer,
@@ -75,7 +75,7 @@ class Qwen3TextEncoder(torch.nn.Module):
         self.has_vision = hasattr(model, "visual")
         if self.has_vision:
             del model.visual
-            stack.rotary_emb = PlainRotary(stack.rotary_emb)
+            stack.rotary_emb = TextRotary(stack.rotary_emb)
         elif stack is not model:
             del model.lm_head
 
@@ -154,15 +154,22 @@ class SeparablePositions(torch.nn.Module):
         return embedded
 
 
-class DiffusionTransformer(torch.nn.Module):
+class _Denoiser(torch.nn.Module):
+    """A model with the conditioning inputs `names`."""
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+
+
+class DiffusionTransformer(_Denoiser):
     """The inputs `names` -> out_hidden_states."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         from diffusers.models.embeddings import Timesteps
 
-        super().__init__()
-        self.model = model
-        self.names = names
+        super().__init__(model, names)
         if getattr(getattr(model, "pos_embed", None), "pos_embed_max_size", None):
             model.pos_embed = SeparablePositions(model.pos_embed)
         for module in list(model.modules()):
@@ -176,13 +183,8 @@ class DiffusionTransformer(torch.nn.Module):
         return output
 
 
-class UNet(torch.nn.Module):
+class UNet(_Denoiser):
     """sample, timestep, encoder_hidden_states and the inputs `names` -> out_sample."""
-
-    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.model = model
-        self.names = names
 
     def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> torch.Tensor:
         named = dict(zip(self.names, extra, strict=True))
@@ -198,13 +200,8 @@ class UNet(torch.nn.Module):
         return output
 
 
-class ControlNet(torch.nn.Module):
+class ControlNet(_Denoiser):
     """The UNet's inputs, an image and a scale -> a residual for each skip connection and for the middle block."""
-
-    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.model = model
-        self.names = names
 
     def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> Any:
         options = _denoiser_options(dict(zip(self.names, extra, strict=True)))

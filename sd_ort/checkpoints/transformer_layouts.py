@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSlice:
     """The rows of an original module's weight and bias that are a module of diffusers.
 
     start, stop: rows; None for all of them. swapped: whether the halves of the rows change places.
@@ -136,20 +136,20 @@ def _sd3_block(config: Config, i: int) -> dict[str, str | tuple[str, ...]]:
     return block
 
 
-def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
-    """Return original module -> its parts, for a transformer of `diffusion_transformers.FAMILIES`."""
+def original_modules(config: Config) -> dict[str, tuple[RowSlice, ...]]:
+    """Return original module -> its row slices, for a transformer of `diffusion_transformers.FAMILIES`."""
     is_z_image = config["_class_name"] == "ZImageTransformer2DModel"
     width = int(config["dim"] if is_z_image else config["num_attention_heads"] * config["attention_head_dim"])
-    modules: dict[str, tuple[Part, ...]] = {}
+    modules: dict[str, tuple[RowSlice, ...]] = {}
     if config["_class_name"] == "QwenImageTransformer2DModel":
         return modules  # whose original names are those of diffusers
 
     def add(original: str, targets: str | tuple[str, ...], block: str = "") -> None:
         if isinstance(targets, str):
-            modules[original] = (Part(f"{block}{targets.removesuffix('~')}", swapped=targets.endswith("~")),)
+            modules[original] = (RowSlice(f"{block}{targets.removesuffix('~')}", swapped=targets.endswith("~")),)
         else:  # the last one may be wider
             ends = [(i * width, (i + 1) * width if i < 3 else None) for i in range(len(targets))]
-            modules[original] = tuple(Part(block + t, *rows) for t, rows in zip(targets, ends, strict=True))
+            modules[original] = tuple(RowSlice(block + t, *rows) for t, rows in zip(targets, ends, strict=True))
 
     if config["_class_name"] == "Krea2Transformer2DModel":
         top: Mapping[str, str] = _KREA2
@@ -185,10 +185,10 @@ def original_modules(config: Config) -> dict[str, tuple[Part, ...]]:
     return modules
 
 
-def weight_parts(config: Config, names: Iterable[str]) -> dict[str, tuple[Part, ...]]:
-    """Return the parts of each original weight, for weights and biases `names` of known modules."""
+def row_slices(config: Config, names: Iterable[str]) -> dict[str, tuple[RowSlice, ...]]:
+    """Return the row slices of each original weight, for weights and biases `names` of known modules."""
     if config["_class_name"] == "QwenImageTransformer2DModel":
-        return {name: (Part(name),) for name in names}
+        return {name: (RowSlice(name),) for name in names}
     modules, parts = original_modules(config), {}
     for name in names:
         module, _, end = name.rpartition(".")
@@ -222,21 +222,21 @@ def original_recipes(config: Config, shapes: Mapping[str, tuple[int, ...]], pref
     return recipes
 
 
-def split_parts(array: np.ndarray, parts: Sequence[Part]) -> dict[str, np.ndarray]:
+def split_rows(array: np.ndarray, parts: Sequence[RowSlice]) -> dict[str, np.ndarray]:
     """Split the values of an original weight, and return them by module name."""
     return {part.module: _swapped(array[part.start : part.stop], part) for part in parts}
 
 
-def join_parts(arrays: Mapping[str, np.ndarray], parts: Sequence[Part]) -> np.ndarray:
-    """Return the original weight for the values of its parts' modules: the inverse of `split_parts`."""
+def join_rows(arrays: Mapping[str, np.ndarray], parts: Sequence[RowSlice]) -> np.ndarray:
+    """Return the original weight for the values of its slices' modules: the inverse of `split_rows`."""
     return np.concatenate([_swapped(arrays[part.module], part) for part in parts])
 
 
-def _swapped(array: np.ndarray, part: Part) -> np.ndarray:
+def _swapped(array: np.ndarray, part: RowSlice) -> np.ndarray:
     return np.roll(array, len(array) // 2, 0) if part.swapped else array
 
 
-def _rows(stored: str, part: Part, shape: tuple[int, ...]) -> WeightRecipe:
+def _rows(stored: str, part: RowSlice, shape: tuple[int, ...]) -> WeightRecipe:
     if part.swapped:
         half, rows = shape[0] // 2, shape[0]
         return ["concat", None, ["rows", [half, rows], stored], ["rows", [0, half], stored]]

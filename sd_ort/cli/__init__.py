@@ -75,12 +75,10 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as interrupt:
         # A progress bar that no `with` closed yet is closed, and drawn once more, when its frame goes: before this.
         traceback.clear_frames(interrupt.__traceback__)
-        click.echo(INTERRUPTED, err=True)
-        _leave(130)
+        _leave()
     except Exception as error:
         if was_interrupted():
-            click.echo(INTERRUPTED, err=True)
-            _leave(130)
+            _leave()
         if os.environ.get("SD_ORT_TRACEBACK"):
             raise
         line, code = describe_error(error)
@@ -88,9 +86,10 @@ def main() -> None:
         sys.exit(code)
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit, without waiting for threads that are still inside a library: Python would wait for each."""
+def _leave() -> NoReturn:
+    """Exit after an interrupt, without waiting for threads that are inside a library: Python would wait for each."""
+    click.echo(INTERRUPTED, err=True)
     if any(thread.name.startswith(STOPPABLE) for thread in threading.enumerate()):
         sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+        os._exit(130)
+    sys.exit(130)

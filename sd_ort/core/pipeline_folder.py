@@ -189,12 +189,13 @@ def recorded_files(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
     return {(Path(home) / name).as_posix(): record for home, files in folders for name, record in files.items()}
 
 
-def rewrite_file(folder: Path, name: str, data: bytes) -> None:
-    """Replace a file at the top of a pipeline folder, and its record if it has one."""
-    write_bytes(folder / name, data)
+def rewrite_index(folder: Path, data: bytes) -> None:
+    """Replace the model_index.json of a pipeline folder, and its record if it has one."""
+    index = folder / "model_index.json"
+    write_bytes(index, data)
     manifest = read_manifest(folder)
-    if name in manifest.get("files", {}).get(".", {}):
-        manifest["files"]["."][name] = record_file(folder / name)
+    if index.name in manifest.get("files", {}).get(".", {}):
+        manifest["files"]["."][index.name] = record_file(index)
         write_json(folder / MANIFEST, manifest)
 
 

@@ -1,4 +1,4 @@
-"""Partition of a graph into consecutive parts, for devices that cannot hold all of its weights at once.
+"""Partition of a graph into consecutive subgraphs, for devices that cannot hold all of its weights at once.
 
 The cuts balance the bytes of weights. Among nearly balanced cuts the one with the fewest transferred values is chosen;
 after a U-Net's middle block these are the skip connections. Only floating-point values are transferred. Shapes and

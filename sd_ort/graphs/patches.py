@@ -249,7 +249,7 @@ class _Editor:
                     parts.append(self.input(f"{name}.below", value, axis, below))
                 if above:
                     self.output(self.rows(value, axis, -above, name), f"{name}.last")
-            self.replace_convolution(name, node, self.add("Concat", parts, name, value, axis=axis), above, below)
+            self.replace_convolution(node, self.add("Concat", parts, name, value, axis=axis), above, below)
         for name, node in list(self.attentions()):
             self.anchor = node
             query, operands = self.query(name, node), []
@@ -281,7 +281,7 @@ class _Editor:
                 part.name, part.type = self.unused("patch.norms"), like.type
                 node.replace_input_with(index, part)
 
-    def replace_convolution(self, name: str, node: ir.Node, rows: ir.Value, above: int, below: int) -> None:
+    def replace_convolution(self, node: ir.Node, rows: ir.Value, above: int, below: int) -> None:
         """Let a convolution read `rows`, padded only at the image's own borders."""
         pads = [1, 1, 1, 1] if node.op_type == "WinogradConv" else list(node.attributes.get_ints("pads") or [])
         pads[0] = above if self.band.index == 0 else 0
@@ -375,7 +375,7 @@ class _Editor:
         return self.slice(value, axis, start, int(end), name)
 
     def split(self, value: ir.Value, axis: int, name: str) -> list[ir.Value]:
-        """Return the bands' parts of a value."""
+        """Return each band's slice of a value."""
         node = ir.node("Split", [value], {"axis": axis, "num_outputs": self.band.count}, num_outputs=self.band.count)
         self._insert(node)
         for output in node.outputs:

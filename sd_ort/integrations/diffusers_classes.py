@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import components, read_index, rewrite_file
+from sd_ort.core.pipeline_folder import components, read_index, rewrite_index
 
 LIBRARY = "sd_ort.integrations.diffusers"
 # Entry of model_index.json -> its class, and the required components.
@@ -60,4 +60,4 @@ def uninstall(folder: Path | str) -> None:
 
 
 def _write(folder: Path, index: dict[str, Any]) -> None:
-    rewrite_file(folder, "model_index.json", (json.dumps(index, indent=2) + "\n").encode())
+    rewrite_index(folder, (json.dumps(index, indent=2) + "\n").encode())

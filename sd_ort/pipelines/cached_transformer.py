@@ -73,7 +73,7 @@ class PromptCache:
     number: int
     step: int = 0
     last: Mapping[str, np.ndarray] | None = None
-    runs: BoundParts | None = None
+    runs: BoundBlocks | None = None
     slot: int = 0
 
 
@@ -135,15 +135,15 @@ class CachedTransformer(ABC):
     ) -> np.ndarray:
         inputs = {n: array for n, array in {**cache.prompt_inputs, **arrays}.items() if n in self.inputs}
 
-        def make() -> BoundParts:
-            return BoundParts(head, rest, {**converted(inputs), **self._zeros(arrays["hidden_states"])}, self.CACHED)
+        def make() -> BoundBlocks:
+            return BoundBlocks(head, rest, {**converted(inputs), **self._zeros(arrays["hidden_states"])}, self.CACHED)
 
         def converted(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {n: np.ascontiguousarray(array, DTYPES[self.inputs[n].type]) for n, array in values.items()}
 
         with head.lock:
             shapes = tuple((name, array.shape) for name, array in sorted(inputs.items()))
-            runs = self._bound_parts(head, cache, shapes, make)
+            runs = self._bound_blocks(head, cache, shapes, make)
             is_new = runs is not cache.runs  # or made again, without what the last full step left
             cache.last, cache.runs = None if is_new else cache.last, runs
             runs.write(converted({n: array for n, array in inputs.items() if is_new or n in arrays}))
@@ -159,16 +159,16 @@ class CachedTransformer(ABC):
             return self.step(cache, partial(run, runs.head), run_rest)(OUTPUT)
 
     @staticmethod
-    def _bound_parts(
-        head: GpuGraphModel, cache: PromptCache, shapes: tuple[Any, ...], make: Callable[[], BoundParts]
-    ) -> BoundParts:
+    def _bound_blocks(
+        head: GpuGraphModel, cache: PromptCache, shapes: tuple[Any, ...], make: Callable[[], BoundBlocks]
+    ) -> BoundBlocks:
         """Return the buffers and captured runs of a prompt.
 
         A prompt has them alone until its call ends: other prompts of the call, and calls in other threads, have others.
         """
-        runs_by_shapes = bound_parts.setdefault(head, ShapeCache())
+        runs_by_shapes = bound_blocks.setdefault(head, ShapeCache())
         for slot in itertools.chain([cache.slot], itertools.count()):  # its own first, then the first free one
-            runs = runs_by_shapes.get_or_make((slot, *shapes), make, BoundParts.release)
+            runs = runs_by_shapes.get_or_make((slot, *shapes), make, BoundBlocks.release)
             if runs.prompt() in (None, cache):
                 runs.prompt, cache.slot = weakref.ref(cache), slot
                 return runs
@@ -181,7 +181,7 @@ class CachedTransformer(ABC):
         return {name: np.zeros(shape, self.head.dtype(name)) for name in self.CACHED}
 
 
-class BoundParts:
+class BoundBlocks:
     """Head and rest of a transformer, captured over buffers that they share: the rest writes the head's next inputs."""
 
     def __init__(
@@ -209,4 +209,4 @@ class BoundParts:
         self.rest.release()
 
 
-bound_parts: WeakKeyDictionary[GpuGraphModel, ShapeCache[BoundParts]] = WeakKeyDictionary()  # by the head
+bound_blocks: WeakKeyDictionary[GpuGraphModel, ShapeCache[BoundBlocks]] = WeakKeyDictionary()  # by the head

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Denoiser:
-    """Noise predictions of a folder's UNet for one prompt and one schedule: plain, hoisted, or with ControlNets.
+    """Noise predictions of a folder's UNet for one prompt and one schedule: in one graph, hoisted, or with ControlNets.
 
     `conditioning`: the UNet's inputs by name beside sample and timestep, each (rows, ...), float32; with guidance the
     rows are negative, then positive. `timesteps` (T,): those of the schedule, in order. `unet`: key of the UNet.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # Steps that compute the whole image on each device: the first ones, which change most, and every so many from there, so
 # that the corrections of normalizations and the devices' rows do not drift (results/split_image.md).
-WHOLE_STEPS, WHOLE_INTERVAL = 2, 8
+FULL_STEPS, FULL_INTERVAL = 2, 8
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class ShallowSteps:
 class BandSteps:
     """The steps of a call that compute one of `count` bands of rows, `index`.
 
-    open_model: returns the session of the band's graph. whole_steps: number of first steps that compute all rows, at
+    open_model: returns the session of the band's graph. full_steps: number of first steps that compute all rows, at
     least two; interval: number of steps from one that computes all rows to the next.
     """
 
     index: int
     count: int
     open_model: Callable[[], OrtModel]
-    whole_steps: int = WHOLE_STEPS
-    interval: int = WHOLE_INTERVAL
+    full_steps: int = FULL_STEPS
+    interval: int = FULL_INTERVAL
 
-    def is_whole(self, step: int) -> bool:
+    def is_full(self, step: int) -> bool:
         """Return whether a step computes all rows."""
-        return step < self.whole_steps or step % self.interval == 0
+        return step < self.full_steps or step % self.interval == 0

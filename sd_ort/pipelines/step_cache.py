@@ -102,7 +102,7 @@ class StepCacheMixin(PipelineState):
         self.step_cache = cache
 
     def disable_cache(self) -> None:
-        """Compute the whole UNet in every step again."""
+        """Compute the full UNet in every step again."""
         self.step_cache = None
         vars(self).pop("loop", None)  # which holds the sessions
         self.models.drop_variants("unet")

@@ -171,7 +171,7 @@ class Denoising:
     def guided_without_blocks(
         self, i: int, prediction: np.ndarray, predictions: list[np.ndarray], without: TransformerSteps
     ) -> np.ndarray:
-        """Return the prediction of step i with skip-layer guidance. `predictions`: of the whole transformer."""
+        """Return the prediction of step i with skip-layer guidance. `predictions`: of the full transformer."""
         assert self.skip_layers is not None
         (skipped,) = without(i, self.sample)
         result: np.ndarray = prediction + np.float32(self.skip_layers.scale) * (
@@ -648,7 +648,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
         shape = (count * images, self.transformer_config["in_channels"], height // factor, width // factor)
         tokens = shape[2] * shape[3] // self.transformer_config["patch_size"] ** 2
         schedule = flow_match.make_schedule(self.scheduler_config, steps, tokens, call.sigmas, call.mu)
-        schedule = schedule.last_part(getattr(call, "strength", 1.0))
+        schedule = schedule.for_strength(getattr(call, "strength", 1.0))
         sample, blend = self._start(shape, call, schedule, (height, width))
         job = Denoising(
             sample, schedule, [{"encoder_hidden_states": embeddings, "pooled_projections": pooled}],
@@ -740,7 +740,7 @@ class FluxPipeline(TransformerPipeline):
         rows, columns = height // side, width // side
         sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
         schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas)
-        schedule = schedule.last_part(getattr(call, "strength", 1.0))
+        schedule = schedule.for_strength(getattr(call, "strength", 1.0))
         sample, blend = self._start_packed((count, rows, columns), call, schedule, (height, width))
         tokens = prompts[0]["encoder_hidden_states"].shape[1]
         references, reference_ids = self._references(call, count)

@@ -171,7 +171,7 @@ class QwenImagePipeline(TransformerPipeline):
             embeddings.append(self._prompts(call, "negative_", count // images).repeated(images))
         side = 2 * self.vae_scale_factor
         rows, columns = height // side, width // side
-        schedule = self._schedule(call, steps, rows * columns).last_part(getattr(call, "strength", 1.0))
+        schedule = self._schedule(call, steps, rows * columns).for_strength(getattr(call, "strength", 1.0))
         sample, blend = self._start_packed((count, rows, columns), call, schedule, (height, width))
         references, reference_sizes = self._references(call, count)
         job = self.DENOISING(

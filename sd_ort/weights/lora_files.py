@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES
-from sd_ort.checkpoints.transformer_layouts import Part, original_modules
+from sd_ort.checkpoints.transformer_layouts import RowSlice, original_modules
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import parsing, read_json
 from sd_ort.core.safetensors_file import read_float32
@@ -270,7 +270,7 @@ def _split_original_modules(adapter: LoraAdapter, config: Mapping[str, Any]) -> 
         modules[name.removesuffix("_0")] = modules.pop(name)  # FLUX.2 has no list of layers there
 
 
-def _rows_of(module: LoraModule, part: Part, name: str) -> dict[str, np.ndarray]:
+def _rows_of(module: LoraModule, part: RowSlice, name: str) -> dict[str, np.ndarray]:
     """Return the tensors of a module for some rows of its weight."""
     by_rows = {"up", "up_bias", "diff", "diff_b", "output_magnitude"}
     if unsupported := module.tensors.keys() - by_rows - {"down"}:

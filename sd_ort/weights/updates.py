@@ -409,7 +409,7 @@ class WeightUpdater:
         uploads: list[Requantization] = []
         for each in requantizations:
             if updatable.sources.keys() >= set(each.sources):
-                runs.append(self._requantization_run(components, component, part, each))
+                runs.append(self._requantization_run(components, part, each))
             else:
                 uploads.append(each)
         for update in runs:
@@ -484,12 +484,11 @@ class WeightUpdater:
         arrays = call_ahead([partial(self._read_source, component, tensor) for tensor in tensors])
         for each in requantizations:
             uploaded = [next(arrays) for _ in each.sources]
-            self._requantization_run(components, component, part, each, uploaded).run(wait=True)
+            self._requantization_run(components, part, each, uploaded).run(wait=True)
 
     def _requantization_run(
         self,
         components: Components,
-        component: str,
         part: str,
         weight: Requantization,
         uploaded: Sequence[np.ndarray] | None = None,

@@ -10,7 +10,7 @@ import pytest
 from hip_library import hip_library
 
 from scripts.amd import new_sizes
-from scripts.amd.whole import Table
+from scripts.amd.simulated_runs import Table
 from sd_ort.stages import optimize
 
 KEYS = ("target", "component", "size", "case")

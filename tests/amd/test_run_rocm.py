@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.amd.run_rocm import COLUMNS, RocmRun, build, rocm_tree
-from scripts.amd.whole import Run, Simulation, Table
+from scripts.amd.simulated_runs import Run, Simulation, Table
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime.build import find_hip_compiler
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd_ort.checkpoints.transformer_layouts import Part
+from sd_ort.checkpoints.transformer_layouts import RowSlice
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.application_installers import PACKAGE_FOLDER
 from sd_ort.integrations.comfyui import comfy_entrypoint
@@ -143,7 +143,7 @@ def test_diffusion_model(comfy: Path, small_export: Path) -> None:
     ours = model.DiffusionModel(models, to_comfy, {theirs: torch.empty(4, width, device="meta")})
     wrapped = torch.nn.ModuleDict({"diffusion_model": ours})
     (key,) = wrapped.state_dict()
-    assert ours.names == {key: (Part(name),)}
+    assert ours.names == {key: (RowSlice(name),)}
     assert tuple(wrapped.state_dict()[key].shape)[1] == width
     generator = torch.Generator().manual_seed(0)
     x, context = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 77, width, generator=generator)
@@ -227,7 +227,7 @@ def test_patches(comfy: Path, small_export: Path, monkeypatch: pytest.MonkeyPatc
         model=types.SimpleNamespace(state_dict=lambda: {"key": original}),
         add_callback=lambda _, call: callbacks.append(call),
     )
-    patches.apply_patches_on_load(patcher, models, "unet", {"key": (Part(name),)})
+    patches.apply_patches_on_load(patcher, models, "unet", {"key": (RowSlice(name),)})
     applied = []
     monkeypatch.setattr(models, "set_weight_deltas", lambda component, deltas: applied.append(deltas))
     for callback in callbacks:

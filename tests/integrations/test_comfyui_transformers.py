@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sd_ort.checkpoints.presets import PRESETS
-from sd_ort.checkpoints.transformer_layouts import Part, join_parts, split_parts, weight_parts
+from sd_ort.checkpoints.transformer_layouts import RowSlice, join_rows, row_slices, split_rows
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.denoiser import DenoiserRunner
 from sd_ort.integrations.models import TorchComponentSessions
@@ -218,10 +218,10 @@ def test_model_of_flux(transformers: Any, flux: Mapping[bool, TorchComponentSess
     names = model.diffusion_model.names
     attention = "transformer_blocks.0.attn.to_"
     assert names[f"diffusion_model.{QKV}"] == tuple(
-        Part(f"{attention}{name}.weight", i * 192, (i + 1) * 192) for i, name in enumerate("qkv")
+        RowSlice(f"{attention}{name}.weight", i * 192, (i + 1) * 192) for i, name in enumerate("qkv")
     )
-    assert names[f"diffusion_model.{LAST}"] == (Part("norm_out.linear.weight", swapped=True),)
-    assert names["diffusion_model.img_in.bias"] == (Part("x_embedder.bias"),)
+    assert names[f"diffusion_model.{LAST}"] == (RowSlice("norm_out.linear.weight", swapped=True),)
+    assert names["diffusion_model.img_in.bias"] == (RowSlice("x_embedder.bias"),)
 
 
 def test_unsupported(transformers: Any, recorded: type[Recorded]) -> None:
@@ -331,24 +331,24 @@ def test_a_model_of_krea2(transformers: Any, recorded: type[Recorded]) -> None:
         config = recorded("krea2").config("transformer") | {name: value}
         with pytest.raises(InputError, match=rf"ComfyUI's Krea 2 has {name} = .*, this one"):
             transformers._krea2_config(config)
-    parts = weight_parts(recorded("krea2").config("transformer"), ["blocks.3.attn.qknorm.qnorm.scale"])
-    assert parts == {"blocks.3.attn.qknorm.qnorm.scale": (Part("transformer_blocks.3.attn.norm_q.weight"),)}
+    parts = row_slices(recorded("krea2").config("transformer"), ["blocks.3.attn.qknorm.qnorm.scale"])
+    assert parts == {"blocks.3.attn.qknorm.qnorm.scale": (RowSlice("transformer_blocks.3.attn.norm_q.weight"),)}
 
 
 def test_parts_of_joined_weights() -> None:
     """A joined matrix and its parts, and the halves of the last norm, are converted back and forth."""
     values = np.arange(21.0).reshape(7, 3)
-    parts = (Part("q", 0, 2), Part("k", 2, 4), Part("mlp", 4, None))
-    split = split_parts(values, parts)
+    parts = (RowSlice("q", 0, 2), RowSlice("k", 2, 4), RowSlice("mlp", 4, None))
+    split = split_rows(values, parts)
     assert {name: array[:, 0].tolist() for name, array in split.items()} == {
         "q": [0, 3],
         "k": [6, 9],
         "mlp": [12, 15, 18],
     }
-    assert np.array_equal(join_parts(split, parts), values)
-    norm = (Part("norm", swapped=True),)
-    assert split_parts(values[:6], norm)["norm"][:, 0].tolist() == [9, 12, 15, 0, 3, 6]
-    assert np.array_equal(join_parts(split_parts(values[:6], norm), norm), values[:6])
+    assert np.array_equal(join_rows(split, parts), values)
+    norm = (RowSlice("norm", swapped=True),)
+    assert split_rows(values[:6], norm)["norm"][:, 0].tolist() == [9, 12, 15, 0, 3, 6]
+    assert np.array_equal(join_rows(split_rows(values[:6], norm), norm), values[:6])
 
 
 @pytest.mark.parametrize("additive", [True, False])

@@ -11,8 +11,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from scripts.fixtures.parity_pairs import mask, sample_image
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accelerate, install, uninstall
@@ -57,17 +57,6 @@ def assert_same(image: Any, expected: Any) -> None:
     assert -10 * np.log10(np.mean((image - expected) ** 2) + 1e-20) > MIN_PSNR
 
 
-def input_image() -> Image.Image:
-    y, x = np.mgrid[:64, :64]
-    return Image.fromarray(np.stack([4 * x, 4 * y, 255 - 2 * (x + y)], -1).astype(np.uint8))
-
-
-def mask() -> Image.Image:
-    pixels = np.zeros((64, 64), np.uint8)
-    pixels[8:40, 16:56] = 255
-    return Image.fromarray(pixels)
-
-
 # --- Equal images ---------------------------------------------------------------------------------------------------
 
 
@@ -75,8 +64,8 @@ def mask() -> Image.Image:
     ("kind", "arguments"),
     [
         ("StableDiffusionPipeline", {"negative_prompt": "blurry", "num_images_per_prompt": 2}),
-        ("StableDiffusionImg2ImgPipeline", {"image": input_image(), "strength": 0.7, "height": None, "width": None}),
-        ("StableDiffusionInpaintPipeline", {"image": input_image(), "mask_image": mask(), "strength": 0.9}),
+        ("StableDiffusionImg2ImgPipeline", {"image": sample_image(), "strength": 0.7, "height": None, "width": None}),
+        ("StableDiffusionInpaintPipeline", {"image": sample_image(), "mask_image": mask(), "strength": 0.9}),
     ],
     ids=["text", "image", "inpainting"],
 )

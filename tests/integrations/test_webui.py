@@ -19,12 +19,7 @@ from sd_ort.core.pipeline_folder import MANIFEST
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.integrations.webui import extension
 from sd_ort.integrations.webui.unet import WebUNet, decode_sinusoidal_embedding
-
-
-def module(name: str, **content: Any) -> types.ModuleType:
-    stub = types.ModuleType(name)
-    stub.__dict__.update(content)
-    return stub
+from tests.integrations.test_comfyui_nodes import module
 
 
 class SdUnetOption:

@@ -56,18 +56,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(small_export: Path, work: Path) -> Path:
-    optimize(small_export, work / "plain", components=PARTS)
-    return work / "plain"
-
-
-@pytest.fixture(scope="module")
-def hoisted(small_export: Path, work: Path) -> Path:
-    optimize(small_export, work / "hoisted", components=PARTS, hoist=True)
-    return work / "hoisted"
-
-
-@pytest.fixture(scope="module")
 def half(small_export: Path, work: Path) -> Path:
     optimize(
         small_export, work / "half", target="portable", components=PARTS, dtype="float16", hoist=True, calibrate=False
@@ -76,19 +64,19 @@ def half(small_export: Path, work: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(plain: Path) -> np.ndarray:
-    return draw(StableDiffusionPipeline.from_pretrained(plain))
+def expected(small_fused: Path) -> np.ndarray:
+    return draw(StableDiffusionPipeline.from_pretrained(small_fused))
 
 
 # --- Hoisting -------------------------------------------------------------------------------------------------------
 
 
-def test_hoisted_pipeline_generates_the_same_image(hoisted: Path, expected: np.ndarray) -> None:
-    assert psnr(draw(StableDiffusionPipeline.from_pretrained(hoisted)), expected) > 100  # measured: infinite
+def test_hoisted_pipeline_generates_the_same_image(small_hoisted: Path, expected: np.ndarray) -> None:
+    assert psnr(draw(StableDiffusionPipeline.from_pretrained(small_hoisted)), expected) > 100  # measured: infinite
 
 
-def test_graphs_of_a_hoisted_unet(plain: Path, hoisted: Path) -> None:
-    parts = {name: ir.load(hoisted / component / MODEL).graph for name, component in hoist.PARTS.items()}
+def test_graphs_of_a_hoisted_unet(small_fused: Path, small_hoisted: Path) -> None:
+    parts = {name: ir.load(small_hoisted / component / MODEL).graph for name, component in hoist.PARTS.items()}
     # 4 cross-attentions with K and V each; the step graph has no product over the text.
     assert sum(node.op_type in ("MatMul", "LinearAdd") for node in parts["prompt"]) == 8
     assert [v.name for v in parts["prompt"].inputs] == ["encoder_hidden_states"]
@@ -96,14 +84,14 @@ def test_graphs_of_a_hoisted_unet(plain: Path, hoisted: Path) -> None:
     assert [v.name for v in parts["time"].outputs] == ["time_embedding"]
     assert {v.name for v in parts["step"].inputs}.isdisjoint({"timestep", "encoder_hidden_states"})
     assert not any(node.op_type in ("Sin", "Cos", "Gemm") for node in parts["step"])
-    count = sum(1 for _ in ir.load(plain / "unet" / MODEL).graph)
+    count = sum(1 for _ in ir.load(small_fused / "unet" / MODEL).graph)
     assert sum(len(graph) for graph in parts.values()) - count in range(-2, 4)  # nothing twice but Concat and Split
-    assert read_manifest(hoisted)["components"]["unet"]["hoisted"].keys() == set(hoist.PARTS.values())
+    assert read_manifest(small_hoisted)["components"]["unet"]["hoisted"].keys() == set(hoist.PARTS.values())
 
 
-def test_joined_graph_equals_the_unet(plain: Path, hoisted: Path, tmp_path: Path) -> None:
-    ir.save(hoist.join(hoisted), tmp_path / "joined.onnx", external_data="joined.data")
-    sessions = [onnxruntime.InferenceSession(path) for path in (plain / "unet" / MODEL, tmp_path / "joined.onnx")]
+def test_joined_graph_equals_the_unet(small_fused: Path, small_hoisted: Path, tmp_path: Path) -> None:
+    ir.save(hoist.join(small_hoisted), tmp_path / "joined.onnx", external_data="joined.data")
+    sessions = [onnxruntime.InferenceSession(path) for path in (small_fused / "unet" / MODEL, tmp_path / "joined.onnx")]
     random = np.random.default_rng(0)
     feed = {
         "sample": random.standard_normal((2, 4, 16, 8)).astype(np.float32),
@@ -125,9 +113,9 @@ def test_packed_and_half(small_export: Path, tmp_path: Path) -> None:
     assert sum(len(node.inputs) == 2 and node.inputs[1].is_graph_input() for node in attentions) == 4
 
 
-def test_hoisting_of_unsupported_models_is_an_error(hoisted: Path, small_export: Path, tmp_path: Path) -> None:
+def test_hoisting_of_unsupported_models_is_an_error(small_hoisted: Path, small_export: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="hoisted already"):
-        optimize(hoisted, tmp_path / "again")
+        optimize(small_hoisted, tmp_path / "again")
     with pytest.raises(InputError, match="take it into --component"):
         optimize(small_export, tmp_path / "out", components=["vae_decoder"], hoist=True)
     with pytest.raises(InputError, match="neither a UNet nor a transformer"):
@@ -138,20 +126,20 @@ def test_hoisting_of_unsupported_models_is_an_error(hoisted: Path, small_export:
 # --- One model ------------------------------------------------------------------------------------------------------
 
 
-def test_merged_pipeline_generates_the_same_image(plain: Path, expected: np.ndarray, tmp_path: Path) -> None:
-    manifest = merge(plain, tmp_path / "merged", steps=3)
+def test_merged_pipeline_generates_the_same_image(small_fused: Path, expected: np.ndarray, tmp_path: Path) -> None:
+    manifest = merge(small_fused, tmp_path / "merged", steps=3)
     assert manifest["components"]["pipeline"]["merged"] == PARTS
     merged = MergedPipeline.from_pretrained(tmp_path / "merged")
     assert psnr(draw(merged), expected) > 80
     # Step counts, schedulers, negative prompts and batch sizes are inputs of one model.
     other = {"num_inference_steps": 5, "negative_prompt": "blurry", "num_images_per_prompt": 2}
-    separate = StableDiffusionPipeline.from_pretrained(plain, scheduler="euler")
-    merged.scheduler = make_scheduler(plain, "euler")
+    separate = StableDiffusionPipeline.from_pretrained(small_fused, scheduler="euler")
+    merged.scheduler = make_scheduler(small_fused, "euler")
     assert psnr(draw(merged, **other), draw(separate, **other)) > 80
 
 
-def test_merged_needs_only_ids_and_noise(plain: Path, tmp_path: Path) -> None:
-    merge(plain, tmp_path / "merged", steps=2, guidance=3.0)
+def test_merged_needs_only_ids_and_noise(small_fused: Path, tmp_path: Path) -> None:
+    merge(small_fused, tmp_path / "merged", steps=2, guidance=3.0)
     session = onnxruntime.InferenceSession(tmp_path / "merged" / "pipeline" / MODEL)
     ids = np.ones((1, 77), np.int64)
     feed = {"input_ids": ids, "negative_ids": ids * 2, "latents": np.ones((1, 4, 8, 8), np.float32)}
@@ -167,11 +155,11 @@ def test_merged_hoisted_half(half: Path, tmp_path: Path) -> None:
     assert psnr(draw(MergedPipeline.from_pretrained(tmp_path / "merged")), expected) > 50
 
 
-def test_merging_of_unsupported_folders_is_an_error(plain: Path, tmp_path: Path, sd_ort: Any) -> None:
+def test_merging_of_unsupported_folders_is_an_error(small_fused: Path, tmp_path: Path, sd_ort: Any) -> None:
     with pytest.raises(InputError, match="draws random numbers"):
-        merge(plain, tmp_path / "out", scheduler="euler_ancestral")
+        merge(small_fused, tmp_path / "out", scheduler="euler_ancestral")
     assert list(tmp_path.iterdir()) == []
-    code, out, error = sd_ort("merge", plain, tmp_path / "merged", "--steps", 2)
+    code, out, error = sd_ort("merge", small_fused, tmp_path / "merged", "--steps", 2)
     assert (code, "as one model" in out) == (0, True), error
     code, _, error = sd_ort("merge", tmp_path / "merged", tmp_path / "again")
     assert (code, "is a merged pipeline" in error) == (2, True)
@@ -261,7 +249,7 @@ def test_the_batch_size_of_a_shape_that_others_read_too(source: str) -> None:
 # --- The loop on the device -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "hoisted", "half"])
+@pytest.mark.parametrize("kind", ["small_fused", "small_hoisted", "half"])
 @pytest.mark.parametrize(
     "arguments", [{}, {"guidance_scale": 1.0, "num_images_per_prompt": 2}], ids=["guided", "batch"]
 )
@@ -276,12 +264,12 @@ def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[
     assert psnr(draw(looped, **arguments, num_inference_steps=2), fewer) > (60 if kind == "half" else 80)
 
 
-def test_device_loop_logs_unsupported_calls(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_loop_logs_unsupported_calls(small_fused: Path, caplog: pytest.LogCaptureFixture) -> None:
     warnings_logged.clear()
-    clipping = make_scheduler(plain, "ddim")
+    clipping = make_scheduler(small_fused, "ddim")
     clipping = type(clipping).from_config({**clipping.config, "clip_sample": True})
-    looped = StableDiffusionPipeline.from_pretrained(plain, scheduler=clipping, device_loop=True)
-    separate = StableDiffusionPipeline.from_pretrained(plain, scheduler=clipping)
+    looped = StableDiffusionPipeline.from_pretrained(small_fused, scheduler=clipping, device_loop=True)
+    separate = StableDiffusionPipeline.from_pretrained(small_fused, scheduler=clipping)
     assert psnr(draw(looped), draw(separate)) > 100
     assert "go through the host at every step: DDIMScheduler draws random numbers or clips" in caplog.text
 
@@ -298,9 +286,9 @@ DRAWING = {
 
 @pytest.mark.parametrize("name", DRAWING)
 @pytest.mark.parametrize("seeds", [3, [3, 4]], ids=["one", "each"])
-def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, seeds: Any) -> None:
+def test_device_loop_samples_noise_in_the_same_order(small_fused: Path, name: str, seeds: Any) -> None:
     """With one generator for all images or one per image the scheduler's noise is that of the host loop."""
-    scheduler = make_scheduler(plain, name)
+    scheduler = make_scheduler(small_fused, name)
     config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
     scheduler = type(scheduler).from_config({**config, **DRAWING[name]})
     images = {"num_images_per_prompt": len(seeds)} if isinstance(seeds, list) else {}
@@ -308,24 +296,24 @@ def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, see
     for looped in (False, True):
         generator = [torch.Generator().manual_seed(seed) for seed in seeds] if images else seeds
         arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
-        pipeline = StableDiffusionPipeline.from_pretrained(plain, scheduler=scheduler, device_loop=looped)
+        pipeline = StableDiffusionPipeline.from_pretrained(small_fused, scheduler=scheduler, device_loop=looped)
         outputs.append(draw(pipeline, **images, **arguments))
         assert not looped or pipeline.loop.buffer_cache, "the loop ran on the host"
     assert psnr(*outputs) > 80
 
 
-def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
+def test_queued_equals_waited(half: Path, small_hoisted: Path) -> None:
     """Byte for byte; on a GPU scripts/bench/default_pipeline.py checks the same."""
-    for folder in (half, hoisted):
+    for folder in (half, small_hoisted):
         looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
         queued = draw(looped)
         looped.loop.wait = True
         np.testing.assert_array_equal(draw(looped), queued)
 
 
-def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copies_through_the_host(small_hoisted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From tokens to uint8: no component is called with NumPy arrays, and only the last run is synchronous."""
-    looped = StableDiffusionPipeline.from_pretrained(hoisted, device_loop=True)
+    looped = StableDiffusionPipeline.from_pretrained(small_hoisted, device_loop=True)
     expected = draw(looped, output_type="pil", num_inference_steps=2)
     waits: list[bool] = []
     run = BoundRun.run
@@ -340,9 +328,9 @@ def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPat
         draw(looped, output_type="pil", num_inference_steps=2)
 
 
-def test_buffers_are_bounded(plain: Path) -> None:
+def test_buffers_are_bounded(small_fused: Path) -> None:
     """The buffers of the least recently used job shape are released."""
-    looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
+    looped = StableDiffusionPipeline.from_pretrained(small_fused, device_loop=True)
     looped.loop.MAX_CACHED = 1
     sizes = []
     for images in (1, 2, 1):
@@ -351,10 +339,10 @@ def test_buffers_are_bounded(plain: Path) -> None:
     assert 0 < sizes[0] == sizes[2] < sizes[1]
 
 
-def test_threads_share_one_pipeline(plain: Path) -> None:
+def test_threads_share_one_pipeline(small_fused: Path) -> None:
     """Eight threads, three schedulers and several step counts: each image is the one generated alone."""
     names = ("ddim", "pndm", "euler")
-    pipelines = {name: StableDiffusionPipeline.from_pretrained(plain, scheduler=name) for name in names}
+    pipelines = {name: StableDiffusionPipeline.from_pretrained(small_fused, scheduler=name) for name in names}
     jobs = [(name, 2 + number % 3, number) for number, name in enumerate([*pipelines] * 4)]
 
     def one(job: tuple[str, int, int]) -> np.ndarray:
@@ -371,12 +359,12 @@ def test_threads_share_one_pipeline(plain: Path) -> None:
 # --- Other commands on a hoisted folder -----------------------------------------------------------------------------
 
 
-def test_verify_and_explain(small_export: Path, hoisted: Path, plain: Path, sd_ort: Any) -> None:
-    result = verify(small_export, hoisted, components=["unet"], sizes=SIZES[:1])
+def test_verify_and_explain(small_export: Path, small_hoisted: Path, small_fused: Path, sd_ort: Any) -> None:
+    result = verify(small_export, small_hoisted, components=["unet"], sizes=SIZES[:1])
     assert result["passed"]
     assert [row["component"] for row in result["rows"]] == ["unet"]
     assert "were joined to the one graph" in result["notes"][0]
-    entries = explain(hoisted)["components"]
+    entries = explain(small_hoisted)["components"]
     assert list(entries) == PARTS
-    assert entries["unet"]["fused"] == explain(plain)["components"]["unet"]["fused"]
-    assert not [path for path in hoisted.iterdir() if path.name.startswith(".")]
+    assert entries["unet"]["fused"] == explain(small_fused)["components"]["unet"]["fused"]
+    assert not [path for path in small_hoisted.iterdir() if path.name.startswith(".")]

@@ -17,6 +17,7 @@ from image_metrics import psnr
 from PIL import Image
 
 import sd_ort
+from scripts.fixtures import parity_pairs
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from sd_ort.checkpoints.schedulers import make_scheduler
 from sd_ort.core.errors import InputError
@@ -129,8 +130,7 @@ def test_results_unpack_as_in_diffusers(pipeline: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["array", "bytes", "tensor", "latents", "list"])
 def test_image_formats(pipeline: Any, reference: Any, kind: str) -> None:
-    y, x = np.mgrid[:64, :64]
-    pixels = np.stack([4 * x, 4 * y, 255 - 2 * (x + y)], -1).astype(np.uint8)
+    pixels = np.asarray(parity_pairs.sample_image())
     unit = pixels.astype(np.float32) / 255
     tensor = torch.from_numpy(unit).permute(2, 0, 1)[None]
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))

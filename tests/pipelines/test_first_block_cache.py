@@ -135,7 +135,7 @@ def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatc
         np.testing.assert_allclose(draw(device, **call), expected, atol=1e-5)
     head = device.models.opened[f"{COMPONENT} first block"]
     assert isinstance(head, GpuGraphModel)
-    assert len(cached_transformer.bound_parts[head]) == 2  # of the prompt and of the negative prompt, for both calls
+    assert len(cached_transformer.bound_blocks[head]) == 2  # of the prompt and of the negative prompt, for both calls
 
     other = device(**CALL | {"prompt": "a green square"}, generator=2).images[0]
     first, during = draw(device), list[np.ndarray]()

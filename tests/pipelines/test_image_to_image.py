@@ -16,6 +16,7 @@ from image_metrics import psnr
 from PIL import Image
 from small_presets import export_with
 
+from scripts.fixtures import parity_pairs
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
@@ -36,15 +37,12 @@ def seeds(*values: int) -> list[torch.Generator]:
 
 @pytest.fixture(scope="module")
 def input_image() -> Image.Image:
-    y, x = np.mgrid[:64, :64]
-    return Image.fromarray(np.stack([4 * x, 4 * y, 255 - 2 * (x + y)], -1).astype(np.uint8))
+    return parity_pairs.sample_image()
 
 
 @pytest.fixture(scope="module")
 def mask() -> Image.Image:
-    pixels = np.zeros((64, 64), np.uint8)
-    pixels[8:40, 16:56] = 255
-    return Image.fromarray(pixels)
+    return parity_pairs.mask()
 
 
 def as_kind(kind: str, reference: Any) -> Any:

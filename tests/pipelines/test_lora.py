@@ -120,22 +120,15 @@ def fused(weights: Tensors, component: str, adapters: dict[int, float], make: Ca
     return new
 
 
-@pytest.fixture(scope="module")
-def optimized(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lora") / "cpu"
-    optimize(small_export, out, target="cpu", components=["text_encoder", "unet", "vae_decoder"])
-    return out
-
-
 def draw(pipeline: Any) -> np.ndarray:
     return np.asarray(pipeline(**SETTINGS, generator=torch.Generator().manual_seed(3)).images)
 
 
 def test_a_change_is_written_over_the_last_one(
-    optimized: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
+    small_fused: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions are closed before that, each is opened once again, and the numbers are those of new memory."""
-    loras, models = LoraManager(optimized), Components(optimized)
+    loras, models = LoraManager(small_fused), Components(small_fused)
     loras.add("a", read_adapter(kohya(make(1)), {}), "a")
     monkeypatch.setattr(models, "_open", lambda name: SimpleNamespace(name=name))
     models.open(MODULES)
@@ -162,7 +155,7 @@ def test_a_change_is_written_over_the_last_one(
 
 
 def test_filters_are_summed_while_sessions_open(
-    optimized: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
+    small_fused: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of WinogradConv, which runs alone read; the image is that of sums that are there before."""
     library_path(LIBRARY) or build.build(cpu=True, provider=True)
@@ -177,7 +170,7 @@ def test_filters_are_summed_while_sessions_open(
 
     def image_of(start_them: Callable[..., Any]) -> np.ndarray:
         monkeypatch.setattr(updates, "start_sums", start_them)
-        pipeline = StableDiffusionPipeline.from_pretrained(optimized)
+        pipeline = StableDiffusionPipeline.from_pretrained(small_fused)
         pipeline.load_lora_weights(kohya(make(1)), "one")
         pipeline.set_adapters("one", 0.7)
         return draw(pipeline)
@@ -188,10 +181,10 @@ def test_filters_are_summed_while_sessions_open(
 
 
 def test_weights_that_a_session_copies_are_there_before(
-    optimized: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
+    small_fused: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An edited graph has other consumers, for which nothing is shared."""
-    loras, models = LoraManager(optimized), Components(optimized)
+    loras, models = LoraManager(small_fused), Components(small_fused)
     loras.add("a", read_adapter(kohya(make(1)), {}), "a")
     monkeypatch.setattr(updates, "op_library", lambda library, provider: Path())
     go_on, finished = threading.Event(), []
@@ -308,9 +301,9 @@ def test_alpha_in_the_metadata(make: Callable, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_applied(
-    optimized: Path, make: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    small_fused: Path, make: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loras = LoraManager(optimized)
+    loras = LoraManager(small_fused)
     good = kohya(make(1))
     extra = {
         "lora_unet_nowhere.lora_down.weight": torch.zeros(4, 8),

@@ -23,7 +23,6 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
-from sd_ort.stages import optimize
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
 
@@ -53,13 +52,6 @@ def judge(one_thread: None) -> Any:
     pipeline = torch_pipeline("sd15-small", True, 0)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-@pytest.fixture(scope="module")
-def folder(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("parity") / "cpu"
-    optimize(small_export, out, target="cpu", components=["text_encoder", "unet", "vae_decoder"])
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +85,9 @@ def make(weights: dict[str, Tensors]) -> Callable[..., Tensors]:
 
 
 @pytest.fixture(scope="module")
-def ours(folder: Path, make: Callable[..., Tensors]) -> list[Any]:
+def ours(small_fused: Path, make: Callable[..., Tensors]) -> list[Any]:
     """A pipeline that opens its sessions again with new weights, and one that writes them in place, as GPUs do."""
-    pipelines = [StableDiffusionPipeline.from_pretrained(folder) for _ in range(2)]
+    pipelines = [StableDiffusionPipeline.from_pretrained(small_fused) for _ in range(2)]
     pipelines[1].models.in_place = True
     for pipeline in pipelines:
         pipeline.set_progress_bar_config(disable=True)
@@ -443,7 +435,7 @@ def test_block_scales(name: str, judge: Any, make: Callable[..., Tensors], ours:
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:Already unmerged")
-def test_fused_stay_after_unloading(judge: Any, make: Callable[..., Tensors], folder: Path) -> None:
+def test_fused_stay_after_unloading(judge: Any, make: Callable[..., Tensors], small_fused: Path) -> None:
     def act(pipeline: Any) -> Iterator[np.ndarray]:
         load(pipeline, make(1), "one")
         load(pipeline, make(2), "two")
@@ -461,7 +453,7 @@ def test_fused_stay_after_unloading(judge: Any, make: Callable[..., Tensors], fo
         load(pipeline, make(3), "one")
         yield draw(pipeline)
 
-    pipeline = StableDiffusionPipeline.from_pretrained(folder)
+    pipeline = StableDiffusionPipeline.from_pretrained(small_fused)
     both(judge, [pipeline], act)
 
 

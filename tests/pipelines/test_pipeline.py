@@ -29,7 +29,6 @@ from sd_ort.core import files, metrics, progress
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.pipeline_folder import DATA, MODEL
 from sd_ort.runtime.provider_table import PROVIDERS
-from sd_ort.stages import optimize
 
 PROMPTS = ["a red circle on a blue background", "two green squares"]
 SIZE = {"height": 64, "width": 64}
@@ -51,10 +50,8 @@ def pipeline(small_export: Path) -> StableDiffusionPipeline:
 
 
 @pytest.fixture(scope="module")
-def fused(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> StableDiffusionPipeline:
-    out = tmp_path_factory.mktemp("fused") / "fp32"
-    optimize(small_export, out, components=["text_encoder", "unet", "vae_decoder"])
-    return StableDiffusionPipeline.from_pretrained(out)
+def fused(small_fused: Path) -> StableDiffusionPipeline:
+    return StableDiffusionPipeline.from_pretrained(small_fused)
 
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:

@@ -18,7 +18,6 @@ from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.text_encoder import modified_graph
 from sd_ort.pipelines.prompt_weighting import chunks, parse
-from sd_ort.stages import optimize
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"num_inference_steps": 1, "guidance_scale": 4.0, "height": 64, "width": 64}
@@ -37,13 +36,6 @@ def reference(reference: Any) -> Any:
 @pytest.fixture(scope="module")
 def pipeline(small_export: Path) -> Any:
     return StableDiffusionPipeline.from_pretrained(small_export)
-
-
-@pytest.fixture(scope="module")
-def fused(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("fused") / "cpu"
-    optimize(small_export, out, components=["text_encoder"], target="cpu")
-    return out
 
 
 def embeddings(pipeline: Any, prompt: str = PROMPT, negative: str = "", **more: Any) -> np.ndarray:
@@ -136,9 +128,9 @@ def test_the_command_takes_weights_and_words(sd_ort: Any, small_export: Path, tm
 
 @pytest.mark.parametrize("skip", [1, 3])
 @pytest.mark.parametrize("kind", ["raw", "fused"])
-def test_clip_skip(small_export: Path, fused: Path, reference: Any, kind: str, skip: int) -> None:
+def test_clip_skip(small_export: Path, small_fused: Path, reference: Any, kind: str, skip: int) -> None:
     ours = StableDiffusionPipeline.from_pretrained(small_export, low_memory=True)
-    ours.models.files.folder = fused if kind == "fused" else small_export
+    ours.models.files.folder = small_fused if kind == "fused" else small_export
     expected = embeddings(reference, clip_skip=skip)
     np.testing.assert_allclose(embeddings(ours, clip_skip=skip), expected, rtol=1e-3, atol=1e-4)
     assert np.abs(expected[0] - embeddings(reference)[0]).max() > 0.01, "without effect"
@@ -152,7 +144,7 @@ def test_clip_skip_of_more_layers_than_there_are(pipeline: Any) -> None:
 # --- Textual inversion ----------------------------------------------------------------------------------------------
 
 
-def test_textual_inversion(small_export: Path, fused: Path, tmp_path: Path) -> None:
+def test_textual_inversion(small_export: Path, small_fused: Path, tmp_path: Path) -> None:
     """Words of three vectors and of one, as diffusers reads the same files, on the raw graph and on the fused one; and
     forgotten again. A WebUI's file without a word: its word is emb_params."""
     random = torch.Generator().manual_seed(1)
@@ -164,7 +156,7 @@ def test_textual_inversion(small_export: Path, fused: Path, tmp_path: Path) -> N
     theirs.text_encoder.__dict__["text_model"] = theirs.text_encoder
     theirs.load_textual_inversion(files)
     prompt = "a <cat> on a <dog> and a <cat> with emb_params"
-    for folder in (small_export, fused):
+    for folder in (small_export, small_fused):
         ours = StableDiffusionPipeline.from_pretrained(small_export)
         ours.models.files.folder = folder
         before = embeddings(ours, prompt)

@@ -27,7 +27,7 @@ from sd_ort.optimize.targets import TARGETS
 from sd_ort.pipelines.device.band_unet import BandUnet
 from sd_ort.pipelines.device.guidance_split import Events
 from sd_ort.pipelines.device.patches import PatchDevice, SplitImageStep
-from sd_ort.pipelines.partial_steps import WHOLE_STEPS, BandSteps
+from sd_ort.pipelines.partial_steps import FULL_STEPS, BandSteps
 from sd_ort.runtime.session import DEFAULT_OPTIONS, ModelOverride, create_session
 from sd_ort.stages import optimize
 from tests.pipelines.test_two_devices import Queue, Value
@@ -41,13 +41,6 @@ SETTINGS: dict[str, Any] = {
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
-
-
-@pytest.fixture(scope="module")
-def fused(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bands") / "fused"
-    optimize(small_export, folder, target="cpu", hoist=True, components=["text_encoder", "unet", "vae_decoder"])
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -105,19 +98,19 @@ def test_bands_with_values_of_the_same_step(channels_last: Path) -> None:
     assert np.abs(alone["out_sample"] - expected[:, :, :8]).max() > 0.01, "what others offer matters"
 
 
-def test_same_image_with_values_of_the_same_step(fused: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_image_with_values_of_the_same_step(small_hoisted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole steps give the bytes of one device. So do, but for rounding, bands that read values of their own step:
     guidance, rows and predictions find their places."""
-    one = draw(StableDiffusionPipeline.from_pretrained(fused, device_loop=True))
-    several = StableDiffusionPipeline.from_pretrained(fused, split_image=range(4))
-    monkeypatch.setattr(BandSteps, "is_whole", lambda self, step: True)
+    one = draw(StableDiffusionPipeline.from_pretrained(small_hoisted, device_loop=True))
+    several = StableDiffusionPipeline.from_pretrained(small_hoisted, split_image=range(4))
+    monkeypatch.setattr(BandSteps, "is_full", lambda self, step: True)
     np.testing.assert_array_equal(draw(several), one)
-    monkeypatch.setattr(BandSteps, "is_whole", lambda self, step: step < 2)
+    monkeypatch.setattr(BandSteps, "is_full", lambda self, step: step < 2)
     run = BandUnet.run
 
     def run_of_fresh_values(self: BandUnet, wait: bool = True) -> None:
         parity = self.index % 2
-        self.whole[parity].run(wait)
+        self.full[parity].run(wait)
         latest, before = (self.received[at].memory for at in (parity, 1 - parity))
         before.update_inplace(latest.numpy())  # extrapolated to itself
         run(self, wait)
@@ -132,12 +125,12 @@ def test_same_image_with_values_of_the_same_step(fused: Path, monkeypatch: pytes
         assert buffers.band_unet.received[0].memory.numpy().any()
 
 
-def test_what_bands_send(fused: Path) -> None:
+def test_what_bands_send(small_hoisted: Path) -> None:
     """After a band's step each device has the others' rows, keys and values, to the byte."""
-    pipeline = StableDiffusionPipeline.from_pretrained(fused, split_image=range(3))
+    pipeline = StableDiffusionPipeline.from_pretrained(small_hoisted, split_image=range(3))
     draw(pipeline, guidance_scale=1.0, height=192, num_inference_steps=10)
     unets = [next(iter(loop.buffer_cache.values())).band_unet for loop in pipeline.loop.loops]
-    assert not unets[0].is_whole
+    assert not unets[0].is_full
     for reader in unets:
         for writer in unets:
             if writer is not reader:
@@ -161,14 +154,14 @@ def test_what_bands_send(fused: Path) -> None:
         (4, {"callback_on_step_end": lambda *_: {}}, "without callbacks"),
     ],
 )
-def test_calls_that_are_not_split(fused: Path, devices: int, arguments: dict[str, Any], message: str) -> None:
-    pipeline = StableDiffusionPipeline.from_pretrained(fused, split_image=range(devices))
+def test_calls_that_are_not_split(small_hoisted: Path, devices: int, arguments: dict[str, Any], message: str) -> None:
+    pipeline = StableDiffusionPipeline.from_pretrained(small_hoisted, split_image=range(devices))
     with pytest.raises(InputError, match=message):
         draw(pipeline, **arguments)
 
 
-def test_step_cache_is_not_split(fused: Path) -> None:
-    pipeline = StableDiffusionPipeline.from_pretrained(fused, split_image=range(4))
+def test_step_cache_is_not_split(small_hoisted: Path) -> None:
+    pipeline = StableDiffusionPipeline.from_pretrained(small_hoisted, split_image=range(4))
     pipeline.enable_cache(3)
     with pytest.raises(InputError, match="another graph of the UNet"):
         draw(pipeline)
@@ -183,9 +176,9 @@ def test_step_cache_is_not_split(fused: Path) -> None:
         ({"split_image": (0, 1), "device_loop": False}, "split_image runs in the loop"),
     ],
 )
-def test_options_that_do_not_go_together(fused: Path, options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_go_together(small_hoisted: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        StableDiffusionPipeline.from_pretrained(fused, **options)
+        StableDiffusionPipeline.from_pretrained(small_hoisted, **options)
 
 
 def test_a_graph_that_is_not_fused(small_export: Path) -> None:
@@ -234,8 +227,8 @@ def test_sites_of_sdxl(tmp_path: Path) -> None:
     assert len(outputs_for(outputs, Band(1, 3), 0)) == len(outputs_for(outputs, Band(1, 3), 2)) == 70 + convolutions
 
 
-def test_generate(fused: Path, sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    shared = ("generate", "a", "--model", fused, "--seed", 3, "--height", 128, "--width", 64, "--steps", 10)
+def test_generate(small_hoisted: Path, sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    shared = ("generate", "a", "--model", small_hoisted, "--seed", 3, "--height", 128, "--width", 64, "--steps", 10)
     code, out, error = sd_ort(*shared, "--split-image", "0,1", "--guidance", 1, "--out", tmp_path)
     assert code == 0, error
     with Image.open(out.strip()) as image:
@@ -260,7 +253,7 @@ def test_order_on_four_streams(seed: int) -> None:
             return SimpleNamespace(run=lambda wait: stream.queued.append(("run", lambda: work(number))))
 
         unet = part(lambda n: rows[n].__setitem__(0, 10 * latents[n][0] + n))
-        unet.band, unet.is_whole, unet.number = Band(number % 2, 2), False, number
+        unet.band, unet.is_full, unet.number = Band(number % 2, 2), False, number
         unet.join = part(lambda n: noise[n].__setitem__(0, rows[n][0] + theirs[n][0]))
         unet.copies_to = lambda other, n=number: [
             (SimpleNamespace(address=rows[n], size=1), SimpleNamespace(address=theirs[other.number], size=1))
@@ -283,5 +276,5 @@ def test_order_on_four_streams(seed: int) -> None:
 
 def test_steps_of_all_rows() -> None:
     steps = BandSteps(0, 2, lambda: None)  # type: ignore[arg-type,return-value]
-    full_steps = [step for step in range(20) if steps.is_whole(step)]
-    assert full_steps == [*range(WHOLE_STEPS), 8, 16]
+    full_steps = [step for step in range(20) if steps.is_full(step)]
+    assert full_steps == [*range(FULL_STEPS), 8, 16]

@@ -30,7 +30,6 @@ from sd_ort.pipelines.merged import MergedPipeline
 from sd_ort.runtime.partitioned import BoundPartitions, PeerCopy
 from sd_ort.runtime.providers import warnings_logged
 from sd_ort.runtime.stream import Stream
-from sd_ort.stages import optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS: dict[str, Any] = {
@@ -43,18 +42,11 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
 
 
-@pytest.fixture(scope="module")
-def hoisted(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("split") / "hoisted"
-    optimize(small_export, folder, components=["text_encoder", "unet", "vae_decoder"], hoist=True)
-    return folder
-
-
-def test_same_bytes_on_two_devices(hoisted: Path) -> None:
+def test_same_bytes_on_two_devices(small_hoisted: Path) -> None:
     """In float32: no kernel of the CPU adds up a row's products in another order when there are other rows. With the
     folder's weights, and with changed ones."""
-    one = StableDiffusionPipeline.from_pretrained(hoisted, device_loop=True)
-    two = StableDiffusionPipeline.from_pretrained(hoisted, split_guidance=(0, 1))
+    one = StableDiffusionPipeline.from_pretrained(small_hoisted, device_loop=True)
+    two = StableDiffusionPipeline.from_pretrained(small_hoisted, split_guidance=(0, 1))
     several = {"num_images_per_prompt": 2, "guidance_rescale": 0.5, "output_type": "latent"}
     np.testing.assert_array_equal(draw(two, **several), draw(one, **several))
     first = draw(one)
@@ -64,7 +56,7 @@ def test_same_bytes_on_two_devices(hoisted: Path) -> None:
 
     name, value = next(
         (name, value.const_value)
-        for name, value in ir.load(hoisted / "unet" / MODEL).graph.initializers.items()
+        for name, value in ir.load(small_hoisted / "unet" / MODEL).graph.initializers.items()
         if len(value.shape or ()) == 4
     )
     assert value is not None
@@ -76,11 +68,11 @@ def test_same_bytes_on_two_devices(hoisted: Path) -> None:
     assert np.abs(changed - first).max() > 1e-3
 
 
-def test_unet_spread_over_devices(hoisted: Path) -> None:
+def test_unet_spread_over_devices(small_hoisted: Path) -> None:
     """Each of three devices has its range of the layers, changed weights too; in the loop on the devices, and on the
     host."""
-    graph = ir.load(hoisted / "unet" / MODEL).graph
-    cut = partition_graph(hoisted / "unet" / MODEL, 3)
+    graph = ir.load(small_hoisted / "unet" / MODEL).graph
+    cut = partition_graph(small_hoisted / "unet" / MODEL, 3)
     sizes = [part.bytes for part in cut]
     total = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
     for number, before in enumerate(itertools.accumulate(sizes[:-1]), 1):
@@ -94,7 +86,7 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
     assert value is not None
     images = []
     for devices in (None, (0, 1, 2)):
-        pipeline = StableDiffusionPipeline.from_pretrained(hoisted, unet_on=devices, device_loop=True)
+        pipeline = StableDiffusionPipeline.from_pretrained(small_hoisted, unet_on=devices, device_loop=True)
         pipeline.models.replace_weights({"unet": {name: value.numpy() * np.float32(1.5)}})
         pipeline.on_weights_updated(closed=True)
         images.append(draw(pipeline))

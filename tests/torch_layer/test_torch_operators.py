@@ -21,10 +21,7 @@ from sd_ort.torch.operators import registration
 NO_CPU_KERNEL = {"linear_split_gelu", "nhwc_winograd", "softmax", "upsample_conv_weight", "winograd_filters"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def library() -> None:
-    build.build()
-    kernels.reset_libraries()
+pytestmark = pytest.mark.usefixtures("library")
 
 
 @pytest.fixture(autouse=True)

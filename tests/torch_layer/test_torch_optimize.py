@@ -17,8 +17,7 @@ from diffusers.models.upsampling import Upsample2D
 from image_metrics import psnr
 
 from sd_ort.core.errors import InputError
-from sd_ort.runtime import build
-from sd_ort.torch import kernels, optimize, reset_status, restore, status
+from sd_ort.torch import optimize, reset_status, restore, status
 from sd_ort.torch.modules import transformer, upsample, weight_packing
 from sd_ort.torch.modules.concatenated_linears import ConcatenatedLinears
 from sd_ort.torch.modules.resnet import TIME_PROJECTIONS, FastResnetBlock2D
@@ -30,10 +29,7 @@ SIZES: dict[str, Any] = {
 BLOCKS = ("CrossAttnDownBlock2D", "DownBlock2D")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def library() -> None:
-    build.build()
-    kernels.reset_libraries()
+pytestmark = pytest.mark.usefixtures("library")
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,12 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 
 from sd_ort.core.errors import OutputError
-from sd_ort.runtime import build
-from sd_ort.torch import kernels, optimize, profile
+from sd_ort.torch import optimize, profile
 
 
+@pytest.mark.usefixtures("library")
 @torch.no_grad()
 def test_time_by_operator_and_module(tmp_path: Path) -> None:
-    build.build()
-    kernels.reset_libraries()
     block = optimize(ResnetBlock2D(in_channels=8, out_channels=16, temb_channels=4, groups=4).eval())
     report = profile(block, torch.randn(1, 8, 6, 6), torch.randn(1, 4), trace=tmp_path / "trace.json")
     assert report.result.shape == (1, 16, 6, 6)

@@ -17,8 +17,7 @@ from image_metrics import psnr
 from scripts.fixtures.parity_models import Models
 from scripts.fixtures.transformer_pairs import PROMPTS, SHARED
 from sd_ort.core.errors import InputError
-from sd_ort.runtime import build
-from sd_ort.torch import kernels, operators, optimize, reset_status, restore, status
+from sd_ort.torch import operators, optimize, reset_status, restore, status
 from sd_ort.torch.modules import joint_attention
 
 # Family of scripts/fixtures/parity_models.py -> diffusers' pipeline, and operators that its transformer calls.
@@ -33,10 +32,7 @@ PIPELINES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def library() -> None:
-    build.build()
-    kernels.reset_libraries()
+pytestmark = pytest.mark.usefixtures("library")
 
 
 @pytest.fixture(scope="module")

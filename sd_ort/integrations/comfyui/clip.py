@@ -12,7 +12,7 @@ import comfy.sdxl_clip
 import torch
 
 from sd_ort.checkpoints.conditioning import text_encoders, text_length
-from sd_ort.checkpoints.transformer_layouts import Part
+from sd_ort.checkpoints.transformer_layouts import RowSlice
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.comfyui.net import MetaWeights
 from sd_ort.integrations.comfyui.patches import apply_patches_on_load
@@ -44,7 +44,7 @@ def open_clip(models: TorchComponentSessions) -> comfy.sd.CLIP:
     for name, component in zip(names, components, strict=True):
         prefix = f"clip_{name}."
         encoder = getattr(clip.cond_stage_model, f"clip_{name}")
-        sources = {prefix + key: (Part(source),) for key, source in encoder.names.items()}
+        sources = {prefix + key: (RowSlice(source),) for key, source in encoder.names.items()}
         apply_patches_on_load(clip.patcher, models, component, sources)
     return clip
 

@@ -15,7 +15,7 @@ import comfy.utils
 import torch
 
 from sd_ort.checkpoints.configs import scheduler_config
-from sd_ort.checkpoints.transformer_layouts import Part
+from sd_ort.checkpoints.transformer_layouts import RowSlice
 from sd_ort.checkpoints.unet_inputs import is_sdxl, time_ids_split
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.comfyui.net import GraphNet, PromptsOnSamplerDevice, prompt_key
@@ -164,7 +164,7 @@ class DiffusionModel(GraphNet):
         self, models: TorchComponentSessions, to_comfy: dict[str, str], weights: dict[str, torch.Tensor]
     ) -> None:
         """Open the UNet. `to_comfy`: diffusers' name of a weight -> ComfyUI's. `weights`: shapes by ComfyUI's names."""
-        parts = {theirs: (Part(name),) for name, theirs in to_comfy.items()}
+        parts = {theirs: (RowSlice(name),) for name, theirs in to_comfy.items()}
         super().__init__(models, UNetRunner(models), parts, weights)
 
     def forward(

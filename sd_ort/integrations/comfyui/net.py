@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sd_ort.checkpoints.transformer_layouts import Part
+from sd_ort.checkpoints.transformer_layouts import RowSlice
 from sd_ort.integrations.denoiser import DenoiserRunner
 from sd_ort.integrations.models import TorchComponentSessions
 
@@ -57,7 +57,7 @@ class GraphNet(MetaWeights, torch.nn.Module):
         self,
         models: TorchComponentSessions,
         runner: DenoiserRunner,
-        parts: Mapping[str, Sequence[Part]],
+        parts: Mapping[str, Sequence[RowSlice]],
         weights: Mapping[str, torch.Tensor],
     ) -> None:
         """Take the runner's graph.

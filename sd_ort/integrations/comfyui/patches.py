@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from comfy.patcher_extension import CallbacksMP
 
-from sd_ort.checkpoints.transformer_layouts import Part, join_parts, split_parts
+from sd_ort.checkpoints.transformer_layouts import RowSlice, join_rows, split_rows
 from sd_ort.integrations.models import TorchComponentSessions
 
 # Adapters that add a delta independent of the weight, and the index of the tuple element that must be None for this.
@@ -25,7 +25,7 @@ ADDITIVE_ADAPTERS = {"lora": 4, "loha": 7, "lokr": 8}
 
 
 def apply_patches_on_load(
-    patcher: Any, models: TorchComponentSessions, component: str, names: Mapping[str, Sequence[Part]]
+    patcher: Any, models: TorchComponentSessions, component: str, names: Mapping[str, Sequence[RowSlice]]
 ) -> None:
     """Register callbacks that apply the patches of `patcher`, or of a clone of it, to the sessions of `component`.
 
@@ -43,10 +43,10 @@ def apply_patches_on_load(
             original = None
             if not all(map(_is_additive, patches)):
                 values = {part.module: models.original_weight(component, part.module) for part in names[key]}
-                original = join_parts(values, names[key])
+                original = join_rows(values, names[key])
             delta = _patch_delta(key, weights[key].shape, patches, original)
             # Patches of query alone change a joined matrix: its other parts keep their weights.
-            deltas |= {name: part for name, part in split_parts(delta, names[key]).items() if part.any()}
+            deltas |= {name: part for name, part in split_rows(delta, names[key]).items() if part.any()}
         models.set_weight_deltas(component, deltas)
         applied[0] = version
 

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from sd_ort.checkpoints.configs import scheduler_config
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, TOKEN_MULTIPLE
-from sd_ort.checkpoints.transformer_layouts import weight_parts
+from sd_ort.checkpoints.transformer_layouts import row_slices
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.comfyui.net import GraphNet, PromptsOnSamplerDevice, prompt_key
 from sd_ort.integrations.denoiser import DenoiserRunner
@@ -40,7 +40,7 @@ class TransformerNet(GraphNet):
         """Open the transformer. `own`: ComfyUI's net of the same config, on torch's meta device."""
         self.config = models.config("transformer")
         weights = own.state_dict()
-        super().__init__(models, DenoiserRunner(models, "transformer"), weight_parts(self.config, weights), weights)
+        super().__init__(models, DenoiserRunner(models, "transformer"), row_slices(self.config, weights), weights)
         for name in ("patch_size", "patch", "params"):  # which ComfyUI's methods read
             if hasattr(own, name):
                 setattr(self, name, getattr(own, name))

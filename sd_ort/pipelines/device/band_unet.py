@@ -71,9 +71,9 @@ class BandUnet:
         likes = {name: likes[name] for other in band.others for name in inputs_from(likes, band, other)}
         self.received = [Arena(sessions, likes) for _ in range(2)]
         read = Arena(sessions, likes)
-        self.whole = [sessions.bind(unet, values, self.received[0].values)]
-        shared = {name: value for name, value in self.whole[0].outputs.items() if name not in likes}
-        self.whole.append(sessions.bind(unet, values, shared | self.received[1].values))
+        self.full = [sessions.bind(unet, values, self.received[0].values)]
+        shared = {name: value for name, value in self.full[0].outputs.items() if name not in likes}
+        self.full.append(sessions.bind(unet, values, shared | self.received[1].values))
         self.extrapolate = [
             graph(
                 sampling_graphs.extrapolate_graph,
@@ -101,17 +101,17 @@ class BandUnet:
     @property
     def outputs(self) -> Mapping[str, Any]:
         """Outputs of the complete graph."""
-        return self.whole[0].outputs
+        return self.full[0].outputs
 
     def begin(self, steps: BandSteps) -> None:
         """Begin an image: its first steps compute all rows."""
-        self.steps, self.index, self.is_whole = steps, 0, True
+        self.steps, self.index, self.is_full = steps, 0, True
 
     def run(self, wait: bool = True) -> None:
         """Compute the next step's rows, all of them or the band's; without `wait`, only enqueue it."""
-        self.is_whole, self.parity, self.index = self.steps.is_whole(self.index), self.index % 2, self.index + 1
-        if self.is_whole:
-            self.whole[self.parity].run(wait)
+        self.is_full, self.parity, self.index = self.steps.is_full(self.index), self.index % 2, self.index + 1
+        if self.is_full:
+            self.full[self.parity].run(wait)
             return
         for run in (self.extrapolate[1 - self.parity], self.cut, self.rows):
             run.run(wait)
@@ -127,5 +127,5 @@ class BandUnet:
 
     def release(self) -> None:
         """Free the GPU graphs."""
-        for run in (*self.whole, *self.extrapolate, self.cut, self.rows, self.join):
+        for run in (*self.full, *self.extrapolate, self.cut, self.rows, self.join):
             run.release()

@@ -265,7 +265,7 @@ class SamplingBuffers:
                 from sd_ort.pipelines.device.band_unet import BandUnet  # onnx_ir, which other loops do without
 
                 self.band_unet = BandUnet(self.sessions, job.band, self.sessions.models[job.unet], self.values)
-                self.unet = self.band_unet.whole[0]
+                self.unet = self.band_unet.full[0]
             elif self.unet is None:
                 self.unet = self.sessions.bind(self.sessions.models[job.unet], self.values)
                 if job.shallow_steps is not None:

@@ -168,7 +168,7 @@ class SplitImageStep:
         else:
             for computed in [self.pool.submit(device.compute, wait) for device in self.devices]:
                 computed.result()
-        if not self.devices[0].unet.is_whole:
+        if not self.devices[0].unet.is_full:
             others = [(one, [other for other in half if other is not one]) for half in self.halves for one in half]
             for device, peers in others:
                 device.send(peers)

@@ -1,4 +1,4 @@
-"""scripts/amd/whole.py: the kernels that a row names."""
+"""scripts/amd/simulated_runs.py: the kernels that a row names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.amd.whole import compiled_by
+from scripts.amd.simulated_runs import compiled_by
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, sources_hash
 
 
@@ -25,7 +25,7 @@ def test_a_row_names_the_compiler_and_the_targets_of_the_build(tmp_path: Path, m
 def test_a_row_names_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sd_ort.runtime.library.SOURCES", tmp_path)
-    monkeypatch.setattr("scripts.amd.whole.SOURCES", tmp_path)
+    monkeypatch.setattr("scripts.amd.simulated_runs.SOURCES", tmp_path)
     (tmp_path / PROVIDER_LIBRARIES["hip"]).touch()
     monkeypatch.setattr("sd_ort.runtime.library.sources_hash", lambda: "")
     assert compiled_by(PROVIDER_LIBRARIES["hip"]) == "the wheel"

@@ -157,8 +157,14 @@ def compare_images(expected: Path, image: Path) -> dict[str, Any]:
     arrays = [np.asarray(Image.open(path).convert("RGB"), np.int16) for path in (expected, image)]
     if arrays[0].shape != arrays[1].shape:
         raise SystemExit(f"{image} has shape {arrays[1].shape}, {expected} {arrays[0].shape}.")
-    difference = np.abs(arrays[0] - arrays[1])
-    return {"largest": int(difference.max()), "mean": round(float(difference.mean()), 3), "equal": not difference.any()}
+    largest, mean = difference(*arrays)
+    return {"largest": largest, "mean": mean, "equal": not largest}
+
+
+def difference(expected: np.ndarray, image: np.ndarray) -> tuple[int, float]:
+    """Return the largest and the mean difference of the pixels of two images."""
+    distance = np.abs(expected - image)
+    return int(distance.max()), round(float(distance.mean()), 3)
 
 
 def parse_options(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What test_whole_hip.py runs under scripts/amd/simulate: `python whole_hip_client.py LIBRARY MODEL INPUTS OUTPUTS`."""
+"""What test_hip_unet.py runs under scripts/amd/simulate: `python hip_unet_client.py LIBRARY MODEL INPUTS OUTPUTS`."""
 
 from __future__ import annotations
 

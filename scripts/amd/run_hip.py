@@ -1,7 +1,7 @@
 """Run sd-ort on the simulated AMD GPU by the commands of its documentation, and store the result of each.
 
-    python scripts/amd/run_whole.py hip --arch gfx1100 gfx942 --dtype float16 --out results/amd
-    python scripts/amd/run_whole.py hip --arch gfx1100 --without-hipblaslt --cases generate
+    python scripts/amd/run_hip.py --arch gfx1100 gfx942 --dtype float16 --out results/amd
+    python scripts/amd/run_hip.py --arch gfx1100 --without-hipblaslt --cases generate
     unzip -j WHEEL 'custom_ops/*.so' -d custom_ops    # of scripts/build_wheels --hip: its kernels, if none are built
 
 Each case is a process of its own under scripts/amd/simulate. Images are compared with those that the CPU provider draws
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.amd.draw_hip import GUIDANCE, PROMPT, STEPS
-from scripts.amd.whole import (
+from scripts.amd.simulated_runs import (
     ROOT,
     SAME_SEED,
     Run,
@@ -79,7 +79,7 @@ CASES = ("build", "optimize", "doctor", "generate", *PROGRAMS, "benchmark", "tun
 
 
 @dataclass
-class Whole:
+class HipRun:
     """All cases of one target, dtype and set of libraries."""
 
     target: str
@@ -197,17 +197,16 @@ class Whole:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("provider", choices=("hip",))
     parser.add_argument("--arch", nargs="+", default=["gfx1100", "gfx942", "gfx1201"])
     parser.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
     parser.add_argument("--without-hipblaslt", action="store_true", help="with libamdhip64 alone")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    options = parse_options(parser, "whole")
+    options = parse_options(parser, "hip")
     table = Table(options.out / "hip", TITLE, COLUMNS, NOTE)
     failed = []
     for target in options.arch:
         for dtype in options.dtype:
-            runs = Whole(
+            runs = HipRun(
                 target, tuple(options.arch), dtype, not options.without_hipblaslt, options.work, table, options.timeout
             )
             failed += [f"{target} {dtype}: {name}" for name in options.cases if not runs.case(name)]

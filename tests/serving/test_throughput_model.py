@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_ort.serving.scaling import (
+from scripts.bench.throughput_model import (
     ReplicaTimes,
     compare_split,
     compare_throughput,

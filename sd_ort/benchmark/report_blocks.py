@@ -1,4 +1,4 @@
-"""Parts of a report: blocks of a section, table rows, and the colors of engines and operators."""
+"""Blocks of a report's sections, table rows, and the colors of engines and operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 OURS, TORCH, OTHER, RAW = "#d9480f", "#4263eb", "#868e96", "#ced4da"
-# Parts of a bar, from the longest on; others are gray.
+# Segments of a bar, from the longest on; others are gray.
 KERNEL_COLORS = ("#4263eb", "#1098ad", "#d9480f", "#74b816", "#37b24d", "#f59f00", "#ae3ec9")
 
 
@@ -22,7 +22,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a section: title, note, plot, table, images (label, PNG in base64), in this order.
+    """A block of a section: title, note, plot, table, images (label, PNG in base64), in this order.
 
     link: file of a trace beside the page. is_aside: whether the note is in small print.
     """

@@ -47,7 +47,7 @@ def test_unet(target: str, options: tuple[str, ...], demo: Path) -> None:
     assert target in TARGETS
     library = hip_library().parent / PROVIDER_LIBRARIES["hip"]
     outputs, report = demo / f"{target}.npz", demo / f"{target}.json"
-    client = Path(__file__).with_name("whole_hip_client.py")
+    client = Path(__file__).with_name("hip_unet_client.py")
     command = [
         sys.executable,
         str(client),
