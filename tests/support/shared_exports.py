@@ -22,14 +22,14 @@ from sd_ort.export.exporter import ExportOptions
 ExportComponent = Callable[[Checkpoint, str, Path, ExportOptions], dict[str, Any]]
 Trace = Callable[..., torch.export.ExportedProgram]
 
-MAX_PROGRAMS = 8  # in memory; another opset of a component comes soon after the first one
+MAX_PROGRAMS = 8  # in memory; another export of a program comes soon after the first one
 
 
 def share_exports(export: ExportComponent, folder: Path) -> ExportComponent:
     """Return an `export_component` that copies what it exported before, in this process or another one of the run.
 
     folder: of the exports, by a hash of what determines the graph and the weights. Those of files are not shared.
-    The torch programs of this process are shared by the exports of one component at several opsets.
+    Exports at several opsets, and of equal models of several pipelines, share the torch program in one process.
     """
     programs: dict[str, torch.export.ExportedProgram] = {}
 
@@ -38,7 +38,10 @@ def share_exports(export: ExportComponent, folder: Path) -> ExportComponent:
         model = MODEL_OF.get(component, component)
         if source.seed is None or source.models[model].files:
             return export(source, component, out, options)
-        key, program = (export_key(source, component, options, opset) for opset in (options.opset, None))
+        graph = templates.component_key(source, component, options.opset, options.exporter)
+        content = [graph, component, source.index[model], source.configs[model], source.seed, vars(options)]
+        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        program = f"{model}-{templates.component_key(source, component, 0, options.exporter)}-{source.seed}"
         first, entry = folder / key, folder / f"{key}.json"
         with (folder / f"{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,15 +57,6 @@ def share_exports(export: ExportComponent, folder: Path) -> ExportComponent:
         return loaded
 
     return export_component
-
-
-def export_key(source: Checkpoint, component: str, options: ExportOptions, opset: int | None) -> str:
-    """Return a hash of what determines a component's graph and weights at an opset; None: its torch program's."""
-    model = MODEL_OF.get(component, component)
-    graph = templates.component_key(source, component, opset or 0, options.exporter)
-    determining = vars(options) | {"opset": opset}
-    content = [graph, component, source.index[model], source.configs[model], source.seed, determining]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def share_program(trace: Trace, programs: dict[str, torch.export.ExportedProgram], key: str) -> Trace:
