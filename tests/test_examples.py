@@ -23,7 +23,6 @@ from PIL import Image
 from sd_ort.cli import cli
 from sd_ort.demo import MODEL_DIR
 from sd_ort.export import exporter
-from sd_ort.stages import optimize
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "examples" / "checkpoint.py"
@@ -136,10 +135,10 @@ SMALL = ["--steps", "2", "--height", "64", "--width", "64", "--seed", "1", "--pr
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the pages name."""
     folder = tmp_path_factory.mktemp("pages")
-    optimize("demo", folder / "fused", target="cpu")
+    shutil.copytree(demo_folder, folder / "fused")
     Image.new("RGB", (64, 64), "red").save(folder / "in.png")
     graph = '<ir_version: 10, opset_import: ["" : 20]> g (float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }'
     onnx.save(onnx.parser.parse_model(graph), folder / "model.onnx")

@@ -45,11 +45,11 @@ def infer_node(node: ir.Node, info: ShapeInfo, version: int) -> list[tuple[Shape
             if elements is not None:
                 data[name] = elements
     proto.output.extend(f"o{index}" for index in range(len(node.outputs)))
-    proto.attribute.extend(ir.to_proto(attribute) for attribute in node.attributes.values())
     opsets = [onnx.helper.make_opsetid("", version)]
     try:
+        proto.attribute.extend(ir.serde.serialize_attribute(attribute) for attribute in node.attributes.values())
         inferred = onnx.shape_inference.infer_node_outputs(definition, proto, types, data or None, None, opsets)
-    except Exception:  # an operand has an unsupported dtype or shape; ONNX Runtime will report it
+    except Exception:  # an unsupported dtype, shape or attribute; ONNX Runtime will report it
         return []
     return [_parse_type(inferred.get(f"o{i}"), output, sizes) for i, output in enumerate(node.outputs)]
 

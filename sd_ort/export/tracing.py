@@ -37,11 +37,10 @@ def export_dynamo(
     module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, opset: int, scratch: Path
 ) -> ir.Model:
     """Return the module as an ONNX graph, through torch.export. The graph shares the weights of the module."""
-    shapes = dynamic_shapes(module, signature)
-    exported_program = torch.export.export(module, tuple(args), dynamic_shapes=shapes, strict=False)
+    traced = trace(module, args, signature)
     with disable_slice_split_rule():
         program = torch.onnx.export(
-            exported_program,
+            traced,
             dynamo=True,
             input_names=[t.name for t in signature.inputs],
             output_names=[t.name for t in signature.outputs],
@@ -50,6 +49,11 @@ def export_dynamo(
         )
     assert program is not None
     return program.model
+
+
+def trace(module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature) -> torch.export.ExportedProgram:
+    """Return the torch program of the module, which is the same for every opset."""
+    return torch.export.export(module, tuple(args), dynamic_shapes=dynamic_shapes(module, signature), strict=False)
 
 
 @contextlib.contextmanager

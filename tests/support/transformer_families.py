@@ -50,8 +50,7 @@ def check_fusions(
     Asserts that the export equals torch at all `sizes`, the operators `expected` and none of TAKEN_APART after fusion,
     and equal outputs.
     """
-    for each in sizes:
-        assert check_against_torch(folder, "transformer", f"parity-{family}", each) <= 1e-10
+    assert check_against_torch(folder, "transformer", f"parity-{family}", *sizes) <= 1e-10
     optimize(folder, out, target="portable", components=["transformer"])
     graph = load(out / "transformer" / "model.onnx").graph
     counts = Counter(node.op_type for node in graph)
