@@ -132,8 +132,9 @@ def _optimize_folder(
     if any(hoist.is_hoisted(source, name) for name in pipeline_folder.HOISTED):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     description = pipeline_folder.read_manifest(source)
-    if eight_bits := description.get("options", {}).get("eight_bits"):
-        raise InputError(f"{source} is in {eight_bits} already: optimize what it was made from.")
+    source_options = description.get("options", {})
+    if dtype := source_options.get("eight_bits") or (source_options.get("weights") or {}).get("dtype"):
+        raise InputError(f"{source} is in {dtype} already: optimize what it was made from.")
     by_default = options.hoist is None
     options = options.with_components(names)
     components = unoptimized.folder_components(source, names)

@@ -48,12 +48,14 @@ class CheckpointModel:
 
     config: its diffusers or transformers config. load: returns the torch module, in float32 and eval mode. files: all
     files that its weights are read from. reader: reads one tensor at a time; None if only `load` can read them.
+    check_files: raises InputError for missing and damaged files of weights, without reading weights.
     """
 
     config: Config
     load: Callable[[], torch.nn.Module]
     files: tuple[Path, ...] = ()
     reader: TensorReader | None = None
+    check_files: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -174,13 +176,20 @@ def build_model(name: str, config: Config) -> Any:
 
 
 def select_components(checkpoint: Checkpoint, names: Sequence[str] | None) -> list[str]:
-    """Return the components `names`, or all, in order. Raises InputError for one that the pipeline does not have."""
+    """Return the components `names`, or all, in order.
+
+    Raises InputError for one that the pipeline does not have, and for one without weights or with a damaged file of
+    them, before others are exported.
+    """
     available = [c for c in COMPONENTS if MODEL_OF.get(c, c) in checkpoint.models]
     if not checkpoint.configs.get("text_encoder", {}).get(READS_IMAGES):
         available = [c for c in available if c != "vision_encoder"]
     if unknown := [c for c in names or () if c not in available]:
         raise InputError(f"{checkpoint.name} has no component {unknown[0]!r}: choose from {', '.join(available)}.")
-    return [c for c in available if not names or c in names]
+    selected = [c for c in available if not names or c in names]
+    for name in dict.fromkeys(MODEL_OF.get(c, c) for c in selected):
+        checkpoint.models[name].check_files()
+    return selected
 
 
 def is_sdxl(checkpoint: Checkpoint) -> bool:

@@ -149,7 +149,27 @@ def add_controlnet(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 def folder_model(folder: Path, cls: str, config: Config) -> CheckpointModel:
     """Return the model of class `cls` that diffusers or transformers saved in `folder`."""
     files = weight_files(folder)
-    return CheckpointModel(config, partial(_load, folder, cls, files), files, DirectTensorReader(files))
+    return CheckpointModel(
+        config,
+        partial(_load, folder, cls, files),
+        files,
+        DirectTensorReader(files),
+        partial(_check_files, folder, files),
+    )
+
+
+def _check_files(folder: Path, files: Sequence[Path]) -> None:
+    """Raise InputError for missing weights and shards, and for damaged safetensors. `files`: see `weight_files`."""
+    names = {path.name for path in folder.iterdir()}
+    for index, shards in shard_indexes(folder).items():
+        single_file = index.name.partition(".index")[0]  # which is read instead of shards
+        if single_file not in names and (missing := sorted(shards - names)):
+            raise InputError(f"{folder} lacks {missing[0][:200]!r}, which {index.name} names: get the whole folder.")
+    if not files:
+        raise InputError(f"{folder} has no file of weights: get the whole folder.")
+    for path in files:
+        if path.suffix == ".safetensors":
+            read_entries(path)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -217,11 +237,6 @@ def _load(folder: Path, class_name: str, files: Sequence[Path]) -> torch.nn.Modu
 
     Raises InputError if the folder is no such model or lacks weights.
     """
-    names = {path.name for path in folder.iterdir()}
-    for index, shards in shard_indexes(folder).items():
-        single_file = index.name.partition(".index")[0]  # which is read instead of shards
-        if single_file not in names and (missing := sorted(shards - names)):
-            raise InputError(f"{folder} lacks {missing[0][:200]!r}, which {index.name} names: get the whole folder.")
     import torch
 
     if class_name in FAMILIES:

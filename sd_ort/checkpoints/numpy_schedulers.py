@@ -30,6 +30,7 @@ class _Scheduler:
     defaults: Mapping[str, Any] = {}
     options: Mapping[str, tuple[Any, ...]] = {}  # supported values of options that select an algorithm
     ignored: tuple[str, ...] = ()  # options of other classes that diffusers' class does not read
+    call_options: tuple[str, ...] = ()  # arguments of diffusers' set_timesteps that `config` may hold
     preserves_variance = True
     zero_snr = 0.0  # ᾱ of the last training timestep after rescale_betas_zero_snr
     extra_timesteps = 0  # spaced timesteps that are left out at the end
@@ -107,7 +108,9 @@ class _Scheduler:
     # --- Timesteps --------------------------------------------------------------------------------------------------
 
     def spaced_timesteps(self) -> Array:
-        """Return the timesteps from the noisiest on, float64, by `timestep_spacing`."""
+        """Return the timesteps from the noisiest on, float64: the caller's, or by `timestep_spacing`."""
+        if (custom := self.config.get("timesteps")) is not None:
+            return np.array(custom).astype(np.int64 if self.extra_timesteps else np.float32).astype(np.float64)
         spacing, count = self.config["timestep_spacing"], self.steps + self.extra_timesteps
         if spacing == "linspace":
             return np.linspace(0, self.trained - 1, count)[::-1][: self.steps]
@@ -176,6 +179,7 @@ class _Ddpm(_Ancestral):
 
 
 class _Lcm(_Scheduler):
+    call_options = ("strength",)
     defaults = {
         "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "set_alpha_to_one": True,
         "original_inference_steps": 50, "timestep_scaling": 10.0, "timestep_spacing": "leading", "strength": 1.0,
@@ -245,10 +249,15 @@ class _Sigmas(_Scheduler):
     def points(self) -> tuple[Array, Array, Array]:
         levels = np.sqrt((1 - self.alphas_cumprod) / self.alphas_cumprod).astype(np.float32).astype(np.float64)
         indices = np.arange(len(levels))
+        if self.config.get("sigmas") is not None:
+            sigmas = np.array(self.config["sigmas"]).astype(np.float32).astype(np.float64)
+            return np.interp(np.log(sigmas[:-1]), np.log(levels), indices), np.ones(len(sigmas)), sigmas
         timesteps = self.spaced_timesteps()
         timesteps = np.round(timesteps) if self.extra_timesteps else timesteps.astype(np.float32)
         sigmas = np.interp(timesteps, indices, levels)
         if self.config.get("use_karras_sigmas") or self.config.get("use_exponential_sigmas"):
+            if self.config.get("timesteps") is not None:
+                raise ValueError
             ends = levels[[-1, 0]] if self.extra_timesteps else sigmas[[0, -1]]
             first, last = (
                 float(end) if self.config[name] is None else self.config[name]
@@ -276,6 +285,7 @@ class _Sigmas(_Scheduler):
 
 
 class _Euler(_Ancestral, _Sigmas):
+    call_options = ("timesteps", "sigmas")
     options = {**_Sigmas.options, "timestep_type": ("discrete",), "interpolation_type": ("linear",)}
     defaults = {**_Sigmas.defaults, "timestep_type": "discrete", "interpolation_type": "linear"}
 
@@ -346,6 +356,7 @@ class _Multistep(_Sigmas):
 class _DpmSolver(_Multistep):
     """DPM-Solver++ (Lu et al., 2022), deterministic or with noise (sde-dpmsolver++)."""
 
+    call_options = ("timesteps",)
     defaults = {
         **_Sigmas.defaults, "solver_order": 2, "algorithm_type": "dpmsolver++", "solver_type": "midpoint",
         "lower_order_final": True, "euler_at_final": False, "lambda_min_clipped": -math.inf, "variance_type": None,
@@ -458,6 +469,7 @@ OPTIONS = {
     "prediction_type": ("epsilon", "v_prediction", "sample"), "use_beta_sigmas": (False,), "use_flow_sigmas": (False,),
     "timestep_spacing": ("linspace", "leading", "trailing"), "clip_sample": (False,),
 }  # fmt: skip
+CALL_OPTIONS = ("timesteps", "sigmas", "strength")  # arguments of set_timesteps
 CLASSES: dict[str, type[_Scheduler]] = {
     "DDIMScheduler": _Ddim, "DDPMScheduler": _Ddpm, "PNDMScheduler": _Pndm, "LCMScheduler": _Lcm,
     "EulerDiscreteScheduler": _Euler, "EulerAncestralDiscreteScheduler": _EulerAncestral,
@@ -490,7 +502,8 @@ def _cached(name: str, config: str, steps: int, eta: float) -> _Scheduler | None
 def numpy_scheduler(name: str, config: Mapping[str, Any], steps: int, eta: float = 0.0) -> _Scheduler | None:
     """Return the NumPy implementation of diffusers' scheduler `name` after set_timesteps(steps), or None without one.
 
-    Not implemented are unknown classes, options and values, and numbers of steps that diffusers rejects. The last 32
+    `config` may also hold the `call_options` of the class: `timesteps` or `sigmas` count instead of `steps`. Not
+    implemented are unknown classes, options and values, and numbers of steps that diffusers rejects. The last 32
     results are cached.
     """
     try:
@@ -501,9 +514,14 @@ def numpy_scheduler(name: str, config: Mapping[str, Any], steps: int, eta: float
 
 def _create(name: str, config: Mapping[str, Any], steps: int, eta: float) -> _Scheduler | None:
     cls = CLASSES.get(name)
-    if cls is None or not 1 <= steps <= MAX_STEPS:
+    call = {key: config[key] for key in CALL_OPTIONS if config.get(key) is not None}
+    if cls is None or call.keys() - cls.call_options or len(call) > 1:
         return None
-    defaults = {**COMMON, "clip_sample": False, **cls.defaults}
+    if "strength" not in call:
+        steps = next((len(values) - (key == "sigmas") for key, values in call.items()), steps)
+    if not 1 <= steps <= MAX_STEPS:
+        return None
+    defaults = {**COMMON, "clip_sample": False, **cls.defaults, **call}
     defaults = {key: value for key, value in defaults.items() if key not in cls.ignored}
     config = {**defaults, **{key: value for key, value in config.items() if key in defaults}}
     options = {**OPTIONS, **cls.options}

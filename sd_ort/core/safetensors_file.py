@@ -25,6 +25,10 @@ INTEGERS = {
 DTYPES = {**FLOATS, **INTEGERS}
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 KIND = "a safetensors file"
+OTHER_FILES = {  # by their first bytes: what downloads leave in the place of a file
+    b"version ": "a Git LFS pointer: run `git lfs pull`", b"<!doctyp": "a web page", b"<html": "a web page",
+    b"pk\3\4": "a zip file",
+}  # fmt: skip
 Entry = dict[str, Any]
 
 
@@ -47,7 +51,9 @@ def _read_entries(file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str]]:
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(HEADER_LIMIT, size - 8):
-        raise ValueError("truncated")
+        file.seek(0)
+        start = file.read(8).lower()
+        raise ValueError(next((kind for prefix, kind in OTHER_FILES.items() if start.startswith(prefix)), "truncated"))
     header = json.loads(file.read(length))
     metadata = header.pop("__metadata__", {})
     if schema_mismatch(metadata, dict[str, str | None]):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sd_ort.checkpoints.configs import Config
+from sd_ort.checkpoints.configs import Config, component_config
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import inside, output_path
 from sd_ort.core.pipeline_folder import staged
@@ -53,6 +53,14 @@ class PipelineMethods(PipelineState):
     def config(self) -> Config:
         """The folder's model_index.json."""
         return Config(self.index)
+
+    def _configured(self, name: str) -> Any:
+        """Return a component's session with its config, or None."""
+        if name not in self.models:
+            return None
+        model: Any = self.models[name]
+        model.config = Config(component_config(self.folder, name))
+        return model
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_ort.checkpoints.configs import Config, component_config
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.pipelines.common_methods import REJECTED_METHODS, PipelineMethods
@@ -135,13 +134,6 @@ class DiffusersCompatMixin(PipelineMethods):
 
     def _tokenizers(self) -> dict[str, Any]:
         return {name: tokenizer for tokenizer, name in self.texts.encoders}
-
-    def _configured(self, name: str) -> Any:
-        if name not in self.models:
-            return None
-        model: Any = self.models[name]
-        model.config = Config(component_config(self.folder, name))
-        return model
 
     @property
     def components(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import numpy as np
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import controlnet_inputs
 from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS
-from sd_ort.pipelines.images import as_array, is_latents, nearest, preprocess, readable, tile
+from sd_ort.pipelines.images import as_array, is_latents, is_pil, nearest, preprocess, readable, tile
+from sd_ort.pipelines.mask_crop import crop_region, fill, overlay
 from sd_ort.pipelines.noise import sources
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Generator, Picture, Prompt, Request, StepCallback, check_generators
@@ -256,31 +257,32 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
 
     def _pictures(self, request: Request) -> tuple[np.ndarray, np.ndarray, Any]:
         """Return pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the generated region or None."""
-        channels, (height, width) = self.vae.latent_channels, request.size
-        if request.padding_mask_crop is None:
-            pixels = preprocess(request.image, height, width, latent_channels=channels)
-            return pixels, preprocess(request.mask_image, height, width, mask=True), None
-        if not hasattr(request.image, "crop") or not hasattr(request.mask_image, "crop"):
-            raise InputError("padding_mask_crop takes one PIL image and one PIL mask.")
-        masks = self.mask_processor
-        region = masks.get_crop_region(request.mask_image, width, height, pad=request.padding_mask_crop)
+        image: Any = request.image
+        mask_image: Any = request.mask_image
+        region = None
+        height, width = request.size
+        if request.padding_mask_crop is not None:
+            if not (is_pil(image) and is_pil(mask_image)):
+                raise InputError("padding_mask_crop takes one PIL image and one PIL mask.")
+            region = crop_region(mask_image, width, height, request.padding_mask_crop)
 
-        def cropped(processor: Any, image: Any) -> torch.Tensor:
-            pixels: torch.Tensor = processor.preprocess(image, height, width, crops_coords=region, resize_mode="fill")
-            return pixels.float()
+            def cropped(image: Any) -> Any:
+                if isinstance(image, list):
+                    return [cropped(each) for each in image]
+                return fill(image, region, width, height) if is_pil(image) else image
 
-        if (control := request.control_image) is not None:
-            parts = [cropped(self.image_processor, each) / 2 + 0.5 for each in _listed(control)]
-            request.control_image = parts if isinstance(control, list) else parts[0]
-        image, mask = cropped(self.image_processor, request.image), cropped(masks, request.mask_image)
-        return image.numpy(), mask.numpy(), region
+            request.control_image = cropped(request.control_image)
+            image, mask_image = cropped(image), cropped(mask_image)
+        pixels = preprocess(image, height, width, latent_channels=self.vae.latent_channels)
+        return pixels, preprocess(mask_image, height, width, mask=True), region
 
     def _put_back(self, output: PipelineOutput, request: Request, region: Any) -> PipelineOutput:
         """The generated region laid over the image. Raises InputError for another output than PIL images."""
         if request.output_type != "pil":
             raise InputError("padding_mask_crop gives PIL images: leave output_type at pil.")
-        laid = self.image_processor.apply_overlay
-        output.images = [laid(request.mask_image, request.image, patch, region) for patch in output.images]
+        mask: Any = request.mask_image  # `_pictures` takes PIL images alone
+        image: Any = request.image
+        output.images = [overlay(mask, image, patch, region) for patch in output.images]
         return output
 
     def _masked(self, pixels: np.ndarray, mask: np.ndarray, request: Request) -> np.ndarray:
@@ -289,7 +291,3 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             return tile(as_array(request.masked_image_latents), request, "masked images")
         masked = self.vae.to_latents(pixels * (mask < 0.5), request.generator)
         return tile(masked, request, "images")
-
-
-def _listed(images: Any) -> list[Any]:
-    return images if isinstance(images, list) else [images]

@@ -62,7 +62,7 @@ class PipelineScheduler:
         """
         names = ("timesteps", "sigmas", "original_inference_steps", *(["strength"] if with_strength else []))
         options = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
-        if not options.keys() - {"strength"} and (not options or self.name == "LCMScheduler"):
+        if "original_inference_steps" not in options:
             numpy_timetable = self._numpy(request.num_inference_steps, request.eta, **options)
             if numpy_timetable is not None:
                 return numpy_timetable
@@ -72,6 +72,6 @@ class PipelineScheduler:
         seed = request.generator if all(isinstance(each, int) for each in seeds) else None
         return DiffusersTimetable(self.diffusers, request.num_inference_steps, request.eta, seed, **options)
 
-    def _numpy(self, steps: int, eta: float = 0.0, **options: float) -> Timetable | None:
+    def _numpy(self, steps: int, eta: float = 0.0, **options: Any) -> Timetable | None:
         own = self._diffusers is not None and not type(self._diffusers).__module__.startswith("diffusers.schedulers.")
         return None if own else numpy_scheduler(self.name, {**self.config, **options}, steps, eta)

@@ -246,6 +246,8 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         tokenizers = {name: self.folder / name.replace("text_encoder", "tokenizer") for name in self.encoders}
         self.clip_tokenizers = {name: ClipTokenizer(path) for name, path in tokenizers.items() if name != self.t5}
         self.t5_tokenizer = T5Tokenizer(tokenizers[self.t5]) if self.t5 else None
+        for name in self.encoders:
+            setattr(self, tokenizers[name].name, self.clip_tokenizers.get(name, self.t5_tokenizer))
 
     def _has(self, component: str) -> bool:
         return bool((self.index.get(component) or [None])[0])
@@ -330,6 +332,28 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         other = cls(pipeline.folder, pipeline.models, pipeline._scheduler, **tiling)
         other.loras, other.lora_state = pipeline.loras, pipeline.lora_state
         return other
+
+    @property
+    def transformer(self) -> Any:
+        return self._configured("transformer")
+
+    @property
+    def text_encoder(self) -> Any:
+        return self._configured("text_encoder")
+
+    @property
+    def text_encoder_2(self) -> Any:
+        return self._configured("text_encoder_2")
+
+    @property
+    def text_encoder_3(self) -> Any:
+        return self._configured("text_encoder_3")
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """Components by diffusers' names. `from_pipe` makes another pipeline of them."""
+        listed = {name: getattr(self, name, None) for name, value in self.index.items() if isinstance(value, list)}
+        return {name: part for name, part in listed.items() if part is not None}
 
     @property
     def scheduler(self) -> Any:

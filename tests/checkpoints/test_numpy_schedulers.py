@@ -47,10 +47,10 @@ def quiet() -> Iterator[None]:
     diffusers.logging.set_verbosity(before)
 
 
-def compare(name: str, options: dict[str, Any], steps: int, start: int = 0, eta: float = 0.0) -> None:
+def compare(name: str, options: dict[str, Any], steps: int, start: int = 0, eta: float = 0.0, **call: Any) -> None:
     config = {**BASE, **options, "clip_sample": False, "skip_prk_steps": True}
-    ours = numpy_scheduler(name, config, steps, eta)
-    theirs = DiffusersTimetable(getattr(diffusers, name).from_config(config), steps, eta)
+    ours = numpy_scheduler(name, {**config, **call}, steps, eta)
+    theirs = DiffusersTimetable(getattr(diffusers, name).from_config(config), steps, eta, **call)
     assert ours is not None
     assert ours.order == theirs.order
     np.testing.assert_allclose(ours.timesteps, theirs.timesteps, rtol=0, atol=0 if ours.preserves_variance else 1e-3)
@@ -121,6 +121,20 @@ def test_unipc(order: int) -> None:
 
 def test_eta() -> None:
     compare("DDIMScheduler", {}, 9, eta=0.7)
+
+
+def test_schedules_of_the_caller() -> None:
+    timesteps = [999, 845, 730, 587, 443, 310, 193, 116, 53, 13]
+    sigmas = [14.6, 6.5, 3.9, 2.1, 1.2, 0.6, 0.03, 0.0]
+    for options in ({}, {"timestep_spacing": "leading"}, {"prediction_type": "v_prediction"}):
+        compare("DPMSolverMultistepScheduler", options, 50, timesteps=timesteps)
+        compare("EulerDiscreteScheduler", options, 50, timesteps=timesteps)
+        compare("EulerDiscreteScheduler", options, 50, timesteps=timesteps, start=2)
+        compare("EulerDiscreteScheduler", {**options, "use_karras_sigmas": True}, 50, sigmas=sigmas)
+    for name, call in (("DDIMScheduler", {"timesteps": timesteps}), ("DPMSolverMultistepScheduler", {"sigmas": sigmas}),
+                       ("EulerDiscreteScheduler", {"timesteps": timesteps, "sigmas": sigmas}),
+                       ("EulerDiscreteScheduler", {"timesteps": timesteps, "use_karras_sigmas": True})):  # fmt: skip
+        assert numpy_scheduler(name, {**BASE, **call}, 50) is None
 
 
 def test_lms_integrates_its_polynomials() -> None:

@@ -48,6 +48,13 @@ def test_every_component_has_a_template() -> None:
         assert path.is_relative_to(templates.BUNDLED), component
 
 
+def test_components_have_the_names_of_diffusers(pipeline: Any) -> None:
+    names = {"scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae"}
+    assert pipeline.components.keys() == names
+    assert pipeline.components["tokenizer_2"] is pipeline.tokenizer_2
+    assert pipeline.components["transformer"].config.num_layers == pipeline.transformer_config["num_layers"]
+
+
 def test_generates_unseen_prompts_as_diffusers_does(pipeline: Any) -> None:
     import diffusers
 

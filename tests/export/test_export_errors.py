@@ -133,7 +133,13 @@ def test_truncated_checkpoint(sd_ort, checkpoint, tmp_path):
     shutil.copytree(checkpoint, copy)
     path = copy / "unet" / "diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    assert "cannot be loaded" in export_error(sd_ort, tmp_path, copy, tmp_path / "out", "--component", "unet")
+    assert "(truncated)" in export_error(sd_ort, tmp_path, copy, tmp_path / "out", "--component", "unet")
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "(a Git LFS pointer: run `git lfs pull`)" in export_error(sd_ort, tmp_path, copy, tmp_path / "out")
+    path.unlink()
+    code, output, error = sd_ort("export", copy, tmp_path / "out")
+    assert (code, output) == (2, ""), "before another component is exported"
+    assert "has no file of weights" in error
 
 
 @pytest.mark.parametrize(

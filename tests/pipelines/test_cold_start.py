@@ -17,8 +17,10 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from safetensors.numpy import save_file
 
+from sd_ort.core.errors import InputError
 from sd_ort.pipelines import noise
 from sd_ort.pipelines.images import nearest, preprocess, readable
+from sd_ort.pipelines.mask_crop import crop_region, fill, overlay
 
 
 @pytest.fixture
@@ -141,6 +143,33 @@ def test_masks_are_diffusers_to_the_byte() -> None:
         np.testing.assert_array_equal(nearest(x.numpy(), *size), torch.nn.functional.interpolate(x, size=size).numpy())
 
 
+def test_crops_of_masks_are_diffusers_to_the_byte() -> None:
+    images, masks = (
+        VaeImageProcessor(8),
+        VaeImageProcessor(8, do_normalize=False, do_binarize=True, do_convert_grayscale=True),
+    )
+    image, patch = Image.fromarray(BYTES), Image.fromarray(BYTES[:64, :48])
+    for left, top, right, bottom, padding in (
+        (5, 9, 20, 60, 4),
+        (0, 0, 50, 70, 0),
+        (40, 2, 49, 5, 9),
+        (3, 66, 44, 69, 1),
+    ):
+        mask = Image.new("L", image.size)
+        mask.paste(255, (left, top, right, bottom))
+        for width, height in ((64, 64), (96, 40), (40, 96)):
+            region = masks.get_crop_region(mask, width, height, pad=padding)
+            assert crop_region(mask, width, height, padding) == region
+            for processor, each, is_mask in ((images, image, False), (masks, mask, True)):
+                expected = processor.preprocess(each, height, width, crops_coords=region, resize_mode="fill").numpy()
+                filled = preprocess(fill(each, region, width, height), height, width, mask=is_mask)
+                np.testing.assert_array_equal(filled, expected)
+            laid = overlay(mask, image, patch, region)
+            np.testing.assert_array_equal(laid, masks.apply_overlay(mask, image, patch, region))
+    with pytest.raises(InputError, match="no pixel above 0"):
+        crop_region(Image.new("L", image.size), 64, 64, 4)
+
+
 # --- The command ----------------------------------------------------------------------------------------------------
 
 SLOW_PACKAGES = ("diffusers", "onnx", "onnx_ir", "torch", "transformers")
@@ -195,8 +224,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
+import numpy as np
+from PIL import Image
+from sd_ort import StableDiffusionInpaintPipeline
 replica = PipelineReplica(ReplicaConfig(Path({str(small_export)!r}), {{"device_loop": True}}))
 replica.pipeline("a red circle", num_inference_steps=2, height=64, width=64, generator=0, progress=False)
+pipeline = StableDiffusionInpaintPipeline.from_pipe(replica.pipeline)
+image, mask = Image.new("RGB", (70, 50)), Image.new("L", (70, 50))
+mask.paste(255, (20, 20, 30, 40))
+pipeline("a red circle", image, mask, num_inference_steps=2, height=64, width=64, padding_mask_crop=4, progress=False)
 print("imported:", *(name for name in {SLOW_PACKAGES!r} if name in sys.modules))
 """
     assert [run(code), run(code)] == [FIRST_TIME, ""]
