@@ -20,7 +20,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sd_ort.checkpoints import is_checkpoint
-from sd_ort.checkpoints.checkpoint import Checkpoint, select_components
+from sd_ort.checkpoints.checkpoint import Checkpoint, check_weight_files, select_components
 from sd_ort.checkpoints.config_inference import infer_configs
 from sd_ort.checkpoints.open import DEFAULT, CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.recorded_inputs import check_recorded, load_recorded_inputs
@@ -100,11 +100,12 @@ def optimize(
 def check_request(
     source: str | Path, output: Path, checkpoint: CheckpointOptions, options: OptimizeOptions, overwrite: bool
 ) -> None:
-    """Raise what `optimize` would raise for its options, their components or `output`. Reads and writes no weights."""
+    """Raise what `optimize` would raise for its options, their components or `output`. Reads only headers of weights."""
     resolved, _ = options.with_target()
     if is_checkpoint(source):
         opened = open_checkpoint(str(source), checkpoint)
         paths, names = tuple(opened.paths), select_components(opened, resolved.components)
+        check_weight_files(opened, names)
     elif (model := pipeline_folder.standalone_model(Path(source))) is not None:
         _check_file_options(model, resolved)
         return
@@ -222,6 +223,7 @@ def _optimize_checkpoint(
     checkpoint = open_checkpoint(model, checkpoint_options)
     output = output_path(output, *checkpoint.paths)
     names = select_components(checkpoint, options.components)
+    check_weight_files(checkpoint, names)
     if options.inputs:
         check_recorded(options.inputs, names)
     options = options.with_components(names)

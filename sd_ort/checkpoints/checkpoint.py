@@ -176,20 +176,19 @@ def build_model(name: str, config: Config) -> Any:
 
 
 def select_components(checkpoint: Checkpoint, names: Sequence[str] | None) -> list[str]:
-    """Return the components `names`, or all, in order.
-
-    Raises InputError for one that the pipeline does not have, and for one without weights or with a damaged file of
-    them, before others are exported.
-    """
+    """Return the components `names`, or all, in order. Raises InputError for one that the pipeline does not have."""
     available = [c for c in COMPONENTS if MODEL_OF.get(c, c) in checkpoint.models]
     if not checkpoint.configs.get("text_encoder", {}).get(READS_IMAGES):
         available = [c for c in available if c != "vision_encoder"]
     if unknown := [c for c in names or () if c not in available]:
         raise InputError(f"{checkpoint.name} has no component {unknown[0]!r}: choose from {', '.join(available)}.")
-    selected = [c for c in available if not names or c in names]
-    for name in dict.fromkeys(MODEL_OF.get(c, c) for c in selected):
+    return [c for c in available if not names or c in names]
+
+
+def check_weight_files(checkpoint: Checkpoint, components: Sequence[str]) -> None:
+    """Raise InputError for a component without weights or with a damaged file of them, without reading weights."""
+    for name in dict.fromkeys(MODEL_OF.get(component, component) for component in components):
         checkpoint.models[name].check_files()
-    return selected
 
 
 def is_sdxl(checkpoint: Checkpoint) -> bool:

@@ -26,7 +26,13 @@ import numpy as np
 import torch
 
 from fusion_passes.weight_recipes import dump
-from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, has_penultimate_states, select_components
+from sd_ort.checkpoints.checkpoint import (
+    Checkpoint,
+    check_weight_files,
+    component_signature,
+    has_penultimate_states,
+    select_components,
+)
 from sd_ort.checkpoints.diffusion_transformers import synthetic_values
 from sd_ort.checkpoints.modules import derived_weights, wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
@@ -283,6 +289,7 @@ def export_checkpoint(
     check_exporter(options.exporter, options.opset)
     out = output_path(out, *source.paths)
     names = select_components(source, components)
+    check_weight_files(source, names)
     manifest: dict[str, Any] = {
         "stage": "export",
         "source": {"model": source.name, "hash": source.hash, "random_weights": source.random_weights},
