@@ -100,7 +100,7 @@ def optimize(
 def check_request(
     source: str | Path, output: Path, checkpoint: CheckpointOptions, options: OptimizeOptions, overwrite: bool
 ) -> None:
-    """Raise what `optimize` would raise for its options, their components or `output`. Reads only headers of weights."""
+    """Raise what `optimize` would raise for its options, their components or `output`. Reads headers of weights."""
     resolved, _ = options.with_target()
     if is_checkpoint(source):
         opened = open_checkpoint(str(source), checkpoint)
