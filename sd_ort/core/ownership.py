@@ -114,9 +114,14 @@ class SharedFolder:
     def write(self, name: str, data: bytes) -> Path:
         """Write a file and its record; return its path. Raises as `check`."""
         self.check(name)
-        write_bytes(self.folder / name, data)
-        self.record(name)
-        return self.folder / name
+        path = self.folder / name
+        write_bytes(path, data)
+        try:
+            self.record(name)
+        except BaseException:  # a full disk: without its record the file would be taken for the user's
+            path.unlink()
+            raise
+        return path
 
     def record(self, *names: str) -> None:
         """Record files that other code wrote; missing files are skipped."""

@@ -36,6 +36,7 @@ from sd_ort.runtime.session import OrtModel, SessionOptions, create_session
 
 # VAE encoders of diffusers' old conversion script have such nodes.
 RANDOM_OPS = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
+STORED = "stored_elements"  # recipe of weights in 4 or 8 bits (optimize.weight_storage)
 # Maximum relative L2 error of float32 arithmetic: fusing reorders sums (measured: up to 4e-6).
 FLOAT32_TOLERANCE = 1e-5
 NEAR_MISS = 2.0  # times the tolerance
@@ -105,7 +106,7 @@ def verify(
         feeds = feeds or synthetic_runs(name, list(graph.inputs), model_config(path), sizes, seed)
         with (
             joined_model(optimized_path, name, notes) as joined,
-            _with_float32_weights(joined, path, rebuilt if comparison.exact else {}, name, notes) as widened,
+            _with_unrounded_weights(joined, path, rebuilt if comparison.exact else {}, name, notes) as widened,
             cpu_model(widened, name, provider, library, notes) as runnable,
         ):
             model = load(widened)
@@ -335,32 +336,40 @@ def joined_model(path: Path, name: str, notes: list[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def _with_float32_weights(
+def _with_unrounded_weights(
     path: Path, source: Path, rebuilt: Mapping[str, ir.Model], name: str, notes: list[str]
 ) -> Iterator[Path]:
-    """Yield `path`, or a temporary model that computes in float32 with the float32 weights of `source`.
+    """Yield `path`, or a temporary model that computes in the dtype of its arithmetic with the weights of `source`.
 
-    For graphs that cast weights of half precision to float32, if these weights were found to be exact (`rebuilt` is
-    not empty): their arithmetic is then compared with the tolerance of float32.
+    For graphs that cast weights of half precision to float32, or dequantize weights in 4 or 8 bits, if these weights
+    were found to be exact (`rebuilt` is not empty): the rest of the graph is then compared with the tolerance of its
+    arithmetic.
     """
     model = load(path)
-    table = {str(v.name): recipe for v in _half_weights(rebuilt.get(name)) if (recipe := weight_recipes.recipe_of(v))}
-    half = _half_weights(model)
-    if not half or any(v.name not in table or not _is_only_widened(v) for v in half):
+    prefixes = {folder: f"{part}." for part, folder in pipeline_folder.HOISTED.get(name, {}).items()}
+    recipes = {
+        (prefixes[folder] if len(rebuilt) > 1 else "") + str(value.name): recipe
+        for folder, part in rebuilt.items()
+        for value in part.graph.initializers.values()
+        if (recipe := weight_recipes.recipe_of(value))
+    }
+    with_recipe = [v for v in model.graph.initializers.values() if v.name in recipes and not v.is_graph_output()]
+    rounded = [v for v in with_recipe if recipes[str(v.name)][0] == STORED and _is_only_read_by("DequantizeLinear", v)]
+    half = [v for v in model.graph.initializers.values() if v.dtype in HALVES]
+    if all(v in with_recipe and _is_only_read_by("Cast", v, ir.DataType.FLOAT) for v in half):
+        rounded += half
+    if not rounded:
         yield path
         return
     tensors = {str(v.name): v.const_value for v in load(source).graph.initializers.values()}
-    for value in half:
-        recipe = table[str(value.name)]
-        wide = _float32_weight(value, recipe[2], tensors)  # of cast, dtype, operand
-        model.graph.register_initializer(wide)
-        for cast in value.consumers():
-            cast.outputs[0].replace_all_uses_with(wide)
+    for value in rounded:
+        for node in value.consumers():
+            wide = _unrounded_weight(node.outputs[0], recipes[str(value.name)][2], tensors)  # of cast, dtype, operand
+            model.graph.register_initializer(wide)
+            node.outputs[0].replace_all_uses_with(wide)
     common.RemoveUnusedNodesPass()(model)
     create_session(path)
-    notes.append(
-        f"{name}: its {len(half)} weights of half precision are exact; its float32 arithmetic ran with the source's."
-    )
+    notes.append(f"{name}: its {len(rounded)} weights in fewer bits are exact; its arithmetic ran with the source's.")
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.float32-", dir=path.absolute().parent) as scratch:
         copy = Path(scratch) / name / pipeline_folder.MODEL
         copy.parent.mkdir()
@@ -368,22 +377,18 @@ def _with_float32_weights(
         yield copy
 
 
-def _half_weights(model: ir.Model | None) -> list[ir.Value]:
-    return [] if model is None else [v for v in model.graph.initializers.values() if v.dtype in HALVES]
+def _is_only_read_by(op_type: str, value: ir.Value, dtype: ir.DataType | None = None) -> bool:
+    """Return whether all consumers of an initializer are nodes of one type, with outputs of `dtype` if it is given."""
+    return all(node.op_type == op_type and dtype in (None, node.outputs[0].dtype) for node in value.consumers())
 
 
-def _is_only_widened(value: ir.Value) -> bool:
-    """Return whether all consumers of an initializer cast it to float32."""
-    casts = all(node.op_type == "Cast" and node.outputs[0].dtype == ir.DataType.FLOAT for node in value.consumers())
-    return casts and not value.is_graph_output()
-
-
-def _float32_weight(
+def _unrounded_weight(
     value: ir.Value, recipe: weight_recipes.WeightRecipe, tensors: Mapping[str, ir.TensorProtocol | None]
 ) -> ir.Value:
-    """Return an initializer with the values of `recipe` on `tensors`, of the shape of `value`."""
-    shape = value.shape
+    """Return an initializer with the values of `recipe` on `tensors`, of the shape and dtype of `value`."""
+    shape, dtype, name = value.shape, value.dtype, f"{value.name}.exact"
     assert shape is not None
+    assert dtype is not None
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
@@ -391,11 +396,11 @@ def _float32_weight(
         return tensor_values(tensor)
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(weight_recipes.as_float32(weight_recipes.evaluate(recipe, read)), name=name)
+        exact = weight_recipes.as_float32(weight_recipes.evaluate(recipe, read))
+        return ir.Tensor(exact.astype(dtype.numpy()), name=name)
 
-    name = f"{value.name}.exact"
-    lazy = ir.LazyTensor(evaluate, dtype=ir.DataType.FLOAT, shape=ir.Shape(shape.numpy()), name=name)
-    return ir.Value(name=name, const_value=lazy, shape=lazy.shape, type=ir.TensorType(ir.DataType.FLOAT))
+    lazy = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape.numpy()), name=name)
+    return ir.Value(name=name, const_value=lazy, shape=lazy.shape, type=ir.TensorType(dtype))
 
 
 @contextmanager

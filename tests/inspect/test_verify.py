@@ -25,9 +25,10 @@ from sd_ort.graphs.load import load, serialize_over_data
 from sd_ort.inspect.folder_verification import check_finite, verify_folder
 from sd_ort.inspect.verify import check, compare_output, rounding_tolerance, verify
 from sd_ort.inspect.weight_verification import check_weights, compare_weights, compare_with_file, verify_weights
-from sd_ort.optimize import calibration, precision
+from sd_ort.optimize import calibration, precision, weight_storage
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.stages import optimize
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -177,6 +178,31 @@ def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path) -> None:
     assert all(1e-4 < row["relative_error"] < 2.4e-2 for row in result["rows"])
 
 
+@pytest.mark.parametrize(("target", "dtype"), [("cpu", "float32"), ("gpu", "float16")])
+def test_weights_in_8_bits_are_exact_and_the_rest_is_compared_without_them(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, dtype: str
+) -> None:
+    """Rounded weights alone would be an error of 1e-2; a changed one still fails."""
+    monkeypatch.setattr(weight_storage, "MIN_ELEMENTS", 100)
+    out = tmp_path / "out"
+    optimize(source, out, target=target, dtype=dtype, weights=WeightStorage("int8", vae=True), calibrate=False)
+    path = out / "vae_decoder" / pipeline_folder.MODEL
+    assert sum(v.dtype == ir.DataType.INT8 for v in ir.load(path).graph.initializers.values()) == 2
+    result = verify(source, out, library=False)
+    check(result)
+    assert any("its 2 weights in fewer bits are exact" in note for note in result["notes"])
+    limit = 1e-5 if dtype == "float32" else 4e-3
+    assert all(row["tolerance"] <= limit for row in result["rows"])
+    graph = onnx.load(path, load_external_data=False).graph
+    elements = next(each for each in graph.initializer if each.data_type == onnx.TensorProto.INT8)
+    offset = next(int(entry.value) for entry in elements.external_data if entry.key == "offset")
+    data = bytearray(path.with_name(pipeline_folder.DATA).read_bytes())
+    data[offset] ^= 8
+    path.with_name(pipeline_folder.DATA).write_bytes(data)
+    with pytest.raises(VerificationError, match="vae_decoder"):
+        check(verify(source, out, library=False))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_target_cpu_stores_halves_and_computes_in_float32(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -194,7 +220,7 @@ def test_target_cpu_stores_halves_and_computes_in_float32(
     result = verify(source, tmp_path / "out", library=False)
     check(result)
     assert not any("rounded" in note for note in result["notes"])
-    assert any("its 2 weights of half precision are exact" in note for note in result["notes"])
+    assert any("its 2 weights in fewer bits are exact" in note for note in result["notes"])
     assert all(row["tolerance"] == 1e-5 and row["relative_error"] < 1e-6 for row in result["rows"])
     assert sorted(p.name for p in (tmp_path / "out" / "vae_decoder").iterdir()) == sorted(
         p.name for p in (tmp_path / "out" / "vae_decoder").glob("[!.]*")
