@@ -25,7 +25,7 @@ from sd_ort.checkpoints.diffusion_transformers import FAMILIES, encoder_mismatch
 from sd_ort.checkpoints.generation_defaults import demo_defaults
 from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
 from sd_ort.checkpoints.tokenizer import ClipTokenizer
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, report_missing_package
 from sd_ort.core.pipeline_folder import HOISTED, read_index
 from sd_ort.core.progress import announce, print_line, step_bar
 from sd_ort.model_cache import open_model
@@ -359,7 +359,8 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
     def scheduler(self) -> Any:
         """diffusers' scheduler: the caller's object, or one that is created on first access."""
         if isinstance(self._scheduler, Mapping):
-            from diffusers import FlowMatchEulerDiscreteScheduler
+            with report_missing_package():
+                from diffusers import FlowMatchEulerDiscreteScheduler
 
             self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler)
         return self._scheduler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 from sd_ort import FluxImg2ImgPipeline, FluxPipeline, demo
 from sd_ort.checkpoints.diffusers_folder import open_folder
+from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
 from sd_ort.core.ownership import sha256
 from sd_ort.demo import TRANSFORMER_DIR, fidelity, scenes
@@ -48,7 +50,13 @@ def test_every_component_has_a_template() -> None:
         assert path.is_relative_to(templates.BUNDLED), component
 
 
-def test_components_have_the_names_of_diffusers(pipeline: Any) -> None:
+def test_components_have_the_names_of_diffusers(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler is diffusers' object, so that an installation without it says what it lacks."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_scheduler", pipeline.scheduler_config)
+        patch.setitem(sys.modules, "diffusers", None)
+        with pytest.raises(InputError, match="this needs diffusers, which is not installed: pip install"):
+            _ = pipeline.components
     names = {"scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae"}
     assert pipeline.components.keys() == names
     assert pipeline.components["tokenizer_2"] is pipeline.tokenizer_2
