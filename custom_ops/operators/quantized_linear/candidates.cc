@@ -1,6 +1,6 @@
 // Candidates of QuantizedLinear: the generic kernel; the algorithms that cuBLASLt or hipBLASLt proposes for float8 with
-// one scale, best first, gated with the gate's kernel after it; and gated float8 in one kernel on Hopper. cuBLASLt writes
-// an output in float8 itself, hipBLASLt's is rounded after it.
+// one scale, best first, gated with the gate's kernel after it; and gated float8 in one kernel on Hopper. cuBLASLt
+// writes an output in float8 itself, hipBLASLt's is rounded after it.
 #include "common/blas_lt.h"
 #include "common/check.h"
 #include "common/tunable.h"
