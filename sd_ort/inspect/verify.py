@@ -106,10 +106,10 @@ def verify(
         feeds = feeds or synthetic_runs(name, list(graph.inputs), model_config(path), sizes, seed)
         with (
             joined_model(optimized_path, name, notes) as joined,
-            _with_unrounded_weights(joined, path, rebuilt if comparison.exact else {}, name, notes) as widened,
-            cpu_model(widened, name, provider, library, notes) as runnable,
+            _with_unrounded_weights(joined, path, rebuilt if comparison.exact else {}, name, notes) as unrounded,
+            cpu_model(unrounded, name, provider, library, notes) as runnable,
         ):
-            model = load(widened)
+            model = load(unrounded)
             arrays = _rounded_feeds(model, list(feeds.values()))
             try:
                 expected = run_model(path, arrays)
@@ -353,10 +353,12 @@ def _with_unrounded_weights(
         for value in part.graph.initializers.values()
         if (recipe := weight_recipes.recipe_of(value))
     }
-    with_recipe = [v for v in model.graph.initializers.values() if v.name in recipes and not v.is_graph_output()]
-    rounded = [v for v in with_recipe if recipes[str(v.name)][0] == STORED and _is_only_read_by("DequantizeLinear", v)]
-    half = [v for v in model.graph.initializers.values() if v.dtype in HALVES]
-    if all(v in with_recipe and _is_only_read_by("Cast", v, ir.DataType.FLOAT) for v in half):
+    weights = list(model.graph.initializers.values())
+    rounded = [
+        v for v in weights if recipes.get(str(v.name), [""])[0] == STORED and _is_only_read_by("DequantizeLinear", v)
+    ]
+    half = [v for v in weights if v.dtype in HALVES]
+    if all(v.name in recipes and _is_only_read_by("Cast", v, ir.DataType.FLOAT) for v in half):
         rounded += half
     if not rounded:
         yield path
@@ -370,7 +372,7 @@ def _with_unrounded_weights(
     common.RemoveUnusedNodesPass()(model)
     create_session(path)
     notes.append(f"{name}: its {len(rounded)} weights in fewer bits are exact; its arithmetic ran with the source's.")
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.float32-", dir=path.absolute().parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.unrounded-", dir=path.absolute().parent) as scratch:
         copy = Path(scratch) / name / pipeline_folder.MODEL
         copy.parent.mkdir()
         ir.save(model, copy, external_data=pipeline_folder.DATA)
@@ -379,7 +381,9 @@ def _with_unrounded_weights(
 
 def _is_only_read_by(op_type: str, value: ir.Value, dtype: ir.DataType | None = None) -> bool:
     """Return whether all consumers of an initializer are nodes of one type, with outputs of `dtype` if it is given."""
-    return all(node.op_type == op_type and dtype in (None, node.outputs[0].dtype) for node in value.consumers())
+    nodes = value.consumers()
+    matches = all(node.op_type == op_type and dtype in (None, node.outputs[0].dtype) for node in nodes)
+    return matches and not value.is_graph_output()
 
 
 def _unrounded_weight(
