@@ -140,6 +140,9 @@ EXPORT int NAME(MatmulDescCreate)(void** description, int compute, int scale) {
 
 EXPORT int NAME(MatmulDescSetAttribute)(void* description, int attribute, const void* value, size_t bytes) {
   auto& d = *static_cast<Description*>(description);
+  const auto set = [&](auto& field) {
+    return bytes == sizeof(field) ? std::memcpy(&field, value, bytes), 0 : kInvalid;
+  };
   if (attribute == kTransA && bytes == sizeof(int)) {
     std::memcpy(&d.transpose_a, value, bytes);
     return d.transpose_a == kOpN || d.transpose_a == kOpT ? 0 : kInvalid;
@@ -148,22 +151,10 @@ EXPORT int NAME(MatmulDescSetAttribute)(void* description, int attribute, const 
     std::memcpy(&d.epilogue, value, bytes);
     return (d.epilogue & ~(kEpilogueBias | kEpilogueGelu)) == 0 ? 0 : kInvalid;
   }
-  if (attribute == kBias && bytes == sizeof(void*)) {
-    std::memcpy(&d.bias, value, bytes);
-    return 0;
-  }
-  if (attribute == kScaleA && bytes == sizeof(d.scale_a)) {
-    std::memcpy(&d.scale_a, value, bytes);
-    return 0;
-  }
-  if (attribute == kScaleD && bytes == sizeof(d.scale_d)) {
-    std::memcpy(&d.scale_d, value, bytes);
-    return 0;
-  }
-  if (attribute == kBiasType && bytes == sizeof(d.bias_type)) {
-    std::memcpy(&d.bias_type, value, bytes);
-    return 0;
-  }
+  if (attribute == kBias) return set(d.bias);
+  if (attribute == kScaleA) return set(d.scale_a);
+  if (attribute == kScaleD) return set(d.scale_d);
+  if (attribute == kBiasType) return set(d.bias_type);
   if (attribute == kFastSums && bytes == 1) return 0;
   return kInvalid;
 }

@@ -54,7 +54,11 @@ bool library_takes(const Params& p) {
 
 Candidate<Params> library_candidate(int index) {
   const auto supports = [=](const Params& p) {
-    return library_takes(p) && BlasLt::instance().supports(gemm(p, nullptr), index);
+    if (!library_takes(p)) return false;
+    const BlasLt::Gemm proposed = gemm(p, nullptr);
+    // Without memory for its factor the library would write Y in T, beyond the output.
+    const bool lacks_factor = writes_float8(p) && !has_second_kernel(p) && proposed.y_factor == nullptr;
+    return !lacks_factor && BlasLt::instance().supports(proposed, index);
   };
   const auto run = [=](const Params& p, void* workspace, void* stream) -> const char* {
     char* const library_workspace = static_cast<char*>(workspace) + gemm_bytes(p);
