@@ -61,11 +61,30 @@ __device__ inline void load(uint32_t to, const Matrix& matrix, int row, int colu
 #endif
 }
 
+// The same for a tile of images of bytes in the 64-byte swizzle; `channel` is a byte.
+__device__ inline void load_pixels(uint32_t to, const Matrix& images, int image, int line, int column, int channel,
+                                   uint32_t barrier) {
+#if defined(SD_ORT_WGMMA)
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(to),
+      "l"(&images), "r"(channel), "r"(column), "r"(line), "r"(image), "r"(barrier)
+      : "memory");
+#endif
+}
+
 // Copies the tile at shared memory address `from` to (row, column). The source is read until wait_for_reads() returns.
 __device__ inline void store(const Matrix& matrix, int row, int column, uint32_t from) {
 #if defined(SD_ORT_WGMMA)
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&matrix),
                "r"(column), "r"(row), "r"(from)
+               : "memory");
+#endif
+}
+__device__ inline void store_pixels(const Matrix& images, int image, int line, int column, int channel, uint32_t from) {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&images),
+               "r"(channel), "r"(column), "r"(line), "r"(image), "r"(from)
                : "memory");
 #endif
 }
@@ -85,9 +104,8 @@ __device__ inline void wait_for_stores() {
 #endif
 }
 
-// Host: describes a contiguous, 16-byte aligned matrix (rows, columns) with columns a multiple of 8, and tiles of
-// (tile_rows, 64). Returns false if the driver is too old or rejects it.
-inline bool describe(Matrix* matrix, const void* data, int64_t rows, int64_t columns, int tile_rows) {
+// Host: cuTensorMapEncodeTiled, or null if the driver is too old.
+inline EncodeTiled encode_tiled() {
   static const EncodeTiled encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -98,10 +116,31 @@ inline bool describe(Matrix* matrix, const void* data, int64_t rows, int64_t col
 #endif
     return found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
   }();
+  return encode;
+}
+
+// Host: describes a contiguous, 16-byte aligned matrix (rows, columns) with columns a multiple of 8, and tiles of
+// (tile_rows, 64). Returns false if the driver is too old or rejects it.
+inline bool describe(Matrix* matrix, const void* data, int64_t rows, int64_t columns, int tile_rows) {
   const uint64_t sizes[] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows)}, strides[] = {2 * sizes[0]};
   const uint32_t tile[] = {wgmma::kPanelColumns, static_cast<uint32_t>(tile_rows)}, steps[] = {1, 1};
-  return encode != nullptr && encode(matrix, kUint16, 2, const_cast<void*>(data), sizes, strides, tile, steps,
-                                     kNoInterleave, kSwizzle128, kPromote128Bytes, kZeros) == 0;
+  return encode_tiled() != nullptr && encode_tiled()(matrix, kUint16, 2, const_cast<void*>(data), sizes, strides, tile,
+                                                     steps, kNoInterleave, kSwizzle128, kPromote128Bytes, kZeros) == 0;
+}
+
+// Host: the same for contiguous images (images, lines, columns, bytes of channels), the last a multiple of 16, and
+// tiles of (tile[0], tile[1], tile[2], 64).
+inline bool describe_pixels(Matrix* matrix, const void* data, const int64_t (&shape)[4], const int (&tile)[3]) {
+  uint64_t sizes[4], strides[3], bytes = 1;
+  uint32_t box[4] = {wgmma::kHalfRowBytes}, steps[4];
+  for (int axis = 0; axis < 4; ++axis) {  // innermost first
+    sizes[axis] = static_cast<uint64_t>(shape[3 - axis]);
+    steps[axis] = 1;
+    if (axis > 0) strides[axis - 1] = bytes, box[axis] = static_cast<uint32_t>(tile[3 - axis]);
+    bytes *= sizes[axis];
+  }
+  return encode_tiled() != nullptr && encode_tiled()(matrix, kUint8, 4, const_cast<void*>(data), sizes, strides, box,
+                                                     steps, kNoInterleave, kSwizzle64, kPromote128Bytes, kZeros) == 0;
 }
 
 }  // namespace bulk

@@ -34,6 +34,18 @@ __host__ __device__ constexpr uint64_t descriptor(uint32_t address, uint32_t lea
          static_cast<uint64_t>(stride >> 4) << 32 | kSwizzle128 << 62;
 }
 
+// As above for a K-major matrix whose rows have 64 bytes, with piece p of row r at position p ^ (r / 2 % 4) ("64-byte
+// swizzle"). Eight rows (512 bytes) are an atom, and follow one another.
+constexpr int kHalfRowBytes = 64, kHalfAtomBytes = 512;
+__host__ __device__ constexpr uint32_t half_piece_offset(uint32_t row, uint32_t piece) {
+  return row * kHalfRowBytes + ((piece ^ (row / 2 % 4)) * 16);
+}
+__host__ __device__ constexpr uint64_t half_row_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle64 = 2, kLeading = 16;
+  return (address & 0x3ffffu) >> 4 | (kLeading >> 4) << 16 | static_cast<uint64_t>(kHalfAtomBytes >> 4) << 32 |
+         kSwizzle64 << 62;
+}
+
 // Address in shared memory for descriptors.
 __device__ inline uint32_t address_of(const void* lds) {
 #if defined(SD_ORT_EMULATED)
@@ -91,6 +103,7 @@ __device__ inline void multiply_n_major(mma::Accumulator (&d)[8], uint64_t a, ui
 
 // Required between a wait and uses of the accumulators: for the compiler a multiplication ends when it is issued.
 __device__ inline void settle(mma::Accumulator (&d)[8]);
+__device__ inline void settle(mma::Accumulator (&d)[10]);
 
 // Sets the register count of the warpgroup's threads; one warpgroup releases registers that others acquire. Such a
 // kernel has __launch_bounds__ with both numbers.
@@ -116,6 +129,7 @@ __device__ inline void take_registers() {
 #define SD_ORT_D32 SD_ORT_D24, SD_ORT_D8(3)
 #define SD_ORT_D40 SD_ORT_D32, SD_ORT_D8(4)
 #define SD_ORT_D64 SD_ORT_D40, SD_ORT_D8(5), SD_ORT_D8(6), SD_ORT_D8(7)
+#define SD_ORT_D80 SD_ORT_D64, SD_ORT_D8(8), SD_ORT_D8(9)
 #define SD_ORT_N24                                         \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23"
@@ -131,6 +145,12 @@ __device__ inline void take_registers() {
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SD_ORT_N80                                                   \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"           \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
+  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define SD_ORT_WGMMA_SHARED(T, name, columns, registers, a_at, b_at, add_at)                                    \
   template <>                                                                                                   \
   __device__ inline void multiply<T, columns / 16>(mma::Accumulator(&d)[columns / 16], uint64_t a, uint64_t b,  \
@@ -172,8 +192,10 @@ __device__ inline void take_registers() {
 SD_ORT_WGMMA_TYPE(half_t, "f16")
 SD_ORT_WGMMA_TYPE(bf16_t, "bf16")
 __device__ inline void settle(mma::Accumulator (&d)[8]) { asm volatile("" : SD_ORT_D64::"memory"); }
+__device__ inline void settle(mma::Accumulator (&d)[10]) { asm volatile("" : SD_ORT_D80::"memory"); }
 #else
 __device__ inline void settle(mma::Accumulator (&)[8]) {}
+__device__ inline void settle(mma::Accumulator (&)[10]) {}
 #endif
 #endif
 

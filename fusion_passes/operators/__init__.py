@@ -18,6 +18,7 @@ from fusion_passes.operators import (
     nhwc_conv,
     quantized_conv,
     quantized_linear,
+    quantized_nhwc_conv,
     quick_gelu,
     rotary_embedding,
     rotary_qkv,
@@ -54,6 +55,7 @@ OPERATORS: tuple[FusedOperator, ...] = (
     linear_add.OPERATOR,
     quantized_conv.OPERATOR,
     quantized_linear.OPERATOR,
+    quantized_nhwc_conv.OPERATOR,
     scaled_dot_product_attention.OPERATOR,
 )
 BY_NAME: Mapping[str, FusedOperator] = {operator.name: operator for operator in OPERATORS}

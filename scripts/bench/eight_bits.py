@@ -5,7 +5,6 @@
     python scripts/bench/eight_bits.py --worst 118 171 164 23 0 1 2 3 --out results/eight_bits_worst.md
     python scripts/bench/eight_bits.py --engines "int8 operators" --formats --out results/eight_bits_cpu.md
     python scripts/bench/eight_bits.py --recipes --prompts 8 --formats float8 --out results/eight_bits_layers.md
-    python scripts/bench/eight_bits.py --roofline --out results/eight_bits_roofline.md
 
 Generates the same unseen prompts from the same seeds with the fused float32 pipeline and with the U-Net in 8 bits,
 calibrated on 64 prompts of the training's combinations, on the CPU. Images are read back (`sd_ort.demo.fidelity`) and
@@ -23,9 +22,6 @@ the ranges that `optimize` takes, and with layers in float32.
 
 With --recipes, it measures every layer alone, those that stay in 16 bits too, and the U-Net with the layers that the
 published recipes for SDXL quantize.
-
-With --roofline, it compares SDXL's 3x3 convolutions as measured in results/gpu_step_eight_bits with the least time of a
-direct convolution in float8.
 """
 
 from __future__ import annotations
@@ -71,9 +67,6 @@ ENGINES = {
     "float8 operators": ("cpu", "float8"),
     "int8 operators": ("cpu", "int8"),
 }
-STEP = Path("results/gpu_step_eight_bits/sdxl_b2_128.json")  # SDXL's step in 8 bits by kernels
-WIDE_INPUTS = (*[320] * 7, 640, 640, 960)  # channels that its 3x3 convolutions of 128 x 128 pixels to 320 channels read
-COUNTS = Path("results/gpu_step/sdxl_unet_b2_128.json")  # its floating point operations
 BLOCK, KIND, ANY = map(
     re.compile, (r"(down|up)_blocks\.\d|mid_block", r"attn\d|ff\.net\.\d|proj|conv\d|samplers", ".+")
 )
@@ -511,55 +504,6 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def roofline() -> list[str]:
-    """Return the page on SDXL's convolutions: measured in float16 beside the bound of a direct one in float8."""
-    step, counts = (json.loads(path.read_text()) for path in (STEP, COUNTS))
-    row = next(each for each in step["rows"] if each["engine"] == "provider float8")
-    compiled = next(each for each in step["rows"] if each["engine"] == "torch.compile")
-    classes, kernels = row["profile"]["classes_ms"], row["profile"]["top"]
-
-    def sum_of(*words: str) -> float:
-        return sum(time_ for time_, _, name in kernels if any(word in name for word in words))
-
-    products = sum_of("_qqhsh_")
-    transforms, winograd = sum_of("winograd_"), classes["matrix product"] - products
-    direct = classes["convolution"]
-    narrow_ms, narrow_count = next((time_, count) for time_, count, name in kernels if "tilesize256x64x32" in name)
-    assert narrow_count == len(WIDE_INPUTS)
-    narrow_tflop = 2 * 2 * 128 * 128 * 320 * sum(WIDE_INPUTS) * 9 / 1e12
-    linears, convolutions = (
-        sum(counts["tflop"][name] for name in names) for names in (("aten.addmm", "aten.mm"), ("aten.convolution",))
-    )
-    gated = sum_of("quantized_linear_gated")
-    rate = linears / (products + gated) * 1e3
-    measured, bound = direct + transforms + winograd, convolutions / rate * 1e3
-    others, narrow_bound = convolutions - narrow_tflop, narrow_tflop / rate * 1e3
-    saved = measured - bound
-    ratio, least = (time_ / compiled["device_ms"] for time_ in (row["device_ms"], row["device_ms"] - saved))
-    rows = [
-        (f"{narrow_count:.0f} direct ones to 320 channels, 128 x 128", f"{narrow_tflop:.2f}", f"{narrow_ms:.2f}",
-         f"{narrow_tflop / narrow_ms * 1e3:.0f}", f"{narrow_bound:.2f}"),
-        ("the others, most by Winograd", f"{others:.2f}", f"{measured - narrow_ms:.2f}",
-         f"{others / (measured - narrow_ms) * 1e3:.0f}", f"{bound - narrow_bound:.2f}"),
-        ("all", f"{convolutions:.2f}", f"{measured:.2f}", f"{convolutions / measured * 1e3:.0f}", f"{bound:.2f}"),
-    ]  # fmt: skip
-    return [
-        "# SDXL's convolutions: float16 as measured beside a direct one in float8", "",
-        f"A step of SDXL's U-Net in float8 (linears alone), batch {step['batch']}, 1024², on "
-        f"{step['machine']['gpus'][0]} ({STEP}): {row['device_ms']:.1f} ms. Its convolutions run in "
-        f"float16: {direct:.2f} ms direct by cuDNN, {transforms:.2f} ms of Winograd's transforms, {winograd:.2f} ms "
-        "of products in float16, which are Winograd's but for a few small ones.", "",
-        f"Float8 reaches {rate:.0f} TFLOP/s in the same step: {linears:.2f} TFLOP of linears ({COUNTS}) in "
-        f"{products:.2f} ms of cuBLASLt's kernels and {gated:.2f} ms of the gated one. The bound is a direct "
-        "convolution at that rate, whose input costs nothing to quantize.", "",
-        *table(("convolutions", "TFLOP", "float16, ms", "TFLOP/s", "float8 bound, ms"), rows), "",
-        f"At most {saved:.2f} ms of {row['device_ms']:.1f} can be saved, {saved / row['device_ms']:.0%} of the step: "
-        f"{ratio:.2f} of torch.compile's float16 would become {least:.2f}. {narrow_ms - narrow_bound:.2f} ms of that "
-        "are in the direct convolutions of few channels, where Winograd through memory does not pay. For the others "
-        f"float8 is at {(bound - narrow_bound) / (measured - narrow_ms):.2f} of the time at best.", "",
-    ]  # fmt: skip
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -571,13 +515,8 @@ def main() -> None:
     parser.add_argument("--recipes", action="store_true", help="each layer alone, beside the published recipes")
     parser.add_argument("--work", type=Path, default=Path("out/eight_bits"), help="folder of the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/eight_bits.md"), help="the result")
-    parser.add_argument("--roofline", action="store_true", help="only SDXL's convolutions on a GPU, from results/")
     options = parser.parse_args()
     about = head("scripts/bench/eight_bits.py")
-    if options.roofline:
-        lines = [*roofline(), f"`{about['command']}`", ""]
-        files.write_text(options.out, "\n".join(lines))
-        return
     options.work.mkdir(parents=True, exist_ok=True)
     reference, runs = options.work / "float32", options.work / "runs.npz"
     if not runs.is_file():

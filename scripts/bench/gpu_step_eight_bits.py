@@ -1,22 +1,25 @@
 #!/usr/bin/env python3
-"""One U-Net call on a GPU in float16 beside float8: our provider, ONNX Runtime's CUDA provider, torch and torchao.
+"""A U-Net or VAE decoder on a GPU in float16 beside float8: our provider, ONNX Runtime's CUDA provider, torch, torchao.
 
     python scripts/bench/gpu_step_eight_bits.py --preset sdxl --batch 2 --size 128
     python scripts/bench/gpu_step_eight_bits.py --preset sd15 --batch 2 --size 64 --profile 25
     python scripts/bench/gpu_step_eight_bits.py --peers compile torchao       # ratios are to torch.compile then
+    python scripts/bench/gpu_step_eight_bits.py --formats float8 float8-convolutions    # convolutions too
+    python scripts/bench/gpu_step_eight_bits.py --component vae_decoder --formats float16 float8-convolutions --batch 1
     python scripts/bench/gpu_step_eight_bits.py --peers torchao torchao-autotuned    # the least time beside torchao
     python scripts/bench/gpu_step_eight_bits.py --formats float16 int8-weights int4-weights   # stored weights
     python scripts/bench/gpu_step_eight_bits.py --folders /dev/shm/folders    # then sd-ort benchmark on these
 
-writes <out>/<preset>_b<batch>_<size>.json, again after each engine that is open: a run that ends early keeps the rows
-of the engines before. Engines of ours open first, then the peers as they are named. Weights are random. The float8
+writes <out>/<preset>[_vae_decoder]_b<batch>_<size>.json, again after each engine that is open: a run that ends early
+keeps the rows of the engines before. Weights are random. The float8
 graph is calibrated on one small random input on the CPU, so that its error says nothing about a trained model; times do
 not depend on the values. All engines are hoisted, tuned, captured and timed in turn in one process (see
 bench_gpu_step.py); ratios are to the first row's engine.
 torchao quantizes the blocks' linears to float8, row-wise and dynamic. Its transformer and ResNet blocks are compiled,
 with torchao's settings for the former, and the whole call is captured; the row's name has the mode of torch.compile.
 `device_MB` is what an engine of ours adds to the memory of the process on the device: weights, activations and graph.
---folders only writes OUT/float16 and OUT/float8, whole pipelines for `sd-ort benchmark --provider sdcuda`.
+--folders only writes OUT/float16 and OUT/float8, whole pipelines for `sd-ort benchmark --provider sdcuda`;
+float8-convolutions has the VAE decoder in float8 too.
 Build first: sd-ort build-ops --cuda sm_90.
 """
 
@@ -61,22 +64,27 @@ from sd_ort.runtime.device_meters import Nvml
 from sd_ort.runtime.library import CUDA_LIBRARY, library_path
 from sd_ort.stages import optimize
 
-FORMATS = ("float16", "float8", "int8-weights", "int4-weights", "float8-weights")
+CONVOLUTIONS = "float8-convolutions"
+FORMATS = ("float16", "float8", CONVOLUTIONS, "int8-weights", "int4-weights", "float8-weights")
 CALIBRATION_SIZE = 16  # edge of the latent
 
 
 def calibration_run(preset: str, path: Path) -> Path:
-    """Write one recorded run of random inputs and return the file."""
-    inputs = random_inputs(preset, "unet", 2, CALIBRATION_SIZE)
-    arrays: dict[str, Any] = {f"unet/{name}": value.float().cpu().numpy() for name, value in inputs.items()}
+    """Write one recorded run of random inputs of the U-Net and of the VAE decoder, and return the file."""
+    arrays: dict[str, Any] = {}
+    for component, batch in (("unet", 2), ("vae_decoder", 1)):
+        for name, value in random_inputs(preset, component, batch, CALIBRATION_SIZE).items():
+            arrays[f"{component}/{name}"] = value.float().cpu().numpy()
     np.savez(path, **arrays)
     return path
 
 
-def layers_and_storage(format_: str) -> tuple[str | None, WeightStorage | None]:
-    """Return the format of layers in 8 bits and the storage of weights that one of FORMATS stands for."""
+def layers_and_storage(format_: str) -> tuple[str | None, bool, WeightStorage | None]:
+    """Return the format of layers in 8 bits, whether convolutions are too, and the storage of one of FORMATS."""
     dtype, _, stored = format_.partition("-")
-    return (None, WeightStorage(dtype)) if stored else (dtype if dtype == "float8" else None, None)
+    if stored == "weights":
+        return None, False, WeightStorage(dtype)
+    return dtype if dtype == "float8" else None, format_ == CONVOLUTIONS, None
 
 
 def write_folders(preset: str, out: Path, formats: Sequence[str]) -> None:
@@ -86,11 +94,11 @@ def write_folders(preset: str, out: Path, formats: Sequence[str]) -> None:
             save_checkpoint(preset, out / "checkpoint", "sdcuda")
             calibration_run(preset, out / "runs.npz")
     for each in formats:
-        eight_bits, storage = layers_and_storage(each)
+        eight_bits, convolutions, storage = layers_and_storage(each)
         inputs = out / "runs.npz" if eight_bits else None
         optimize(
             out / "checkpoint", out / each, target="gpu", dtype="float16", calibrate=False, eight_bits=eight_bits,
-            inputs=inputs, weights=storage,
+            inputs=inputs, weights=storage, convolutions=convolutions, vae_decoder=convolutions,
         )  # fmt: skip
     settings = "--provider sdcuda --tuning --sequential --torch none --steps 20 --guidance 8 --batch 2"
     print("sd-ort benchmark", *(out / each for each in formats), settings)
@@ -99,19 +107,20 @@ def write_folders(preset: str, out: Path, formats: Sequence[str]) -> None:
 def engine(
     label: str, provider: str, target: str, format_: str, raw: Path, runs: Path, inputs: Any, shape: Any
 ) -> ComparedEngine:
-    """Return a hoisted, captured session on the U-Net."""
+    """Return a captured session on the component, a hoisted one of the U-Net."""
     path = raw.parents[2] / f"{target}-{format_}" / raw.parent.name / pipeline_folder.MODEL
-    eight_bits, storage = layers_and_storage(format_)
+    eight_bits, convolutions, storage = layers_and_storage(format_)
+    hoisted = path.parent.name == hoist.PARTS["step"]
     report = optimize_component(
-        raw, path, TARGETS[target], "float16", calibrate=False, hoisted=path.parent.name == hoist.PARTS["step"],
-        inputs=runs if eight_bits else None, eight_bits_format=eight_bits, weights=storage,
+        raw, path, TARGETS[target], "float16", calibrate=False, hoisted=hoisted, inputs=runs if eight_bits else None,
+        eight_bits_format=eight_bits, weights=storage, convolutions=convolutions,
     )  # fmt: skip
     if storage is not None:  # sessions look here for it
         options = {"weights": storage.entry()}
         write_json(path.parents[1] / pipeline_folder.MANIFEST, {"format": pipeline_folder.FORMAT, "options": options})
     print(f"  {label}: {report['op_counts']} {report.get('eight_bits', {}).get('layers', '')}", flush=True)
     settings = {"tuning": True} if provider.startswith("plugin:") else {}
-    return session_engine(label, provider, path, True, inputs, shape, time.perf_counter(), **settings)
+    return session_engine(label, provider, path, hoisted, inputs, shape, time.perf_counter(), **settings)
 
 
 def peer(net: torch.nn.Module, inputs: Any, name: str) -> list[ComparedEngine]:
@@ -149,6 +158,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="sdxl", choices=sorted(PRESETS))
+    parser.add_argument("--component", default="unet", choices=("unet", "vae_decoder"))
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--size", type=int, default=128, help="edge of the latent")
     parser.add_argument("--graph", type=Path, help="raw export without weights (export_without_weights.py)")
@@ -171,17 +181,17 @@ def main() -> None:
             raise SdOrtError("build the op library first: sd-ort build-ops --cuda sm_90")
         ctypes.CDLL(str(operators.parent / CUDA_LIBRARY)).sd_ort_enable_tuning(1)
     with torch.inference_mode():
-        module = random_module(options.preset, "unet")
-        inputs = random_inputs(options.preset, "unet", options.batch, options.size)
+        module = random_module(options.preset, options.component)
+        inputs = random_inputs(options.preset, options.component, options.batch, options.size)
         sdxl = "addition_embed_type" in PRESETS[options.preset].models["unet"]
-        net = wrap("unet", module, sdxl, False)
+        net = wrap(options.component, module, sdxl, False)
         reference = net(*inputs.values()).clone()
-        raw = options.work / options.preset / "raw" / "unet" / pipeline_folder.MODEL
+        raw = options.work / options.preset / "raw" / options.component / pipeline_folder.MODEL
         if not raw.is_file():
             if options.graph:
                 fill(options.graph, module.state_dict(), raw.parent)
             else:
-                export_raw(options.preset, "unet", net, raw)
+                export_raw(options.preset, options.component, net, raw)
         runs = calibration_run(options.preset, options.work / f"{options.preset}-runs.npz")
         meter = Nvml()
         memory: dict[str, int | None] = {}
@@ -189,11 +199,13 @@ def main() -> None:
         theirs: list[ComparedEngine] = []
         stored = "_weights" * any("weights" in each for each in options.formats)
         result: dict[str, Any] = {
-            "preset": options.preset, "batch": options.batch, "size": options.size, "commit": machine.commit(),
+            "preset": options.preset, "component": options.component, "batch": options.batch, "size": options.size,
+            "commit": machine.commit(),
             "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "rows": [],
         }  # fmt: skip
 
-        file = options.out / f"{options.preset}_b{options.batch}_{options.size}{stored}.json"
+        part = "" if options.component == "unet" else f"_{options.component}"
+        file = options.out / f"{options.preset}{part}_b{options.batch}_{options.size}{stored}.json"
 
         def write_rows() -> None:
             result["rows"] = measure([*theirs, *ours], options.calls, memory, reference)

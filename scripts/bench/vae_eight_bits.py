@@ -62,8 +62,6 @@ ENGINES = {
     "int8, target cpu": ("cpu", "int8"),
 }
 # Dense peaks of the data sheets in 16 bits, of which 8 bits have twice, FLOP/s, and bytes/s.
-DEVICES = {"H200": (989e12, 4.8e12), "MI300X": (1307e12, 5.3e12)}
-DECODER_CONVOLUTIONS = ((128, 512), (256, 512), (512, 256), (1024, 128))  # edge of the image, channels
 
 
 def decoder_inputs(folder: Path, prompts: Sequence[str], edge: int, cache: Path) -> np.ndarray:
@@ -186,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["int8", "float8"], help="formats (both)")
     parser.add_argument("--edges", nargs="*", type=int, choices=SIZES, default=list(SIZES), help="sizes (all)")
-    parser.add_argument("--images-only", action="store_true", help="no tables of layers, and no roofline")
+    parser.add_argument("--images-only", action="store_true", help="no tables of layers")
     parser.add_argument("--work", type=Path, default=Path("out/vae_eight_bits"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/vae_eight_bits.md"), help="the result")
     options = parser.parse_args()
@@ -211,7 +209,7 @@ def main() -> None:
         latents[edge] = decoder_inputs(work / "float32", prompts, edge, work / f"latents-{edge}.npy")
         image_lines += image_rows(work, edge, latents[edge], engines)
         lines = table(columns, image_lines)
-        files.write_text(options.out, page(lines, latents, options.images_only))
+        files.write_text(options.out, page(lines, latents))
     order: list[str] = []
     for format_ in [] if options.images_only else options.formats:
         lines += ["", f"## {format_}: what a layer alone does to an image of {LAYER_EDGE}²", ""]
@@ -223,41 +221,7 @@ def main() -> None:
         files.write_text(options.out, page(lines, latents))
 
 
-def roofline() -> list[str]:
-    """Return the report section on the least time of the 3x3 convolutions of SD's decoder at 1024x1024."""
-    lines = [
-        "## What 8 bits can save in a 3x3 convolution", "",
-        "Least times in us at the peaks of the data sheets, of one convolution of C to C channels of Stable "
-        "Diffusion's decoder at 1024². `direct`: products or memory, whichever takes longer. `Winograd on chip`: "
-        "F(2x2, 3x3) in 16 bits, with 1/2.25 of the products, in one kernel, which we have not. `Winograd`: ours, "
-        "with transformed pixels (4 for one) in memory. `8 bits`: direct, twice the peak, reads 1 byte an element "
-        "and writes 2. `norm`: what writing 1 byte instead of 2 saves in the normalization before.", "",
-    ]  # fmt: skip
-    rows = []
-    for device, (peak, bandwidth) in DEVICES.items():
-        for edge, channels in DECODER_CONVOLUTIONS:
-            elements = edge * edge * channels
-            products = 2 * 9 * channels * elements / peak
-            moved = elements / bandwidth
-            on_chip = max(products / 2.25, 4 * moved)
-            ours = 20 * moved + max(products / 2.25, 16 * moved)  # both transforms read 2 or write 2, and move 8 bytes
-            times = max(products, 4 * moved), on_chip, ours, max(products / 2, 3 * moved), moved
-            rows.append((device, f"{channels}, {edge}²", *(f"{1e6 * each:.0f}" for each in times)))
-    lines += table(("device", "C, image", "direct", "Winograd on chip", "Winograd", "8 bits", "norm"), rows)
-    return [
-        *lines, "",
-        "Twice the peak is less than 2.25 times fewer products. Products are the bound in every row, so a direct "
-        "convolution in 8 bits takes at least 1.12 times as long as Winograd on chip in 16 bits, whose numbers are"
-        " exacter: eight bits alone are no reason for a convolution kernel. Against Winograd through memory they "
-        "are, most with few channels and many pixels, where ours is slower than the direct one in 16 bits and the "
-        "tuner does not take it. With 512 channels the transformed pixels (67 MB at 128²) are in part in the "
-        "caches. The bytes of the norm are a tenth to a fifth of the convolution in 8 bits at 512² and 1024², and "
-        "nothing at 128².", "",
-        "No GPU target has a convolution in 8 bits, so `--vae-decoder` is refused for them in one line.",
-    ]  # fmt: skip
-
-
-def page(tables: Sequence[str], latents: Mapping[int, np.ndarray], images_only: bool = False) -> str:
+def page(tables: Sequence[str], latents: Mapping[int, np.ndarray]) -> str:
     """Return the Markdown page. latents: of the measured images by size."""
     run = head("scripts/bench/vae_eight_bits.py")
     counts = ", ".join(f"{len(each)} of {edge}²" for edge, each in latents.items())
@@ -273,7 +237,7 @@ def page(tables: Sequence[str], latents: Mapping[int, np.ndarray], images_only: 
         f"float32, over images of unseen prompts: {counts}{mirrored}. "
         "QuantizeLinear and DequantizeLinear compute in float32 on a CPU, so their time is not that of 8-bit kernels; "
         "target cpu has such kernels for int8. Times are of one thread of a shared machine.", "",
-        *tables, "", *([] if images_only else [*roofline(), ""]),
+        *tables, "",
         f"`{run['command']}` at {run['commit']}, {run['machine']['cpu']}", "",
     ]  # fmt: skip
     return "\n".join(lines)

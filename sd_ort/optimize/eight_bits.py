@@ -21,6 +21,7 @@ from fusion_passes.lower import (
     linear_add,
     quantized_conv,
     quantized_linear,
+    quantized_nhwc_conv,
     winograd_conv,
 )
 from fusion_passes.quantized_weights import FORMATS
@@ -33,8 +34,8 @@ from sd_ort.optimize.calibration import CannotRun
 EIGHT_BIT_COMPONENTS = frozenset({"unet", "transformer"})
 VAE_DECODER = "vae_decoder"
 # Operators that a target runs in 8 bits, and the formats. Targets of QDQ leave the kernels to the provider; the others
-# have QuantizedLinear for linears, which on GPUs has fast kernels for float8 alone, and no convolution in 8 bits. The
-# CPU has fast kernels for int8, and one for convolutions, QuantizedConv.
+# have QuantizedLinear for linears, which on GPUs has fast kernels for float8 alone. The CPU has fast kernels for int8,
+# and one for convolutions, QuantizedConv. The convolutions of `CONVOLUTION_TARGETS` are an option.
 TARGET_LAYERS: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("portable", "migraphx"), CONVOLUTIONS | LINEARS),
     **dict.fromkeys(("cpu", "cuda", "hip", "gpu"), frozenset(quantized_linear.LINEARS)),
@@ -47,6 +48,8 @@ QDQ_TARGETS = frozenset({"portable", "migraphx"})
 # Targets of our provider alone, whose kernels write activations in float8. ONNX Runtime's CUDA provider has kernels of
 # its own for two of these operators, and would write the outputs that nothing reads.
 FLOAT8_OUTPUT_TARGETS = frozenset({"hip", "gpu"})
+# Targets with QuantizedNhwcConv, whose kernel is fast on Hopper alone.
+CONVOLUTION_TARGETS = FLOAT8_OUTPUT_TARGETS
 
 # find_ranges(model, names) returns the largest magnitude of each value of a lowered graph.
 FindRanges = Callable[[ir.Model, Sequence[str]], Mapping[str, float]]
@@ -56,11 +59,13 @@ FindRanges = Callable[[ir.Model, Sequence[str]], Mapping[str, float]]
 class EightBits:
     """Quantization of a component to 8 bits: the name of the format, and a function that returns activation ranges.
 
-    Without a function the graph computes the scales of its activations in each run: dynamic scales.
+    Without a function the graph computes the scales of its activations in each run: dynamic scales. convolutions: those
+    of 3x3 too, for `CONVOLUTION_TARGETS`; the other targets' layers are in `TARGET_LAYERS`.
     """
 
     format: str
     find_ranges: FindRanges | None
+    convolutions: bool = False
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Quantization:
 
     format: str
     dynamic_scales: bool = False
+    convolutions: bool = False
     ranges: dict[str, float] = field(default_factory=dict)
     layers: Counter[str] = field(default_factory=Counter)
     not_quantized: Counter[str] = field(default_factory=Counter)
@@ -82,7 +88,7 @@ class Quantization:
     def options(self) -> dict[str, Any]:
         """Return what the metadata of the graph records, from which `recorded_eight_bits` finds the ranges again."""
         scales: dict[str, Any] = {"dynamic_scales": True} if self.dynamic_scales else {"ranges": self.ranges}
-        return {"format": self.format, **scales}
+        return {"format": self.format, **({"convolutions": True} if self.convolutions else {}), **scales}
 
     def manifest_entry(self) -> dict[str, Any]:
         """Return the entry of the component in the manifest."""
@@ -125,12 +131,15 @@ def quantize(
     """
     common.NameFixPass()(model)
     int8_tiles = uses_int8_tiles(target, eight_bits.format)
-    operators = {*TARGET_LAYERS[target], "Conv"} if int8_tiles else TARGET_LAYERS[target]
-    kernel_reject_reason = quantized_conv.kernel_reject_reason if int8_tiles else None
+    operators, kernel_reject_reason = TARGET_LAYERS[target], None
+    if int8_tiles:
+        operators, kernel_reject_reason = {*operators, "Conv"}, quantized_conv.kernel_reject_reason
+    elif eight_bits.convolutions:
+        operators, kernel_reject_reason = {*operators, "NhwcConv"}, quantized_nhwc_conv.kernel_reject_reason
     # A CPU that computes the text's keys and values in every step takes 4 % of it for them in float32.
     layers = find_layers(model.graph, operators, float32_nodes, kernel_reject_reason, text_layers=int8_tiles)
     assert eight_bits.find_ranges is not None or target in QDQ_TARGETS
-    result = Quantization(eight_bits.format, dynamic_scales=eight_bits.find_ranges is None)
+    result = Quantization(eight_bits.format, eight_bits.find_ranges is None, eight_bits.convolutions)
     result.layers.update(layer.node.op_type for layer in layers.accepted)
     result.not_quantized.update(rejection.reason for rejection in layers.rejections)
     if not layers.accepted:
@@ -151,6 +160,7 @@ def quantize(
     if target not in QDQ_TARGETS:
         lowered = quantized_linear.quantized_linear(model)
         lowered += quantized_conv.quantized_conv(model)
+        lowered += quantized_nhwc_conv.quantized_nhwc_conv(model)
         assert lowered.counts.total() == len(layers.accepted), lowered.reason_counts()
     if int8_tiles:
         bfloat16_layout.bfloat16_layout(model)
@@ -182,5 +192,5 @@ def recorded_eight_bits(options: Mapping[str, Any]) -> EightBits:
     """
     if options.get("dynamic_scales"):
         return EightBits(options["format"], None)
-    ranges = options["ranges"]
-    return EightBits(options["format"], lambda model, names: {name: ranges[name] for name in names})
+    ranges, convolutions = options["ranges"], options.get("convolutions", False)
+    return EightBits(options["format"], lambda model, names: {name: ranges[name] for name in names}, convolutions)

@@ -85,6 +85,7 @@ def optimize_components(
                 weights=options.weights.of_component(name) if options.weights else None,
                 eight_bits_format=options.eight_bits if name in options.eight_bit_components else None,
                 dynamic_scales=options.dynamic_scales,
+                convolutions=options.convolutions,
                 cancel_event=cancel_event,
                 data_hashes=data_hashes,
             )
@@ -116,6 +117,7 @@ def optimize_component(
     weights: weight_storage.WeightStorage | None = None,
     eight_bits_format: str | None = None,
     dynamic_scales: bool = False,
+    convolutions: bool = False,
 ) -> dict[str, Any]:
     """Optimize one ONNX model into the file `output`; return its manifest entry.
 
@@ -129,6 +131,7 @@ def optimize_component(
         data_hashes: Receives the SHA-256 of each external data file that is written, by component name.
         eight_bits_format: A name of `fusion_passes.quantized_weights` for the layers.
         dynamic_scales: Compute the scales of activations in 8 bits in the graph, else from recorded runs in `inputs`.
+        convolutions: As in `OptimizeOptions`.
 
     Raises:
         CancelledError: Soon after `cancel_event` is set.
@@ -146,7 +149,7 @@ def optimize_component(
             if inputs is None:
                 raise InputError(f"{source.name} in 8 bits needs recorded runs of it: give --inputs.")
             ranges = eight_bits.calibrated_ranges(source.name, eight_bits_format, inputs, output.parent)
-        quantization = eight_bits.EightBits(eight_bits_format, ranges)
+        quantization = eight_bits.EightBits(eight_bits_format, ranges, convolutions)
     output.parent.mkdir(parents=True, exist_ok=True)
     parts, entry = rewrite(
         source,

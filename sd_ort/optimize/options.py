@@ -10,7 +10,14 @@ from typing import Any
 from sd_ort.core.errors import InputError
 from sd_ort.core.ownership import sha256
 from sd_ort.core.pipeline_folder import HOISTED
-from sd_ort.optimize.eight_bits import EIGHT_BIT_COMPONENTS, QDQ_TARGETS, TARGET_FORMATS, VAE_DECODER, uses_int8_tiles
+from sd_ort.optimize.eight_bits import (
+    CONVOLUTION_TARGETS,
+    EIGHT_BIT_COMPONENTS,
+    QDQ_TARGETS,
+    TARGET_FORMATS,
+    VAE_DECODER,
+    uses_int8_tiles,
+)
 from sd_ort.optimize.targets import TARGETS, default_target
 from sd_ort.optimize.weight_storage import WeightStorage
 from sd_ort.runtime.provider_table import PROVIDERS
@@ -42,6 +49,7 @@ class OptimizeOptions:
             recorded runs, for targets whose graphs keep QuantizeLinear.
         vae_decoder: Whether the layers of the VAE decoder are computed in `eight_bits` too, for targets that have
             convolutions in 8 bits.
+        convolutions: Whether 3x3 convolutions are computed in float8 too, for targets where this is an option.
     """
 
     target: str | None = None
@@ -55,6 +63,7 @@ class OptimizeOptions:
     eight_bits: str | None = None
     dynamic_scales: bool = False
     vae_decoder: bool = False
+    convolutions: bool = False
 
     @property
     def eight_bit_components(self) -> frozenset[str]:
@@ -87,9 +96,14 @@ class OptimizeOptions:
             if self.eight_bits is not None:
                 raise InputError(f"--weights and --{self.eight_bits} exclude each other: leave one out.")
             self.weights.check(target, self.dtype)
-        if self.eight_bits is None and (self.vae_decoder or self.dynamic_scales):
-            option = "--vae-decoder" if self.vae_decoder else "--dynamic-scales"
-            raise InputError(f"{option} goes with --float8 or --int8: leave it out.")
+        if self.eight_bits is None:
+            for option, is_set in (
+                ("--vae-decoder", self.vae_decoder),
+                ("--dynamic-scales", self.dynamic_scales),
+                ("--convolutions", self.convolutions),
+            ):
+                if is_set:
+                    raise InputError(f"{option} goes with --float8 or --int8: leave it out.")
         if self.eight_bits is not None:
             self._check_eight_bits(target)
         elif self.calibrate or self.inputs:
@@ -112,10 +126,17 @@ class OptimizeOptions:
             if self.eight_bits == "int8" and target in ("hip", "gpu"):
                 stored = " --weights int8 saves the memory (docs/howto/measure.md, Int8 on GPUs)."
             raise InputError(f"target {target} has no kernels for {option}: use a target of {others}.{stored}")
-        if self.vae_decoder and target not in QDQ_TARGETS and not uses_int8_tiles(target, self.eight_bits):
+        if self.convolutions and target not in CONVOLUTION_TARGETS:
+            raise InputError(
+                f"--convolutions is an option of targets {', '.join(sorted(CONVOLUTION_TARGETS))} alone: leave it out."
+            )
+        has_convolutions = target in QDQ_TARGETS or uses_int8_tiles(target, self.eight_bits) or self.convolutions
+        if self.vae_decoder and not has_convolutions:
             raise InputError(
                 f"target {target} has no convolutions for {option}, of which a VAE decoder is made: leave out "
                 f"--vae-decoder, or use a target of {', '.join(sorted(QDQ_TARGETS))}; cpu has those for --int8."
+                if target not in CONVOLUTION_TARGETS
+                else "a VAE decoder is made of convolutions: give --convolutions, or leave out --vae-decoder."
             )
         if self.dtype == "bfloat16" and not uses_int8_tiles(target, self.eight_bits):
             raise InputError(
@@ -166,7 +187,7 @@ class OptimizeOptions:
             options["weights"] = self.weights.entry() if self.weights else None
         if self.eight_bits is None:
             del options["eight_bits"]
-        for name in ("dynamic_scales", "vae_decoder"):
+        for name in ("dynamic_scales", "vae_decoder", "convolutions"):
             if not options[name]:
                 del options[name]
         return options

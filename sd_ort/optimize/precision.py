@@ -49,7 +49,7 @@ SCALE_OPS = frozenset("Cast Clip Div Floor Mul Reshape Round Unsqueeze".split())
 # Inputs that are float32 in the standard, or no data of the model, whatever the dtype of the first input.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
 # Scales of layers in 8 bits (operator, input), which stay in float32.
-SCALES = frozenset({("QuantizedConv", 2), ("QuantizedLinear", 2)})
+SCALES = frozenset({("QuantizedConv", 2), ("QuantizedLinear", 2), ("QuantizedNhwcConv", 2)})
 # Weights (operator, input) whose kernels read bfloat16, and round float32.
 READS_BFLOAT16 = frozenset({("Bfloat16Conv", 1), ("Bfloat16MatMul", 1)})
 

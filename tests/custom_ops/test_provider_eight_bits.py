@@ -37,8 +37,9 @@ FLOATS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 def run_nodes(
     nodes: list[NodeProto], constants: list[TensorProto], inputs: dict[str, np.ndarray], dtype: str, provider: str
 ) -> np.ndarray:
-    """Return y of a graph of `inputs` [n, s, columns], all of whose nodes the provider must take."""
-    values = [helper.make_tensor_value_info(n, FLOATS[dtype], ["n", "s", x.shape[-1]]) for n, x in inputs.items()]
+    """Return y of a graph of `inputs` [n, s, ..., columns], all of whose nodes the provider must take."""
+    shapes = {name: [*"nsw"[: x.ndim - 1], x.shape[-1]] for name, x in inputs.items()}
+    values = [helper.make_tensor_value_info(name, FLOATS[dtype], shape) for name, shape in shapes.items()]
     y = helper.make_tensor_value_info("y", FLOATS[dtype], None)
     graph = helper.make_graph(nodes, "layer", values, [y], constants)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("sd_ort", 1)]
@@ -119,6 +120,39 @@ def test_a_norm_writes_float8(dtype: str, provider: str) -> None:
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("scales", [1, 6])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_convolution(dtype: str, skip: bool, scales: int, provider: str) -> None:
+    """Of images (2, 5, 1, 16) and (2, 5, 3, 16), whose edges are padded; with a scale for all filters or one each."""
+    random = np.random.default_rng(0)
+    weight = FORMATS["float8"].quantize(random.standard_normal((6, 3, 3, 16)).astype(np.float32) * 20, np.float32(1))
+    factors = random.uniform(0.001, 0.002, scales).astype(np.float32)
+    bias = random.standard_normal(6).astype(dtype)
+    constants = [
+        helper.make_tensor("s", FLOATS[dtype], [], np.array([0.0625], dtype).tobytes(), raw=True),
+        helper.make_tensor("w", ELEMENTS["float8"], weight.shape, weight.tobytes(), raw=True),
+        helper.make_tensor("scale", TensorProto.FLOAT, [scales], factors.tobytes(), raw=True),
+        helper.make_tensor("bias", FLOATS[dtype], bias.shape, bias.tobytes(), raw=True),
+    ]
+    for width in (1, 3):
+        x, image = (random.standard_normal((2, 5, width, channels)).astype(dtype) for channels in (16, 6))
+        nodes = [
+            helper.make_node("QuantizeLinear", ["x", "s"], ["q"], output_dtype=ELEMENTS["float8"]),
+            helper.make_node(
+                "QuantizedNhwcConv", ["q", "w", "scale", "bias", *(["image"] if skip else [])], ["y"], domain="sd_ort"
+            ),
+        ]
+        y = run_nodes(nodes, constants, {"x": x} | ({"image": image} if skip else {}), dtype, provider)
+        q = (x.astype(np.float32) / 0.0625).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        padded = np.pad(q, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (1, 2))
+        expected = np.einsum("nhwcij,oijc->nhwo", windows, weight.astype(np.float64)) * factors + bias
+        expected = expected + image if skip else expected
+        tolerance = 1e-5 if dtype == "float32" else 2e-3
+        np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("magnitude", [0.0, 1e-7, 3e-5, 0.02, 1.0, 2e4])
 @pytest.mark.parametrize(
     "recipe", [["transpose", [1, 0], "q"], ["interleave", 2, *(["transpose", [1, 0], each] for each in "qkv")]]
@@ -169,6 +203,7 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: p
         "hoist": False,
         "dtype": "float16",
         "eight_bits": "float8",
+        "convolutions": True,
     }
     optimize("demo", tmp_path / "out", target="gpu", inputs=tmp_path / "runs.npz", **options)
 

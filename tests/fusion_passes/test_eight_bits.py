@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from fusion_passes import DOMAIN, weight_recipes
 from fusion_passes.eight_bits.layers import CONVOLUTIONS, LINEARS, Layer, find_layers
 from fusion_passes.eight_bits.qdq import insert_qdq
-from fusion_passes.lower import bfloat16_layout, float8_output, quantized_conv, quantized_linear
+from fusion_passes.lower import bfloat16_layout, float8_output, quantized_conv, quantized_linear, quantized_nhwc_conv
 from fusion_passes.operators import function_bodies
 from fusion_passes.quantized_weights import FORMATS, OPERATIONS
 from fusion_passes.shapes.infer import annotate
@@ -419,6 +419,65 @@ def test_other_convolutions_are_not_lowered(reason: str, attributes: str, weight
     if reason == "one of its operands":
         conv.replace_input_with(0, sample)
     outcome = quantized_conv.quantized_conv(model)
+    assert not outcome.counts
+    assert reason in outcome.rejections[0].reason
+    assert model.graph[-1] is conv
+
+
+NHWC = "sd_ort.NhwcConv <pads = [1, 1, 1, 1]>"
+NHWC_SQUARE = "float[48,3,3,64] k, float[48] b"
+NHWC_IMAGES = "float[N,H,W,64] sample, float[N,H,W,48] image"
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs"),
+    [
+        (f"y = {NHWC} (sample, k)", 4),
+        (f"y = {NHWC} (sample, k, b)", 4),
+        (f"y = {NHWC} (sample, k, b, image)", 5),
+        (f"c = {NHWC} (sample, k)  y = sd_ort.BiasAdd (c, b, image)", 5),
+        (f"c = {NHWC} (sample, k)  d = sd_ort.BiasAdd (c, b, image)  y = Add (c, d)", 4),  # read elsewhere
+        (f"c = {NHWC} (sample, k)  y = sd_ort.BiasAdd (image, b, c)", 4),  # the convolution is the image
+        (f"c = {NHWC} (sample, k, b)  y = sd_ort.BiasAdd (c, b, image)", 4),  # two biases
+    ],
+)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_channels_last_convolutions_between_qdq_are_lowered(body: str, inputs: int, per_channel: bool) -> None:
+    """To the GPU's operator, which computes what the graph with QDQ does, and adds what alone follows."""
+    model = model_of(body, NHWC_SQUARE, NHWC_IMAGES)
+    (conv,) = (node for node in model.graph if node.op_type == "NhwcConv")
+    random = np.random.default_rng(3)
+    feed = {"sample": random.standard_normal((2, 6, 5, 64)), "image": random.standard_normal((2, 6, 5, 48))}
+    feed = {name: array.astype(np.float32) for name, array in feed.items()}
+    assert quantized_nhwc_conv.kernel_reject_reason(conv) is None
+    insert_qdq(model.graph, [Layer(conv, 0)], FORMATS["float8"], {"sample": 3.0}, per_channel)
+    expected = run_with_bodies(model, feed)
+    assert quantized_nhwc_conv.quantized_nhwc_conv(model).counts == {"quantized_nhwc_conv": 1}
+    (node,) = (node for node in model.graph if node.op_type == "QuantizedNhwcConv")
+    assert len(node.inputs) == inputs
+    assert ("BiasAdd" in {node.op_type for node in model.graph}) == ("BiasAdd" in body and inputs == 4)
+    np.testing.assert_allclose(run_with_bodies(model, feed), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "attributes", "weight"),
+    [
+        ("strides", "<pads = [1, 1, 1, 1], strides = [2, 2]>", "3,3"),
+        ("pads", "", "3,3"),
+        ("pads", "<pads = [0, 0, 2, 2]>", "3,3"),
+        ("dilations", "<pads = [1, 1, 1, 1], dilations = [2, 2]>", "3,3"),
+        ("filters of 3x3", "<pads = [0, 0, 0, 0]>", "1,1"),
+        ("no Relu", "<pads = [1, 1, 1, 1], relu = 1>", "3,3"),
+    ],
+)
+def test_other_channels_last_convolutions_are_not_lowered(reason: str, attributes: str, weight: str) -> None:
+    model = model_of(
+        f"y = sd_ort.NhwcConv {attributes} (sample, k)", f"float[48,{weight},64] k", "float[N,H,W,64] sample"
+    )
+    (conv,) = model.graph
+    assert reason in (quantized_nhwc_conv.kernel_reject_reason(conv) or "")
+    insert_qdq(model.graph, [Layer(conv, 0)], FORMATS["float8"], {"sample": 3.0})
+    outcome = quantized_nhwc_conv.quantized_nhwc_conv(model)
     assert not outcome.counts
     assert reason in outcome.rejections[0].reason
     assert model.graph[-1] is conv

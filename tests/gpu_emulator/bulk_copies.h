@@ -3,6 +3,8 @@
 // each, swizzled; zeros for what lies outside). Here a copy is done at once.
 #pragma once
 
+#include <algorithm>
+
 #include "emulator.h"
 
 namespace sd_ort {
@@ -91,6 +93,63 @@ inline void store(const Matrix& matrix, int row, int column, uint32_t from) {
     if (to != nullptr) std::memcpy(to, lds + address, 2);
   });
 }
+// Images of bytes, and a tile of them: images, lines, columns and 64 channels.
+struct PixelDescription {
+  char* data;
+  int64_t shape[4];
+  int tile[4];
+};
+
+// copy(in memory or null, in shared memory) for every byte of a tile, in the swizzle of 64 bytes.
+template <class F>
+void for_each_byte(const PixelDescription& d, uint32_t at, const int (&from)[4], F&& copy) {
+  if (at % 512 != 0) emulator::fail("bulk copy: the tile does not begin at an atom of the swizzle");
+  const int count = d.tile[0] * d.tile[1] * d.tile[2] * d.tile[3];
+  for (int i = 0; i < count; ++i) {
+    int64_t offset = 0, rest = i, index[4];
+    for (int axis = 3; axis >= 0; --axis) index[axis] = rest % d.tile[axis] + from[axis], rest /= d.tile[axis];
+    bool inside = true;
+    for (int axis = 0; axis < 4; ++axis) {
+      inside = inside && index[axis] >= 0 && index[axis] < d.shape[axis];
+      offset = offset * d.shape[axis] + index[axis];
+    }
+    const uint32_t address = at + i;
+    copy(inside ? d.data + offset : nullptr, address ^ (address >> 7 & 3) << 4);
+  }
+}
+
+inline PixelDescription pixel_description(const Matrix& matrix) {
+  PixelDescription d;
+  std::memcpy(&d, matrix.bytes, sizeof(d));
+  return d;
+}
+
+inline void load_pixels(uint32_t to, const Matrix& images, int image, int line, int column, int channel,
+                        uint32_t barrier) {
+  const PixelDescription d = pixel_description(images);
+  char* const lds = emulator::dynamic_lds();
+  for_each_byte(d, to, {image, line, column, channel},
+                [&](const char* from, uint32_t address) { lds[address] = from == nullptr ? 0 : *from; });
+  Barrier& b = barrier_at(barrier);
+  b.bytes -= d.tile[0] * d.tile[1] * d.tile[2] * d.tile[3];
+  b.settle();
+}
+
+inline void store_pixels(const Matrix& images, int image, int line, int column, int channel, uint32_t from) {
+  char* const lds = emulator::dynamic_lds();
+  for_each_byte(pixel_description(images), from, {image, line, column, channel}, [&](char* to, uint32_t address) {
+    if (to != nullptr) *to = lds[address];
+  });
+}
+
+inline bool describe_pixels(Matrix* matrix, const void* data, const int64_t (&shape)[4], const int (&tile)[3]) {
+  PixelDescription d = {static_cast<char*>(const_cast<void*>(data)), {}, {tile[0], tile[1], tile[2], 64}};
+  std::copy(shape, shape + 4, d.shape);
+  static_assert(sizeof(d) <= sizeof(matrix->bytes));
+  std::memcpy(matrix->bytes, &d, sizeof(d));
+  return true;
+}
+
 inline void commit_stores() {}
 inline void wait_for_reads() {}
 inline void wait_for_stores() {}

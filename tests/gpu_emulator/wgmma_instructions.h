@@ -1,7 +1,7 @@
 // The warpgroup matrix instructions that common/wgmma.h wraps, in software. Where descriptors lead is written here from
 // NVIDIA's PTX ISA, "Asynchronous warpgroup level matrix instructions": a matrix is given by its start, its strides and
-// the 128-byte swizzle, which exchanges bits 4-6 of an address with themselves XOR bits 7-9. Here a
-// multiplication is done at once.
+// the 128-byte swizzle, which exchanges bits 4-6 of an address with themselves XOR bits 7-9, or for float8 also that of
+// 64 bytes, bits 4-5 XOR bits 7-8. Here a multiplication is done at once.
 #pragma once
 
 #include "common/float8.h"
@@ -75,21 +75,27 @@ void multiply_n_major(mma::Accumulator (&d)[8], uint64_t a_descriptor, uint64_t 
     }
   }
 }
-inline void settle(mma::Accumulator (&)[8]) {}
+template <int kTiles>
+void settle(mma::Accumulator (&)[kTiles]) {}
 
 // float8: elements of one byte, 32 in the depth.
-inline void multiply_float8(mma::Accumulator (&d)[8], uint64_t a_descriptor, uint64_t b_descriptor, bool add) {
-  const Matrix a(a_descriptor), b(b_descriptor);
-  const auto element = [](const Matrix& matrix, int row, int depth) {
-    const uint32_t address = matrix.start + row / 8 * matrix.stride + row % 8 * 128 + depth;
-    return float8_to_float(static_cast<uint8_t>(emulator::dynamic_lds()[address ^ (address >> 7 & 7) << 4]));
+template <int kTiles>
+void multiply_float8(mma::Accumulator (&d)[kTiles], uint64_t a_descriptor, uint64_t b_descriptor, bool add) {
+  const bool half_rows = a_descriptor >> 62 == 2;
+  if (half_rows != (b_descriptor >> 62 == 2)) emulator::fail("wgmma: here both operands have the same swizzle");
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kMode = uint64_t{3} << 62;
+  const Matrix a((a_descriptor & ~kMode) | kSwizzle128), b((b_descriptor & ~kMode) | kSwizzle128);
+  const auto element = [=](const Matrix& matrix, int row, int depth) {
+    const uint32_t address = matrix.start + row / 8 * matrix.stride + row % 8 * (half_rows ? 64 : 128) + depth;
+    const uint32_t swizzle = address >> 7 & (half_rows ? 3 : 7);
+    return float8_to_float(static_cast<uint8_t>(emulator::dynamic_lds()[address ^ swizzle << 4]));
   };
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   float rows[2][32];
   for (int k = 0; k < 32; ++k) {
     for (int i = 0; i < 2; ++i) rows[i][k] = element(a, thread / 32 * 16 + lane / 4 + 8 * i, k);
   }
-  for (int tile = 0; tile < 8; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile) {
     for (int i = 0; i < 8; ++i) {
       const int column = tile * 16 + 8 * (i / 4) + lane % 4 * 2 + i % 2;
       double sum = add ? d[tile].x[i] : 0.f;

@@ -205,41 +205,45 @@ def test_int8_beside_float16(recorded: Path, tmp_path: Path) -> None:
     assert result["passed"], result
 
 
-def test_operators_of_gpus(recorded: Path, tmp_path: Path) -> None:
-    """Linears become QuantizedLinear, gated ones with their gate; convolutions stay in float16. Each activation is
-    written in float8 by the operator before."""
+@pytest.mark.parametrize("convolutions", [False, True])
+def test_operators_of_gpus(convolutions: bool, recorded: Path, tmp_path: Path) -> None:
+    """Linears become QuantizedLinear, gated ones with their gate; convolutions stay in float16 without their option.
+    Each activation is written in float8 by the operator before."""
     optimize(
         "demo", tmp_path / "out", target="gpu", components=["unet"], dtype="float16", calibrate=False,
-        eight_bits="float8", inputs=recorded,
+        eight_bits="float8", inputs=recorded, convolutions=convolutions,
     )  # fmt: skip
     entry = pipeline_folder.read_manifest(tmp_path / "out")["components"]["unet"]
-    assert entry["eight_bits"]["layers"] == {"LinearAdd": 112, "LinearSplitGelu": 16}
+    layers = {"LinearAdd": 112, "LinearSplitGelu": 16} | ({"NhwcConv": 43} if convolutions else {})
+    assert entry["eight_bits"]["layers"] == layers
     graph = load(tmp_path / "out" / "unet" / pipeline_folder.MODEL).graph
-    nodes = [node for node in graph if node.op_type == "QuantizedLinear"]
-    assert len(nodes) == 128
+    nodes = [node for node in graph if node.op_type in ("QuantizedLinear", "QuantizedNhwcConv")]
+    assert len(nodes) == sum(layers.values())
     assert sum(node.attributes.get_int("gated", 0) for node in nodes) == 16
     assert {node.inputs[2].dtype for node in nodes if node.inputs[2]} == {ir.DataType.FLOAT}
     assert {node.inputs[3].dtype for node in nodes if node.inputs[3]} == {ir.DataType.FLOAT16}
     assert not any(node.op_type == "DequantizeLinear" for node in graph)
-    assert (len(entry["eight_bits"]["ranges"]), entry["eight_bits"]["written_by_producers"]) == (128, 128)
+    assert (len(entry["eight_bits"]["ranges"]), entry["eight_bits"]["written_by_producers"]) == (len(nodes),) * 2
     assert not any(node.op_type == "QuantizeLinear" for node in graph)
     written = Counter(node.op_type for node in graph if "quantized_scale" in node.attributes)
-    assert written == {
-        "SkipLayerNormalization": 48, "MultiHeadAttention": 32, "QuantizedLinear": 32,
-        "GroupNorm": 11, "SkipGroupNorm": 5,
+    assert {name: count for name, count in written.items() if "GroupNorm" not in name} == {
+        "SkipLayerNormalization": 48, "MultiHeadAttention": 32, "QuantizedLinear": 32
     }  # fmt: skip
+    assert written["GroupNorm"] + written["SkipGroupNorm"] == 16 + layers.get("NhwcConv", 0)
     result = verify_weights("demo", tmp_path / "out", components=["unet"])
     assert result["passed"], result
 
 
-def test_quantizations_of_sdxl() -> None:
+@pytest.mark.parametrize("convolutions", [False, True])
+def test_quantizations_of_sdxl(convolutions: bool) -> None:
     """Norms, attentions, gates and products write float8: no node of its own quantizes anything."""
     source = UnoptimizedComponent("unet", lambda: ir.from_proto(graph_fixtures.load(SDXL)), dict, 0)
-    ranges = EightBits("float8", lambda _, names: dict.fromkeys(names, 3.0))
+    ranges = EightBits("float8", lambda _, names: dict.fromkeys(names, 3.0), convolutions)
     parts, entry = rewrite(source, "unet", TARGETS["gpu"], "float16", lambda _: Calibration(""), quantization=ranges)
     counts = Counter(node.op_type for node in parts["unet"].graph)
-    assert (counts["QuantizedLinear"], counts["QuantizeLinear"]) == (442, 0)
-    assert entry["eight_bits"]["written_by_producers"] == 442
+    assert counts["QuantizedLinear"] == 442
+    assert (counts["QuantizedNhwcConv"], counts["QuantizeLinear"]) == ((33, 0) if convolutions else (0, 0))
+    assert entry["eight_bits"]["written_by_producers"] == 442 + counts["QuantizedNhwcConv"]
     assert counts["SkipLayerNormalization"] == 210  # as in float16, as all others
 
 
@@ -480,9 +484,18 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
         ({"target": "rocm", "eight_bits": "float8", **runs}, "target rocm has no kernels for --float8"),
         *(
             ({"target": target, "eight_bits": "float8", "vae_decoder": True, **runs}, f"target {target} has no convolu")
-            for target in ("cpu", "cuda", "hip", "gpu")
+            for target in ("cpu", "cuda")
         ),
+        *(
+            (
+                {"target": target, "eight_bits": "float8", "vae_decoder": True, **runs},
+                "give --convolutions, or leave out",
+            )
+            for target in ("hip", "gpu")
+        ),
+        ({"target": "cuda", "eight_bits": "float8", "convolutions": True, **runs}, "targets gpu, hip alone: leave it"),
         ({"target": "portable", "vae_decoder": True}, "--vae-decoder goes with --float8 or --int8"),
+        ({"target": "gpu", "convolutions": True}, "--convolutions goes with --float8 or --int8"),
         (
             {"target": "portable", "eight_bits": "int8", "vae_decoder": True, "components": ["unet"], **runs},
             "--vae-decoder is for vae_decoder: take it into --component",
@@ -524,7 +537,8 @@ def test_bad_inputs(recorded: Path, tmp_path: Path) -> None:
         (["--prompts", str(empty)], "--prompts goes with --float8 or --int8"),
         (["--float8", "--prompts", str(empty)], "has no prompts"),
         (["--vae-decoder"], "--vae-decoder goes with --float8 or --int8"),
-        (["--float8", "--vae-decoder", "--target", "gpu"], "target gpu has no convolutions for --float8"),
+        (["--float8", "--vae-decoder", "--target", "gpu"], "give --convolutions, or leave out --vae-decoder"),
+        (["--float8", "--convolutions"], "--convolutions is an option of targets gpu, hip alone"),
         (["--float8", "--prompts", str(empty), "--inputs", str(recorded)], "without --inputs"),
         (["--float8", "--prompts", str(empty), "--dynamic-scales"], "without --inputs or --dynamic-scales"),
         (["--float8", "--dynamic-scales", "--target", "gpu"], "target gpu has only constant scales"),

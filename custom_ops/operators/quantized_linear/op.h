@@ -12,11 +12,6 @@ namespace sd_ort {
 
 class PackedWeights;
 
-// NMSE a product of sums in float8's units: NVIDIA's keep 14 bits of the largest of 32 products and the sum so far
-// (Hopper, of which DeepSeek-V3's report tells, arXiv 2412.19437, 3.3.2). Simulated with normal, GELU's and SwiGLU's
-// activations it is 4e-10 to 8e-10. Operands that are rounded to float8 have 1e-3.
-constexpr double kFloat8SumNmse = 3e-9;
-
 struct QuantizedLinearParams {
   DType dtype;         // of bias, skip and Y
   DType eight_bits;    // of x and weight: kFloat8 or kInt8

@@ -1,0 +1,92 @@
+// Candidates of QuantizedNhwcConv: the generic kernel, warpgroup instructions on Hopper, and NhwcConv's tile kernel of
+// X and W in 16 bits where there are none.
+#include "common/check.h"
+#include "common/tunable.h"
+#include "common/vendors/which.h"
+#include "operators/nhwc_conv/op.h"
+#include "operators/quantized_nhwc_conv/op.h"
+
+namespace sd_ort {
+namespace {
+
+using Params = QuantizedNhwcConvParams;
+
+constexpr size_t kAlignment = 256;
+
+size_t aligned(int64_t elements, DType type) { return ceil_div(elements * size_of(type), kAlignment) * kAlignment; }
+size_t x_bytes(const Params& p) { return aligned(p.pixels() * p.channels, p.dtype); }
+size_t filter_bytes(const Params& p) { return aligned(p.filter_count * p.inner(), p.dtype); }
+
+// The call for X and W in p.dtype, at the beginning of the workspace.
+NhwcConvParams dequantized(const Params& p, void* workspace) {
+  NhwcConvParams conv{};
+  conv.dtype = p.dtype;
+  conv.x = workspace;
+  conv.filters = static_cast<char*>(workspace) + x_bytes(p);
+  conv.bias = p.bias;
+  conv.skip = p.skip;
+  conv.y = p.y;
+  conv.batch = p.batch;
+  conv.height = conv.out_height = p.height;
+  conv.width = conv.out_width = p.width;
+  conv.channels = p.channels;
+  conv.filter_count = p.filter_count;
+  conv.kernel_height = conv.kernel_width = 3;
+  conv.stride_height = conv.stride_width = conv.dilation_height = conv.dilation_width = conv.groups = 1;
+  conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
+  return conv;
+}
+
+Candidate<Params> tiles() {
+  const auto supports = [](const Params& p) {
+    return p.pixels() > 0 && nhwc_conv_tiles_supports(dequantized(p, nullptr));
+  };
+  const auto run = [](const Params& p, void* workspace, void* stream) -> const char* {
+    const NhwcConvParams conv = dequantized(p, workspace);
+    char* const end = static_cast<char*>(workspace) + x_bytes(p) + filter_bytes(p);
+    SD_ORT_RETURN_ERROR(
+        quantized_nhwc_conv_dequantize(p, workspace, static_cast<char*>(workspace) + x_bytes(p), stream));
+    return nhwc_conv_tiles_launch(conv, nhwc_conv_splits(conv), end, stream);
+  };
+  const auto bytes = [](const Params& p) {
+    const NhwcConvParams conv = dequantized(p, nullptr);
+    return x_bytes(p) + filter_bytes(p) + nhwc_conv_tiles_workspace(conv, nhwc_conv_splits(conv));
+  };
+  return {"tiles", supports, run, bytes};
+}
+
+#if !SD_ORT_HIP
+Candidate<Params> warpgroups(int columns) {
+  return {"warpgroups_" + std::to_string(columns),
+          [=](const Params& p) { return quantized_nhwc_conv_supports_warpgroups(p, columns); },
+          [=](const Params& p, void*, void* stream) { return quantized_nhwc_conv_warpgroups(p, columns, stream); }};
+}
+#endif
+
+std::vector<Candidate<Params>> candidates() {
+  std::vector<Candidate<Params>> all;
+  all.push_back(generic_candidate(quantized_nhwc_conv_launch));
+  all.push_back(tiles());
+#if !SD_ORT_HIP
+  for (int columns : {128, 160}) all.push_back(warpgroups(columns));
+#endif
+  return all;
+}
+
+// 160 filters a tile where they divide them: the channels of Stable Diffusion's U-Nets are multiples of 320.
+std::string default_name(const Params& p) {
+#if !SD_ORT_HIP
+  const Candidate<Params> fast = warpgroups(p.filter_count % 160 == 0 ? 160 : 128);
+  if (fast.is_supported(p)) return fast.name;
+#endif
+  return tiles().is_supported(p) ? "tiles" : "generic";
+}
+
+}  // namespace
+
+const GpuOp& quantized_nhwc_conv_gpu() {
+  static const TunableOp<Params> op("QuantizedNhwcConv", candidates(), default_name);
+  return op;
+}
+
+}  // namespace sd_ort
