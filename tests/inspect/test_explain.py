@@ -243,6 +243,8 @@ def test_extract_refuses_what_is_not_there(source: Path, tmp_path: Path) -> None
         extract(source, "vae_decoder", ["decoder.conv_in.weight"], [conv[5]], tmp_path / "a.onnx")
     with pytest.raises(InputError, match="no component unet"):
         extract(source, "unet", [conv[3]], [conv[5]], tmp_path / "a.onnx")
+    with pytest.raises(OutputError, match=r"ends in \.onnx"):
+        extract(source, "vae_decoder", [conv[3]], [conv[5]], tmp_path / "a.txt")
     assert not (tmp_path / "a.onnx").exists()
     ran = CliRunner().invoke(
         extract_command.command,
