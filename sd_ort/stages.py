@@ -110,7 +110,9 @@ def check_request(
         _check_file_options(model, resolved)
         return
     else:
-        paths, names = (Path(source),), list(resolved.components or pipeline_folder.components(Path(source)))
+        names = pipeline_folder.components(Path(source))
+        _check_not_optimized(Path(source), names)
+        paths, names = (Path(source),), list(resolved.components or names)
     resolved.with_components(names)
     pipeline_folder.check_replaceable(output, *paths, overwrite=overwrite)
 
@@ -123,19 +125,14 @@ def _optimize_folder(
 ) -> dict[str, Any]:
     output = output_path(output, source)
     names = pipeline_folder.components(source)
-    pipeline_folder.check_not_merged(source, names)
+    _check_not_optimized(source, names)
     if options.components:
         if missing := [name for name in options.components if name not in names]:
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
         names = list(options.components)
     if options.inputs:
         check_recorded(options.inputs, names)
-    if any(hoist.is_hoisted(source, name) for name in pipeline_folder.HOISTED):
-        raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     description = pipeline_folder.read_manifest(source)
-    source_options = description.get("options", {})
-    if dtype := source_options.get("eight_bits") or (source_options.get("weights") or {}).get("dtype"):
-        raise InputError(f"{source} is in {dtype} already: optimize what it was made from.")
     by_default = options.hoist is None
     options = options.with_components(names)
     components = unoptimized.folder_components(source, names)
@@ -166,6 +163,18 @@ def _optimize_folder(
         manifest["components"], hashes = optimize_components(components, work, options, on_progress)
         pipeline_folder.write_manifest(work, manifest, hashes)
     return pipeline_folder.read_manifest(output)
+
+
+def _check_not_optimized(source: Path, names: Sequence[str]) -> None:
+    """Raise InputError for a folder that `sd-ort optimize` or `merge` wrote, whose fused nodes few fusions match."""
+    pipeline_folder.check_not_merged(source, names)
+    description = pipeline_folder.read_manifest(source)
+    if description.get("stage") == "optimize":
+        origin = description.get("source", {})
+        name = origin.get("folder") or origin.get("model")
+        raise InputError(f"{source} is optimized already: optimize what it was made from{f', {name}' if name else ''}.")
+    if any(hoist.is_hoisted(source, name) for name in pipeline_folder.HOISTED):  # its manifest was removed
+        raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
 
 
 def _manifest(source: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,6 +258,8 @@ def _optimize_checkpoint(
                 missing_keys = {name: keys[name] for name in missing}
                 _export_missing(checkpoint, missing_keys, exported, export_options, on_progress)
                 pipeline_folder.copy_configs(exported, work, missing)
+                stored = {name: path.name for name in missing if (path := templates.find_template(keys[name]))}
+                manifest["options"]["templates"] |= stored
             components = {c.name: c for c in unoptimized.folder_components(exported, missing)}
             components |= {name: _from_template(path, checkpoint, name, work / name) for name, path in paths.items()}
             manifest["components"], hashes = optimize_components(

@@ -23,7 +23,8 @@ from fusion_passes.shapes.shape_info import INT64_LIMIT, LIST_LIMIT, Shape, Shap
 from fusion_passes.shapes.types import annotate_types, is_known, opset
 
 SHAPE_RULES = {**RULES, **INDEXING, **POOLING, **{operator.name: operator.shape for operator in OPERATORS}}
-# Keys of graph.meta: the multiples that the original graph requires of named sizes; the ShapeInfo of its values.
+# Keys of graph.meta: the multiples that the original graph requires of named sizes; the graph, and the ShapeInfo of its
+# values. A clone copies the latter, which has no shape of its values.
 MULTIPLES, SHAPE_INFO = "sd_ort.multiples", "sd_ort.shape_info"
 
 
@@ -41,7 +42,8 @@ def infer(graph: ir.Graph) -> ShapeInfo:
 def annotate(graph: ir.Graph) -> ShapeInfo:
     """Infer shapes and dtypes and set them on the values of `graph`. Equal symbolic sizes get equal names."""
     annotate_types(graph)
-    info = graph.meta[SHAPE_INFO] = infer(graph)
+    info = infer(graph)
+    graph.meta[SHAPE_INFO] = graph, info
     for value, shape in info.shapes.items():
         _write(value, shape)
     return info
@@ -52,8 +54,8 @@ def annotate_new(graph: ir.Graph) -> ShapeInfo:
 
     After changing a node in place so that its output shape changes, call `annotate` instead.
     """
-    info: ShapeInfo | None = graph.meta.get(SHAPE_INFO)
-    if info is None:
+    owner, info = graph.meta.get(SHAPE_INFO, (None, None))
+    if owner is not graph:
         return annotate(graph)
     annotate_types(graph)
     version = opset(graph)

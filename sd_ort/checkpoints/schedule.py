@@ -54,10 +54,6 @@ class DiffusersTimetable:
         self.scheduler, self.eta = copy.deepcopy(scheduler), eta
         if getattr(self.scheduler, "noise_sampler_seed", seed) is None:
             self.scheduler.noise_sampler_seed = seed
-        if not hasattr(scheduler, "init_noise_sigma"):
-            raise InputError(
-                f"{type(scheduler).__name__} drives transformers, not U-Nets: use euler, ddim or dpmsolver."
-            )
         self.steps = set_timesteps(self.scheduler, steps, **options)
         self.timesteps: np.ndarray = self.scheduler.timesteps.numpy()
         self.order: int = self.scheduler.order

@@ -10,6 +10,8 @@ from sd_ort.checkpoints.configs import scheduler_config
 from sd_ort.checkpoints.numpy_schedulers import class_name
 from sd_ort.core.errors import InputError, first_line, report_missing_package
 
+# What the sampling loop reads of a scheduler, and the number of arguments of `step`.
+INTERFACE, STEP_ARGUMENTS = ("set_timesteps", "scale_model_input", "step", "init_noise_sigma", "order", "config"), 3
 STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
 
 
@@ -36,6 +38,20 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
         raise InputError(
             f"{cls.__name__} cannot drive this UNet ({first_line(error)}): try euler, ddim or dpmsolver."
         ) from error
+
+
+def check_interface(scheduler: Any) -> None:
+    """Raise InputError for an object that is no scheduler of a U-Net. None of its methods is called."""
+    reason = next((f"it has no {name}" for name in INTERFACE if not hasattr(scheduler, name)), None)
+    if reason is None:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(scheduler.step).parameters.values()
+        required = [p.name for p in parameters if p.kind in kinds and p.default is p.empty][STEP_ARGUMENTS:]
+        reason = f"its step needs {' and '.join(required)}" if required else None
+    if reason is not None:
+        raise InputError(
+            f"{type(scheduler).__name__} cannot drive a U-Net, since {reason}: use euler, ddim or dpmsolver."
+        )
 
 
 def _try_a_step(scheduler: Any) -> None:

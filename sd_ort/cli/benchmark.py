@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.paths import real
+from sd_ort.core.paths import check_writable, real
 from sd_ort.runtime.provider_table import PROVIDERS
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
 
 
 def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
-    """Raise OutputError where results would lie in a pipeline folder."""
+    """Raise OutputError where results cannot be written, or would lie in a pipeline folder."""
+    check_writable(out / "benchmark.json")
     for folder in folders:
         if real(folder) in (real(out), *real(out).parents):
             raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
@@ -204,6 +205,8 @@ def command(
     on_replicas = under_load["gpus"] or under_load["replicas"]
     if ablation and (names or mlperf or profile):
         raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
+    if mlperf and profile:
+        raise InputError("--mlperf and --profile exclude each other: leave one out.")
     if ablation:
         engines, notes = engine_selection.ablation(folders[0], provider)
     else:

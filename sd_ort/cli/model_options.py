@@ -37,11 +37,12 @@ def echo_progress(line: str) -> None:
 
 
 def choose_provider(folder: Path, provider: str) -> str:
-    """Return the provider that runs a pipeline folder, and print an automatic choice."""
-    from sd_ort.core.pipeline_folder import components
+    """Return the provider that runs a pipeline folder or an ONNX file, and print an automatic choice."""
+    from sd_ort.core.pipeline_folder import components, standalone_model
     from sd_ort.runtime.provider_choice import provider_for
 
-    components(folder)
+    if standalone_model(folder) is None:
+        components(folder)
     return _print_choice(provider_for(folder, provider))
 
 

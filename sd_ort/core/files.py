@@ -156,9 +156,8 @@ def parsing(path: Path | str, kind: str) -> Iterator[None]:
     except (SdOrtError, MemoryError):
         raise
     except Exception as error:
-        raise InputError(
-            f"{path} cannot be read as {kind} ({first_line(error)}): get it, or make it, again."
-        ) from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        raise InputError(f"{path} cannot be read as {kind} ({reason}): get it, or make it, again.") from error
 
 
 def read_json(path: Path, missing_message: str | None = None, root: Path | None = None) -> dict[str, Any]:

@@ -51,7 +51,8 @@ CONFIG_FILES = (
     "scheduler_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "processor_config.json", "spiece.model",
 )  # fmt: skip
-_OPTIONS = {**dict.fromkeys(("target", "dtype", "exporter"), str), "opset": int, "seed": int, "components": list[str]}
+_OPTIONS = {**dict.fromkeys(("target", "dtype", "exporter"), str), "opset": int, "seed": int, "components": list[str],
+            "templates": dict_of(str)}  # fmt: skip
 _COMPONENT = {"kernel_fallbacks": list[str], "float32_sites": list[dict], "calibration": str}
 _MANIFEST = record_type(
     "Manifest",
@@ -72,7 +73,7 @@ MANIFEST_KEYS = {
     "source": "`model`: what was exported. `random_weights`: whether its weights are random.",
     "versions": "Version of each package that wrote the folder, by name.",
     "options": "Options of the command: `target`, `dtype`, `hoist`, `calibrate`, `exporter`, `opset`, `seed`. "
-    "`templates`: the template of each component that was not traced.",
+    "`templates`: the template of each component of a checkpoint, if there is one.",
     "components": "By component: what follows.",
     "components.*.nodes_before, nodes": "Number of nodes before and after.",
     "components.*.rewrite_counts": "Number of rewrites by pass.",

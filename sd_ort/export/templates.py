@@ -121,6 +121,13 @@ def find_template(key: str) -> Path | None:
     return path if is_reachable_file(path) else None
 
 
+def find_template_file(name: str) -> Path | None:
+    """Return the path of the template whose file, or member of an archive, has this name; None if there is none."""
+    bundled = (BUNDLED / path for path in bundled_index()["graphs"].values() if Path(path).name == name)
+    path = next(bundled, user_folder() / Path(name).name)
+    return path if path.is_relative_to(BUNDLED) or is_reachable_file(path) else None
+
+
 def user_folder() -> Path:
     """Return the folder of the user's templates: SD_ORT_TEMPLATES, or `templates` in sd-ort's cache folder."""
     path = os.environ.get("SD_ORT_TEMPLATES")
@@ -240,11 +247,28 @@ class Template:
             4 * int(np.prod(tensor.dims)) for tensor in self.proto.graph.initializer if tensor.name in self.recipes
         )
 
-    def graph(self, read: Read) -> ir.Model:
-        """Return the graph with a checkpoint's weights. `read` returns a tensor by name (`weights.recipes`)."""
+    def graph(self, read: Read | None) -> ir.Model:
+        """Return the graph with a checkpoint's weights. `read` returns a tensor by name (`weights.recipes`).
+
+        None: with random weights, no two of which are equal, for passes that compare them.
+        """
         model = ir.from_proto(self.proto)
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)
         recipes.init_recipes(model, self.recipes)
-        fill(model, read)
+        if read is not None:
+            fill(model, read)
+            return model
+        for seed, name in enumerate(self.recipes):
+            value = model.graph.initializers[name]
+            assert value.const_value is not None
+            value.const_value = _random_tensor(value.const_value, seed)
         return model
+
+
+def _random_tensor(like: ir.TensorProtocol, seed: int) -> ir.LazyTensor:
+    shape, dtype = like.shape.numpy(), like.dtype
+    return ir.LazyTensor(
+        lambda: ir.tensor(np.random.default_rng(seed).standard_normal(shape).astype(dtype.numpy()), name=like.name),
+        dtype=dtype, shape=ir.Shape(shape), name=like.name,
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from fusion_passes.fuse import FUSIONS, fuse
 from fusion_passes.graph_pass import PassOutcome
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
+from sd_ort.export.templates import Template, find_template_file
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
 from sd_ort.graphs.scopes import scope
@@ -79,20 +80,36 @@ def explain(path: Path, components: list[str] | None = None, provider: str | Non
         if manifest.get("stage") != "optimize":
             entries[name] = _component(model, None, {}, provider)
             continue
-        source = Path(manifest.get("source", {}).get("folder") or path)
-        if not (source / name / pipeline_folder.MODEL).is_file():
-            raise InputError(f"{path} was made from {source}, which is gone: restore it, or explain another export.")
-        entries[name] = _component(pipeline_folder.check_component(source, name), model, manifest, provider)
+        entries[name] = _component(_source(path, name, manifest), model, manifest, provider)
     return {"components": entries}
 
 
+def _source(path: Path, name: str, manifest: Mapping[str, Any]) -> Path | Template:
+    """Return the ONNX file of an export, or the template, that a component of the optimized folder `path` is made of.
+
+    Raises InputError if it no longer exists.
+    """
+    origin = manifest.get("source", {})
+    if folder := origin.get("folder"):
+        if not (Path(folder) / name / pipeline_folder.MODEL).is_file():
+            raise InputError(f"{path} was made from {folder}, which is gone: restore it, or explain another export.")
+        return pipeline_folder.check_component(Path(folder), name)
+    template = manifest.get("options", {}).get("templates", {}).get(name)
+    if (file := find_template_file(template or "")) is None:
+        export = f"sd-ort export {origin.get('model', 'MODEL')} RAW"
+        raise InputError(f"{path} was made without a folder of {name}'s unfused graph: run `{export}` and explain RAW.")
+    return Template(file)
+
+
 def _component(
-    source: Path, optimized: Path | None, manifest: Mapping[str, Any], provider: str | None
+    source: Path | Template, optimized: Path | None, manifest: Mapping[str, Any], provider: str | None
 ) -> dict[str, Any]:
-    files = [source] if optimized is None else _graphs(optimized)
+    checked = source if isinstance(source, Path) else optimized
+    assert checked is not None
+    files = [checked] if optimized is None else _graphs(optimized)
     target = TARGETS.get(manifest.get("options", {}).get("target", ""))
-    with report_invalid_model(source):
-        model = load(source)
+    with report_invalid_model(checked):
+        model = load(source) if isinstance(source, Path) else source.graph(None)
         before = Counter(node.op_type for node in model.graph)
         outcomes = canonicalize(model)
         outcomes |= fuse(model, FUSIONS if target is None else target.fusions)

@@ -38,6 +38,8 @@ def extract(path: Path, component: str, start: Sequence[str], end: Sequence[str]
 
     if component not in pipeline_folder.components(path):
         raise InputError(f"{path} has no component {component}: it has {', '.join(pipeline_folder.components(path))}.")
+    if output.suffix != ".onnx":
+        raise OutputError(f"{output} is no name of an ONNX file: give one that ends in .onnx.")
     if output.exists():
         raise OutputError(f"{output} exists: remove it or choose another name.")
     model_path = pipeline_folder.check_component(path, component)

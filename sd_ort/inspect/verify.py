@@ -275,6 +275,8 @@ def _paths(source: Path, optimized: Path, components: Sequence[str] | None) -> d
     if files:
         raise InputError(f"{source} and {optimized} cannot be compared: give two pipeline folders, or two .onnx files.")
     in_source = pipeline_folder.components(source)
+    if [pipeline_folder.read_manifest(path).get("stage") for path in (source, optimized)] == ["optimize", "export"]:
+        raise InputError(f"{source} is optimized, and {optimized} is an export: give the export first.")
     names = [name for name in pipeline_folder.components(optimized) if name in in_source]
     missing = [name for name in components or () if name not in names]
     if missing or not names:

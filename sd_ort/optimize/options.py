@@ -109,11 +109,12 @@ class OptimizeOptions:
         elif self.calibrate or self.inputs:
             if TARGETS[target].half_storage_only:
                 raise InputError(
-                    f"target {target} computes in float32, where nothing overflows: leave calibration out."
+                    f"target {target} computes in float32, where nothing overflows: leave out --calibrate and --inputs."
                 )
             if self.dtype != "float16":
                 raise InputError(
-                    f"calibration is for --float16: {self.dtype} has the range of float32, so leave it out."
+                    f"calibration is for --float16: {self.dtype} has the range of float32: leave out --calibrate and "
+                    "--inputs."
                 )
         return replace(self, target=target), note
 

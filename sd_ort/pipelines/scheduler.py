@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sd_ort.checkpoints.configs import scheduler_config
 from sd_ort.checkpoints.linear_schedule import LinearSchedule
 from sd_ort.checkpoints.numpy_schedulers import class_name, numpy_scheduler
-from sd_ort.checkpoints.schedulers import make_scheduler, scheduler_class
+from sd_ort.checkpoints.schedulers import check_interface, make_scheduler, scheduler_class
 
 if TYPE_CHECKING:
     from sd_ort.checkpoints.schedule import NonlinearSchedule
@@ -30,6 +30,7 @@ class PipelineScheduler:
         self._choice = scheduler if isinstance(scheduler, str) else None
         self._diffusers = None if isinstance(scheduler, str) else scheduler
         if self._diffusers is not None:
+            check_interface(scheduler)
             self.name = type(scheduler).__name__
             return
         self._config = {**scheduler_config(folder), "clip_sample": False}  # as `make_scheduler`

@@ -49,6 +49,13 @@ class QueueFull(SdOrtError):
     """The queue has no room for the images of a request."""
 
 
+class ServerStopped(SdOrtError):
+    """The server ends before the images of a request are generated."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is being stopped: try again later.")
+
+
 @dataclass
 class QueuedImage:
     """An image that waits or is being generated. done: future of its PNG file. attempts: failed batches with it."""
@@ -99,6 +106,7 @@ class Dispatcher:
         self.states = ["starting"] * len(self.replicas)  # then "idle", "drawing" or "restarting"
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
 
     @property
     def ready(self) -> int:
@@ -128,8 +136,11 @@ class Dispatcher:
     def submit(self, jobs: Sequence[ImageJob]) -> list[asyncio.Future[bytes]]:
         """Queue images and return the futures of their PNG files, which may raise SdOrtError.
 
-        Cancelling a future removes its image from the queue. Raises QueueFull and queues none if too many would wait.
+        Cancelling a future removes its image from the queue. Raises QueueFull and queues none if too many would wait,
+        and ServerStopped after `close`.
         """
+        if self._closed:
+            raise ServerStopped
         if self.queue is not None and len(self.waiting) + len(jobs) > self.queue:
             raise QueueFull(f"{len(self.waiting)} of at most {self.queue} images are waiting: try again later.")
         loop = asyncio.get_running_loop()
@@ -139,13 +150,14 @@ class Dispatcher:
         return [image.done for image in images]
 
     def close(self) -> None:
-        """Stop the replicas and fail the waiting images."""
+        """Stop the replicas and fail the images that are not generated."""
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         for replica in self.replicas:
             replica.stop()
         while self.waiting:
-            fail(self.waiting.popleft(), GenerationFailed("The server is being stopped."))
+            fail(self.waiting.popleft(), ServerStopped())
 
     async def _load(self, replica: ReplicaProcess) -> ModelInfo:
         try:
@@ -170,7 +182,7 @@ class Dispatcher:
                     log.warning("replica %s died and is restarted.", replica.name)
             except asyncio.CancelledError:
                 for image in batch:
-                    fail(image, GenerationFailed("The server is being stopped."))
+                    fail(image, ServerStopped())
                 raise
             if not alive:
                 self.states[index] = "restarting"

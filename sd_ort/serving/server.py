@@ -27,7 +27,7 @@ from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.serving import api
 from sd_ort.serving.api import InvalidRequest, Limits
 from sd_ort.serving.connections import MAX_IDLE, LimitedConnection, address_error
-from sd_ort.serving.dispatch import Dispatcher, QueueFull
+from sd_ort.serving.dispatch import Dispatcher, QueueFull, ServerStopped
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo
 from sd_ort.serving.metrics import Metrics
 
@@ -125,7 +125,7 @@ class Service:
             files = await self._generate(request, jobs)
         except InvalidRequest as error:
             return _error(str(error), error.status, error.field)
-        except QueueFull as error:
+        except (QueueFull, ServerStopped) as error:
             return _error(str(error), 503, headers={"Retry-After": "1"})
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -267,6 +267,8 @@ def test_command_refuses_bad_input(sd_ort: Cli, tmp_path: Path, raw: Path) -> No
         3,
         "sd-ort: unknown provider 'tpu': choose auto or one of cpu, cuda, rocm, migraphx, hip, sdcuda.\n",
     )
+    code, _, error = sd_ort("benchmark", raw, "--provider", "cpu", "--torch", "none", "--out", "/dev/null/out")
+    assert (code, error) == (5, "sd-ort: cannot write /dev/null/out/benchmark.json: /dev/null is no folder.\n")
 
 
 def test_command_says_where_an_interrupted_run_is(

@@ -173,6 +173,7 @@ def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
     folder = tiny_pipeline.write(tmp_path / "toy")
     for wrong, words in (
         (("--replicas", 2), "--replicas goes with --mlperf"),
+        (("--mlperf", "--profile"), "exclude each other"),
         (("--mlperf", "--gpus", 2), "takes no --gpus"),
         (("--mlperf", "--replicas", 2, "--gpus", 2), "pass one"),
         (("--mlperf", "--replicas", 2, "--torch", "demo"), "not torch eager"),

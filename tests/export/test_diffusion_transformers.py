@@ -289,7 +289,7 @@ def test_hoisted_folder(folder, exported, preset):
     result = verify(source, out, components=["transformer"])
     assert result["passed"], result["rows"]
     assert {row["component"] for row in result["rows"]} == {"transformer"}
-    with pytest.raises(InputError, match="hoisted already"):
+    with pytest.raises(InputError, match="optimized already"):
         optimize(out, out.with_name("again"), target="cpu")
 
 

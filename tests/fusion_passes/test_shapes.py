@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from fusion_passes.canonicalize import canonicalize, opset, why_not_fused
-from fusion_passes.shapes.infer import annotate
+from fusion_passes.shapes.infer import annotate, annotate_new
 
 HEADER = '<ir_version: 8, opset_import: ["" : {version}{more}]>\n'
 
@@ -69,6 +69,15 @@ def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8
 )  # fmt: skip
 def test_shape_of_an_operator(body: str, expected: str) -> None:
     assert shape(body, more=', "other" : 1') == expected
+
+
+def test_shapes_of_a_clone_are_inferred_again() -> None:
+    """`ir.Model.clone` copies the shapes that a pass before it inferred, which are by the original's values."""
+    text = HEADER.format(version=20, more="") + "g (float[B,8,4] x) => (float y) { z = Relu (x)  y = Flatten (z) }"
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    annotate(model.graph)
+    copy = model.clone().graph
+    assert annotate_new(copy).shapes.keys() == {*copy.inputs, *(output for node in copy for output in node.outputs)}
 
 
 def test_branches_of_an_if_keep_their_common_sizes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,21 @@ def test_an_optimized_folder_shows_its_source_and_its_target(source: Path, optim
     }
     assert biases["rewrote"]["fold_bias"] == 35
     assert all(site["scope"] for site in biases["unfused"])
+
+
+def test_a_folder_made_from_a_checkpoint_shows_its_template(demo_folder: Path, tmp_path: Path) -> None:
+    entry = explain(demo_folder, ["text_encoder"])["components"]["text_encoder"]
+    assert entry["before"]["Softmax"] == 4
+    assert entry["fused"] == {"LinearAdd": 12, "SkipLayerNormalization": 8, "Attention": 4, "QuickGelu": 4}
+    manifest = pipeline_folder.read_manifest(demo_folder)
+    folder = Path(shutil.copytree(demo_folder, tmp_path / "copy"))
+    for options in ({}, {"templates": {"text_encoder": "../removed.onnx.xz"}}, {"templates": {"text_encoder": None}}):
+        pipeline_folder.write_manifest(folder, {**manifest, "options": {"target": "cpu", **options}})
+        with pytest.raises(InputError, match="run `sd-ort export demo RAW` and explain RAW"):
+            explain(folder)
+    pipeline_folder.write_manifest(folder, {**manifest, "source": {"folder": str(tmp_path / "raw")}})
+    with pytest.raises(InputError, match="raw, which is gone: restore it"):
+        explain(folder)
 
 
 def test_scopes_survive_optimization(optimized: Path) -> None:
@@ -227,6 +243,8 @@ def test_extract_refuses_what_is_not_there(source: Path, tmp_path: Path) -> None
         extract(source, "vae_decoder", ["decoder.conv_in.weight"], [conv[5]], tmp_path / "a.onnx")
     with pytest.raises(InputError, match="no component unet"):
         extract(source, "unet", [conv[3]], [conv[5]], tmp_path / "a.onnx")
+    with pytest.raises(OutputError, match=r"ends in \.onnx"):
+        extract(source, "vae_decoder", [conv[3]], [conv[5]], tmp_path / "a.txt")
     assert not (tmp_path / "a.onnx").exists()
     ran = CliRunner().invoke(
         extract_command.command,

@@ -447,7 +447,7 @@ def test_benchmark_times_files_in_turn(sd_ort: Cli, tmp_path: Path) -> None:
         (("in.onnx", "--steps", "3"), "--steps goes with pipeline folders"),
         (("in.onnx", "folder"), "is no .onnx file"),
         (("folder", "--inputs", "in.npz"), "--inputs goes with .onnx files"),
-        (("in.onnx", "wide.onnx", "--provider", "cpu"), "has other inputs than"),
+        (("in.onnx", "wide.onnx"), "has other inputs than"),
     ],
 )
 def test_benchmark_refuses(

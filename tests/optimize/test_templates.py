@@ -52,7 +52,9 @@ def template_cache(checkpoint: Callable[[int], Path], tmp_path_factory: pytest.T
         lines: list[str] = []
         optimize(str(checkpoint(1)), root / "first", components=COMPONENTS, **OPTIONS, on_progress=lines.append)
         assert sum("was kept" in line for line in lines) == len(COMPONENTS)
-        assert len(list(templates.user_folder().iterdir())) == len(COMPONENTS)
+        files = {path.name for path in templates.user_folder().iterdir()}
+        assert len(files) == len(COMPONENTS)
+        assert {*pipeline_folder.read_manifest(root / "first")["options"]["templates"].values()} == files
         assert not list(root.glob(".first*"))
         yield root
 

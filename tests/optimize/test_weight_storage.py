@@ -225,7 +225,7 @@ def test_the_demo(sd_ort: Cli, demo_folder: Path, tmp_path: Path) -> None:
     code, _, err = sd_ort("optimize", "demo", out, *options)
     assert code == 0, err
     code, _, err = sd_ort("optimize", out, tmp_path / "again", "--target", "cpu")
-    assert (code, err) == (2, f"sd-ort: {out} is in int8 already: optimize what it was made from.\n")
+    assert (code, err) == (2, f"sd-ort: {out} is optimized already: optimize what it was made from, demo.\n")
     assert read_manifest(out)["options"]["weights"] == {"dtype": "int8", "group": 32, "symmetric": True, "vae": True}
     assert sd_ort("verify", "demo", out)[0] == 0
     for name in ("unet", "vae_decoder"):

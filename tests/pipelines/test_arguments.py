@@ -205,11 +205,22 @@ def test_a_copy_is_refused_with_what_to_do(pipeline: Any, copy_of: Any) -> None:
         copy_of(pipeline)
 
 
-def test_a_scheduler_of_transformers_is_refused(pipeline: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("FlowMatchEulerDiscreteScheduler", "it has no scale_model_input"),
+        ("ScoreSdeVeScheduler", "it has no step"),
+        ("DDPMWuerstchenScheduler", "it has no order"),
+        ("CogVideoXDPMScheduler", "its step needs timestep_back and sample"),
+        ("RePaintScheduler", "its step needs original_image and mask"),
+        ("KarrasVeScheduler", "its step needs sample_hat"),
+    ],
+)
+def test_a_scheduler_of_other_models_is_refused(pipeline: Any, name: str, reason: str) -> None:
     swapped = StableDiffusionPipeline.from_pipe(pipeline)
-    swapped.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    with pytest.raises(InputError, match="drives transformers, not U-Nets"):
-        draw(swapped)
+    with pytest.raises(InputError, match=f"{name} cannot drive a U-Net, since {reason}: use euler, ddim"):
+        swapped.scheduler = getattr(diffusers, name)()
+    assert swapped.scheduler_name == pipeline.scheduler_name
 
 
 def test_places_and_settings(small_export: Path, pipeline: Any) -> None:

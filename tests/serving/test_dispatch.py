@@ -12,7 +12,7 @@ import pytest
 
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.serving import dispatch
-from sd_ort.serving.dispatch import Dispatcher, QueueFull
+from sd_ort.serving.dispatch import Dispatcher, QueueFull, ServerStopped
 from sd_ort.serving.image_jobs import BatchSettings, GenerationFailed, ImageJob, ModelInfo, ReplicaDied
 
 MODEL = ModelInfo(default_size=64, size_multiple=8, steps=25, guidance=7.5, train_timesteps=1000)
@@ -250,5 +250,7 @@ async def test_closing_fails_waiting_and_running_images() -> None:
     await run_tasks()
     dispatcher.close()
     results = await asyncio.gather(*done, return_exceptions=True)
-    assert [type(result) for result in results] == [GenerationFailed, GenerationFailed]
+    assert [type(result) for result in results] == [ServerStopped, ServerStopped]
+    with pytest.raises(ServerStopped):
+        dispatcher.submit(jobs("c"))
     assert not replica.running

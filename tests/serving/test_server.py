@@ -109,9 +109,14 @@ def test_responses() -> None:
         assert b'sd_ort_requests_total{status="503"} 1.0' in text
         code, content = await request(app, "GET", "/health")
         assert (code, json.loads(content)["status"]) == (200, "ok")
+        replica.gate.clear()
+        waiting = asyncio.gather(*(status(hello) for _ in range(2)))
+        await run_tasks()
+        assert (len(replica.batches[-1]), len(dispatcher.waiting)) == (1, 1)
+        dispatcher.close()
+        assert [*await waiting, await status(hello)] == [503] * 3
         dispatcher.states[0] = "restarting"
         assert (await request(app, "GET", "/health"))[0] == 503
-        dispatcher.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))
 

@@ -11,7 +11,6 @@ import onnx_ir as ir
 from fusion_passes import weight_recipes as recipes
 from fusion_passes.fuse import FUSIONS, fuse
 from fusion_passes.graph_pass import run_all
-from fusion_passes.shapes.infer import SHAPE_INFO
 from sd_ort.graphs import hoist
 from sd_ort.optimize import precision
 from sd_ort.optimize.optimizer import lower_operators
@@ -65,24 +64,14 @@ def check_recipes_of_targets(
         fused_with = {FUSIONS: fused}
         for target in (target for name, target in TARGETS.items() if name != "gpu"):  # gpu: as hip
             if target.fusions not in fused_with:
-                fused_with[target.fusions] = copied(canonical)
+                fused_with[target.fusions] = canonical.clone()
                 fuse(fused_with[target.fusions], target.fusions)
-            model = copied(fused_with[target.fusions])
+            model = fused_with[target.fusions].clone()
             hoisted = name.endswith(".unet") and target.name == HOIST_TARGETS[0]  # the split takes as long as all else
             parts = lowered_parts(model, target, "float16", hoisted=hoisted)
             assert checked_recipes(parts, tensors) > 50, target.name
     finally:
         gc.enable()
-
-
-def copied(model: ir.Model) -> ir.Model:
-    """Return a clone without the original's shapes, which are by values: with them, passes know no shape of the clone.
-
-    Passes then infer them again.
-    """
-    copy = model.clone()
-    copy.graph.meta.pop(SHAPE_INFO, None)
-    return copy
 
 
 def lowered_parts(model: ir.Model, target: Target, dtype: str, *, hoisted: bool) -> list[ir.Model]:

@@ -302,8 +302,11 @@ class SamplingBuffers:
         assert self.schedule is not None
         steps, expected = int(read_value(self.schedule.values["index"])[0]), len(job.schedule.timesteps)
         if steps != expected:
-            problem = f"the loop on the device took {steps} steps of {expected}, for its buffers were copied"
-            raise SdOrtError(f"{problem}: load the pipeline with device_loop=False, and report this.")
+            raise SdOrtError(
+                f"the loop on the device took {steps} steps of {expected}: its kernels did nothing, as under `simulate "
+                "--kernels skip`, which generates no images, or its buffers were copied. Without simulate, load the "
+                "pipeline with device_loop=False, and report this."
+            )
         if self.conditioning.texts is not None:
             self.conditioning.texts.check()
         check_finite(read_value(runs[0].outputs["latents_check"]), "unet")
