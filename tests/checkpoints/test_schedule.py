@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sd_ort
-from sd_ort.checkpoints.linear_schedule import fixed_schedule
+from sd_ort.checkpoints.linear_schedule import LinearSchedule, fixed_schedule
 from sd_ort.checkpoints.schedule import DiffusersTimetable, linear_schedule
 from sd_ort.checkpoints.schedulers import make_scheduler
 from sd_ort.core.errors import InputError
@@ -44,6 +44,13 @@ def test_linear_schedule(name: str, window: int) -> None:
     torch.testing.assert_close(
         torch.einsum("k,k...->...", weights[-1], torch.stack(history)), latents, rtol=1e-4, atol=1e-4
     )
+
+
+def test_a_step_that_reads_nothing() -> None:
+    """IPNDM's only step returns zeros, whatever it reads."""
+    schedule = DiffusersTimetable(make_scheduler(MODEL_DIR, "ipndm"), 1, 0.0).schedule(0, 1)
+    assert isinstance(schedule, LinearSchedule)
+    assert not schedule.weights[-1].any()
 
 
 def test_random_scheduler_is_refused() -> None:
