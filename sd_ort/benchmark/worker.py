@@ -154,7 +154,9 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the process, immediately after any exception but an engine's failure (such as Ctrl-C)."""
         if kind is not None and not issubclass(kind, SdOrtError):
-            self.failure = self.failure or "the run was interrupted before it began"
+            for measured in self.measurements.values():
+                if not measured.step_ms:
+                    measured.failure = measured.failure or "the run was interrupted before it was timed"
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.process.kill()
         self.pool.shutdown()

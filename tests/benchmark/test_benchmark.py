@@ -272,10 +272,21 @@ def test_command_refuses_bad_input(sd_ort: Cli, tmp_path: Path, raw: Path) -> No
 def test_command_says_where_an_interrupted_run_is(
     sd_ort: Cli, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "run", interrupted)
-    code, _, error = sd_ort("benchmark", raw, "--out", tmp_path / "out")
+    monkeypatch.setattr(runner, "Worker", FakeWorker)
+    arguments = "benchmark", raw, "--torch", "none", "--batch", "1,2", "--out", tmp_path / "out"
+    report, page = tmp_path / "out" / "benchmark.json", tmp_path / "out" / "report.html"
+    code, _, error = sd_ort(*arguments)
     assert code == 130
-    assert f"what was measured is in {tmp_path / 'out' / 'benchmark.json'}" in error
+    assert f"what was measured is in {report} and {page}.\n" in error
+    before = report.read_bytes(), page.read_bytes()
+    assert [row.get("reason") for row in json.loads(before[0])["engines"]] == [
+        None,
+        "the run was interrupted before it was timed",
+    ]
+    monkeypatch.setattr(FakeWorker, "load", interrupt)
+    code, _, error = sd_ort(*arguments)
+    assert (code, error.splitlines()[-1]) == (130, f"sd-ort: interrupted; {report_file.NOTHING_MEASURED}")
+    assert (report.read_bytes(), page.read_bytes()) == before
