@@ -216,6 +216,16 @@ def test_unet_alone(pipe: Any) -> None:
         pipe.unet(x, 7, context, mid_block_additional_residual=x)
 
 
+def test_a_folder_that_was_removed(reference: Any, small_export: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(small_export, tmp_path / "removed")
+    pipe = accelerate(torch_pipeline_of("StableDiffusionPipeline", reference), folder, provider="cpu")
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match=r"removed/text_encoder/model\.onnx is gone: make the folder again"):
+        generate(pipe)
+    with pytest.raises(InputError, match="removed is gone: make the folder again"):
+        pipe.load_lora_weights({})
+
+
 def test_folder_of_another_model(reference: Any, small_export: Path, tmp_path: Path) -> None:
     folder = tmp_path / "other"
     shutil.copytree(small_export, folder, symlinks=True)
