@@ -58,6 +58,7 @@ class ReportFile:
         """Raise OutputError if a file in `out` would be lost: a report, a page, or one of `images`."""
         self.settings, self.out = settings, results_folder(out, overwrite)
         self.out.check(f"{kind}.json", f"{kind}.csv", PAGE, *images)
+        self.earlier_images = images  # of an earlier run, until this one is written
         self.workers: list[Worker] = []
         self.report: dict[str, Any] = {
             "format": FORMAT,
@@ -89,7 +90,7 @@ class ReportFile:
             self.out.write(f"{self.report['kind']}.csv", to_csv(self.report).encode())
 
     @contextmanager
-    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+    def saving(self, save: Callable[[], object]) -> Iterator[None]:
         """Mark the report as `finished` or `interrupted`, or neither after an error, and save it.
 
         A KeyboardInterrupt before the first measurement gets the message `NOTHING_MEASURED`.
@@ -113,6 +114,8 @@ class ReportFile:
         """
         if not (self.report["finished"] or self._is_measured()):
             return False
+        self.out.remove(*self.earlier_images)
+        self.earlier_images = ()
         self.out.write(f"{self.report['kind']}.json", files.json_bytes(self.report))
         return True
 
