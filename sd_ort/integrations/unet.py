@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from sd_ort.checkpoints.signatures import Axis, latent_multiple, residual_axes, split_axis
+from sd_ort.checkpoints.signatures import latent_multiple, residual_axes, split_axis
 from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent
+from sd_ort.checkpoints.unet_inputs import Axis
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.denoiser import DenoiserRunner
 from sd_ort.integrations.models import TorchComponentSessions
