@@ -22,6 +22,8 @@ from sd_ort.runtime import machine
 FORMAT = 2
 PAGE = "report.html"
 KINDS = ("benchmark", "ablation", "mlperf", "profile")
+MEASUREMENTS = {"step_ms", "SingleStream", "by_operator"}  # keys of a measured row: times, a scenario, a profile
+NOTHING_MEASURED = "nothing was measured, so no report was written."
 
 
 def results_folder(folder: Path, overwrite: bool = False) -> SharedFolder:
@@ -56,6 +58,7 @@ class ReportFile:
         """Raise OutputError if a file in `out` would be lost: a report, a page, or one of `images`."""
         self.settings, self.out = settings, results_folder(out, overwrite)
         self.out.check(f"{kind}.json", f"{kind}.csv", PAGE, *images)
+        self.earlier_images = images  # of an earlier run, until this one is written
         self.workers: list[Worker] = []
         self.report: dict[str, Any] = {
             "format": FORMAT,
@@ -83,24 +86,41 @@ class ReportFile:
                 self.report["baseline"] = baseline[0].engine.label
             rows += [worker.row(m, baseline[1] if baseline else None, self.settings) for worker, m in measured]
         self.report["engines"] = rows
-        self.write()
-        self.out.write(f"{self.report['kind']}.csv", to_csv(self.report).encode())
+        if self.write():
+            self.out.write(f"{self.report['kind']}.csv", to_csv(self.report).encode())
 
     @contextmanager
-    def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """Mark the report as `finished` or `interrupted`, or neither after an error, and save it."""
+    def saving(self, save: Callable[[], object]) -> Iterator[None]:
+        """Mark the report as `finished` or `interrupted`, or neither after an error, and save it.
+
+        A KeyboardInterrupt before the first measurement gets the message `NOTHING_MEASURED`.
+        """
         try:
             yield
             self.report["finished"] = True
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             self.report["interrupted"] = True
+            if not self._is_measured():
+                interrupt.args = (NOTHING_MEASURED,)
             raise
         finally:
             save()
 
-    def write(self) -> None:
-        """Write the report as JSON. Raises OutputError if `out` cannot be written."""
+    def write(self) -> bool:
+        """Write the report as JSON; return False, and leave an earlier report, before the first measurement.
+
+        A finished run is written in any case: its rows say why its engines failed. Raises OutputError if `out` cannot
+        be written.
+        """
+        if not (self.report["finished"] or self._is_measured()):
+            return False
+        self.out.remove(*self.earlier_images)
+        self.earlier_images = ()
         self.out.write(f"{self.report['kind']}.json", files.json_bytes(self.report))
+        return True
+
+    def _is_measured(self) -> bool:
+        return any(MEASUREMENTS & row.keys() for row in self.report["engines"])
 
 
 # --- Tables ---------------------------------------------------------------------------------------------------------

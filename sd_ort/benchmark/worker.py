@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,6 +25,8 @@ from sd_ort.core.ownership import SharedFolder
 from sd_ort.runtime import device_meters, tuning
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import provider_named
+
+KILLED = 9  # SIGKILL, which Windows does not have
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Worker:
         self.engine, self.meter, self.failure = engine, meter, failure
         self.pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=interface.start_process)
         self.process = psutil.Process(self.pool.submit(os.getpid).result())
+        (self.child,) = self.pool._processes.values()
         self.loaded: dict[str, Any] = {}
         self.dead = False
         self.measurements: dict[int, EngineMeasurements] = {}
@@ -102,7 +106,8 @@ class Worker:
                 result = self.pool.submit(function, *arguments).result()
             except BrokenProcessPool:
                 self.dead = True
-                self.failure = self.failure or "its process was ended by the system: most likely it ran out of memory"
+                self.child.join(10)
+                self.failure = self.failure or _death(self.child.exitcode)
                 raise SdOrtError(self.failure) from None
         return result, usage
 
@@ -154,10 +159,21 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the process, immediately after any exception but an engine's failure (such as Ctrl-C)."""
         if kind is not None and not issubclass(kind, SdOrtError):
-            self.failure = self.failure or "the run was interrupted before it began"
+            for measured in self.measurements.values():
+                if not measured.step_ms:
+                    measured.failure = measured.failure or "the run was interrupted before it was timed"
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.process.kill()
         self.pool.shutdown()
+
+
+def _death(exit_code: int | None) -> str:
+    """Return why a process ended that did not answer, from multiprocessing's exit code: negative for a signal."""
+    if exit_code is None or exit_code >= 0 or exit_code == -KILLED:
+        return "its process was ended by the system: most likely it ran out of memory"
+    name = signal.Signals(-exit_code).name
+    changed = ": a file of its folder was truncated meanwhile" if name == "SIGBUS" else ""
+    return f"its process was ended by {name}{changed}"
 
 
 def image_name(label: str) -> str:

@@ -112,7 +112,7 @@ def window_of(table: np.ndarray) -> np.ndarray:
     """
     count = len(table)
     read = [(i, i - j) for i in range(count) for j in range(i + 1) if table[i, :, j].any()]
-    coefficients = np.zeros((count, 1 + max(back for _, back in read), 2), np.float32)
+    coefficients = np.zeros((count, 1 + max((back for _, back in read), default=0), 2), np.float32)
     for i, back in read:
         coefficients[i, back] = table[i, :, i - back]
     return coefficients

@@ -241,8 +241,11 @@ def command(
         else:
             result = runner.run(engines, settings, out, kind=kind, **common)
             text = report_file.to_table(result)
-    except KeyboardInterrupt:
-        click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
+    except KeyboardInterrupt as interrupt:
+        measured = (
+            str(interrupt) or f"what was measured is in {out / f'{kind}.json'} and {report.write(out, overwrite)}."
+        )
+        click.echo(f"\nsd-ort: interrupted; {measured}", err=True)
         ctx.exit(130)
     click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out, overwrite)}")
     if all(row["status"] == "failed" for row in result["engines"]):

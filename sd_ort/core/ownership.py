@@ -123,6 +123,12 @@ class SharedFolder:
             raise
         return path
 
+    def remove(self, *names: str) -> None:
+        """Remove files, if they are there. Raises as `check`."""
+        self.check(*names)
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
     def record(self, *names: str) -> None:
         """Record files that other code wrote; missing files are skipped."""
         records = {name: record_file(self.folder / name) for name in names if (self.folder / name).is_file()}

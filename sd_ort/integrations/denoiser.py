@@ -53,17 +53,22 @@ class DenoiserRunner:
         if timesteps.device.type == "cpu" and len(timesteps) > 1 and not bool((timesteps == timesteps[0]).all()):
             raise InputError("the batch has different timesteps: this graph has one timestep for the batch.")
         prompt = self._prompt_outputs(conditioning, key)
+        graph = self._step_graph(latents)
         rows = timesteps if len(timesteps) == len(latents) else timesteps[:1].expand(len(latents))
         computed = {**prompt, **self.graphs.time_outputs({**conditioning, **prompt}, rows)}
         feed = {**sample, **conditioning, **computed}
-        step = models.models[self.component]
+        step = models.models[graph]
         if "timestep" in step.inputs:
             feed["timestep"] = timesteps[:1].reshape((1,) * len(step.inputs["timestep"].shape))
         inputs = self.graphs.feed("step", feed)
         zero_copy_inputs = {name: inputs.pop(name) for name in computed.keys() & inputs.keys()}
-        (out,) = models.call(self.component, inputs, zero_copy_inputs).values()
+        (out,) = models.call(graph, inputs, zero_copy_inputs).values()
         self.seconds.append(time.perf_counter() - started)
         return out.to(latents.device, latents.dtype)
+
+    def _step_graph(self, latents: torch.Tensor) -> str:
+        """Return the key of the step graph for the size of the latents."""
+        return self.component
 
     def _run_reusing_outputs(self, component: str, feed: Mapping[str, torch.Tensor]) -> Tensors:
         return self.models.call(component, feed, reuse_outputs=True)

@@ -65,6 +65,7 @@ class TorchComponentSessions(LoraMixin):
         self.shared = share and on_gpu and device_id < torch.cuda.device_count()
         self.device = torch.device("cuda", device_id) if self.shared else torch.device("cpu")
         self.torch_models: dict[str, TorchOrtModel] = {}
+        self.input_dtypes: dict[str, dict[str, torch.dtype]] = {}  # by component, which an edited graph may replace
         self.weights_version = 0  # increased by every update of weights, to invalidate cached outputs
 
     def __contains__(self, name: object) -> bool:
@@ -80,13 +81,18 @@ class TorchComponentSessions(LoraMixin):
 
     def dtype(self, component: str) -> torch.dtype:
         """Return the dtype of a component's first floating-point input, or float32 if it has none."""
-        model = self.models[component]
-        dtypes = [torch_dtype(model.dtype(name)) for name in model.inputs]
+        dtypes = self._input_dtypes(component).values()
         return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
     def inputs(self, component: str) -> list[str]:
         """Return the names of a component's inputs."""
-        return list(self.models[component].inputs)
+        return list(self._input_dtypes(component))
+
+    def _input_dtypes(self, component: str) -> dict[str, torch.dtype]:
+        if component not in self.input_dtypes:
+            model = self.models[component]
+            self.input_dtypes[component] = {name: torch_dtype(model.dtype(name)) for name in model.inputs}
+        return self.input_dtypes[component]
 
     def run(self, component: str, **tensors: torch.Tensor) -> Tensors:
         """Run a component with the inputs as keyword arguments; see `call`."""

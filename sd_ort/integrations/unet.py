@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from sd_ort.checkpoints.signatures import residual_axes, size
+from sd_ort.checkpoints.signatures import latent_multiple, residual_axes, split_axis
+from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent
+from sd_ort.checkpoints.unet_inputs import Axis
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.denoiser import DenoiserRunner
 from sd_ort.integrations.models import TorchComponentSessions
@@ -21,6 +24,7 @@ class UNetRunner(DenoiserRunner):
 
     def __init__(self, models: TorchComponentSessions) -> None:
         super().__init__(models, "unet")
+        self.last_graph = self.component
         self.residual_names = [n for n in models.inputs("unet") if n.startswith("down_block_res_sample_")]
 
     def __call__(
@@ -44,6 +48,23 @@ class UNetRunner(DenoiserRunner):
         """
         feed = {"sample": sample, **self._residual_inputs(sample, residuals, middle)}
         return self.predict(feed, timestep, conditioning, key)
+
+    def _step_graph(self, latents: torch.Tensor) -> str:
+        """Return the key of the UNet, or of its edited graph for latents that do not halve evenly at every level."""
+        is_odd = any(side % latent_multiple(self.models.unet_config) for side in latents.shape[2:])
+        graph = self._odd_sizes_graph if is_odd else self.component
+        if graph != self.last_graph:
+            self.models.torch_models.pop(self.last_graph, None)  # its session is closed to open the other
+            self.last_graph = graph
+        return graph
+
+    @cached_property
+    def _odd_sizes_graph(self) -> str:
+        from sd_ort.pipelines.sampling import ODD_SIZES
+        from sd_ort.pipelines.step_cache import edited
+
+        multiple = pixels_per_latent(self.models.folder) * latent_multiple(self.models.unet_config)
+        return self.models.models.edit(self.component, ODD_SIZES[0], partial(edited, [ODD_SIZES], multiple))
 
     def _residual_inputs(
         self, sample: torch.Tensor, residuals: Sequence[torch.Tensor], middle: torch.Tensor | None
@@ -69,8 +90,18 @@ class UNetRunner(DenoiserRunner):
         sizes = {"batch": len(sample), "height": sample.shape[2], "width": sample.shape[3]}
         axes = residual_axes(self.models.unet_config)
         dtype = self.models.dtype("unet")
-        zeros = [torch.zeros([size(a, sizes) for a in each], dtype=dtype, device=sample.device) for each in axes]
+        zeros = [
+            torch.zeros([_size_rounded_up(a, sizes) for a in each], dtype=dtype, device=sample.device) for each in axes
+        ]
         return {**dict(zip(self.residual_names, zeros, strict=True)), MIDDLE: torch.zeros_like(zeros[-1])}
+
+
+def _size_rounded_up(axis: Axis, sizes: Mapping[str, int]) -> int:
+    """Return the size of an axis of a UNet, whose levels round up: `height/4` is 3 for a height of 9."""
+    if isinstance(axis, int):
+        return axis
+    name, times, divisor = split_axis(axis)
+    return -(-sizes[name] * times // divisor)
 
 
 def reject_patches(options: Mapping[str, Any]) -> None:

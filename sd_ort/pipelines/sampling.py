@@ -130,7 +130,7 @@ class SamplingMixin(StepCacheMixin):
         """
         edits: list[tuple[str, Edit]] = []
         if any(side % self.size_multiple for side in request.size) and self.HAS_SEPARATE_COMPONENTS:
-            edits.append(("odd sizes", _crop_upsampling))
+            edits.append(ODD_SIZES)
         if request.is_perturbed:
             layers = ", ".join(self.pag_applied_layers)
             edits.append((f"PAG in {layers}", partial(_perturb_attention, self.folder, self.pag_applied_layers)))
@@ -184,6 +184,9 @@ def _crop_upsampling(model: ir.Model, size_multiple: int) -> bool:
     except InputError as error:
         raise InputError(f"height and width must be multiples of {size_multiple}: {error}") from error
     return True
+
+
+ODD_SIZES: tuple[str, Edit] = ("odd sizes", _crop_upsampling)  # of a UNet, for sizes that do not halve evenly
 
 
 def _perturb_attention(folder: Path, patterns: Sequence[str], model: ir.Model, _: int) -> bool:

@@ -198,6 +198,8 @@ def _open(
 
 def _open_error(model: Path, provider: str, error: Exception) -> str:
     """Return ONNX Runtime's message for a model that it cannot run, with the model's target."""
+    if not model.exists():
+        return f"{model} is gone: make the folder again, and open the pipeline again."
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
     line = f"ONNX Runtime rejects {model}: {reason or _newer_opset(error) or first_line(error)}"

@@ -81,7 +81,9 @@ class WeightUpdater:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises InputError if the manifest of the folder has no weight recipes."""
+        """Raises InputError if the manifest of the folder has no weight recipes, or the folder was removed."""
+        if not folder.is_dir():
+            raise InputError(f"{folder} is gone: make the folder again, and open the pipeline again.")
         self.folder = folder
         self.recipes = read_recipes(folder)
         if not self.recipes.keys() & {"unet", "transformer"}:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -176,29 +177,38 @@ class FakeWorker(Worker):
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "Worker", FakeWorker)
     engine = Engine("raw ONNX", "onnxruntime", "folder", "demo")
+    monkeypatch.setattr(runner, "Worker", TooLarge)
+    runner.run([engine], BenchmarkSettings(runs=1), tmp_path)
+    assert (tmp_path / "raw-ONNX.png").is_file()
+    monkeypatch.setattr(runner, "Worker", FakeWorker)
     with pytest.raises(KeyboardInterrupt):
         runner.run([engine], BenchmarkSettings(warmup=1, runs=5), tmp_path)
     report = json.loads((tmp_path / "benchmark.json").read_text())
     assert report["interrupted"] is True
     assert report["finished"] is False
     assert report["engines"][0]["image_s"]["values"] == [2.0]  # the first batch warmed up, the third was interrupted
+    assert not (tmp_path / "raw-ONNX.png").exists(), "an image of the earlier run is shown with this one's prompt"
     assert not FakeWorker.started[-1].process.is_running()
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "out of memory"), (signal.SIGBUS, "SIGBUS: a file of its folder was truncated")],
+    ids=["memory", "file"],
+)
+def test_engine_killed_by_the_system_is_a_row(tmp_path: Path, number: int, reason: str) -> None:
     worker = Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device_meters.DeviceMeter())
     worker.measurements = {1: EngineMeasurements(1), 2: EngineMeasurements(2)}
-    worker.process.kill()
+    worker.process.send_signal(number)
     for batch in (1, 2):
         worker.run(batch, timed=True)
     worker.pool.shutdown()
     for measured in worker.measurements.values():
         row = worker.row(measured, None, BenchmarkSettings())
         assert row["status"] == "failed"
-        assert "out of memory" in row["reason"]
+        assert reason in row["reason"]
 
 
 class TooLarge(FakeWorker):
@@ -274,10 +284,21 @@ def test_command_refuses_bad_input(sd_ort: Cli, tmp_path: Path, raw: Path) -> No
 def test_command_says_where_an_interrupted_run_is(
     sd_ort: Cli, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "run", interrupted)
-    code, _, error = sd_ort("benchmark", raw, "--out", tmp_path / "out")
+    monkeypatch.setattr(runner, "Worker", FakeWorker)
+    arguments = "benchmark", raw, "--torch", "none", "--batch", "1,2", "--out", tmp_path / "out"
+    report, page = tmp_path / "out" / "benchmark.json", tmp_path / "out" / "report.html"
+    code, _, error = sd_ort(*arguments)
     assert code == 130
-    assert f"what was measured is in {tmp_path / 'out' / 'benchmark.json'}" in error
+    assert f"what was measured is in {report} and {page}.\n" in error
+    before = report.read_bytes(), page.read_bytes()
+    assert [row.get("reason") for row in json.loads(before[0])["engines"]] == [
+        None,
+        "the run was interrupted before it was timed",
+    ]
+    monkeypatch.setattr(FakeWorker, "load", interrupt)
+    code, _, error = sd_ort(*arguments)
+    assert (code, error.splitlines()[-1]) == (130, f"sd-ort: interrupted; {report_file.NOTHING_MEASURED}")
+    assert (report.read_bytes(), page.read_bytes()) == before

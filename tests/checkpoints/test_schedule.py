@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import sd_ort
-from sd_ort.checkpoints.linear_schedule import fixed_schedule
-from sd_ort.checkpoints.schedule import DiffusersTimetable, linear_schedule
+from sd_ort.checkpoints.linear_schedule import LinearSchedule, fixed_schedule
+from sd_ort.checkpoints.schedule import DiffusersTimetable, NonlinearSchedule, linear_schedule
 from sd_ort.checkpoints.schedulers import make_scheduler
 from sd_ort.core.errors import InputError
 from sd_ort.demo import MODEL_DIR
@@ -44,6 +44,22 @@ def test_linear_schedule(name: str, window: int) -> None:
     torch.testing.assert_close(
         torch.einsum("k,k...->...", weights[-1], torch.stack(history)), latents, rtol=1e-4, atol=1e-4
     )
+
+
+def test_a_step_that_reads_nothing() -> None:
+    """IPNDM's only step returns zeros, whatever it reads."""
+    schedule = DiffusersTimetable(make_scheduler(MODEL_DIR, "ipndm"), 1, 0.0).schedule(0, 1)
+    assert isinstance(schedule, LinearSchedule)
+    assert not schedule.weights[-1].any()
+
+
+def test_clipping_makes_an_infinite_step_finite() -> None:
+    """DDPM divides by 0 without signal in the first step, and clips the result: its steps run as diffusers'."""
+    options: dict[str, Any] = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    schedule = DiffusersTimetable(diffusers.DDPMScheduler(**options, clip_sample=True), 9, 0.0).schedule(0, 9)
+    assert isinstance(schedule, NonlinearSchedule)
+    with pytest.raises(InputError, match="computes NaN"):
+        DiffusersTimetable(diffusers.DDPMScheduler(**options, clip_sample=False), 9, 0.0).schedule(0, 9)
 
 
 def test_random_scheduler_is_refused() -> None:

@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "prompt": "a red circle on a blue background", "num_inference_steps": 3, "guidance_scale": 4.0, "height": 64,
     "width": 64, "output_type": "np",
 }  # fmt: skip
+SIZES: list[dict[str, int]] = [{}, {"height": 72, "width": 88}, {}]
 MIN_PSNR = 80.0  # dB, of float32 images in 0..1; measured: above 110
 
 
@@ -77,6 +78,15 @@ def test_equal_images(reference: Any, hoisted: Path, kind: str, arguments: dict[
     assert [type(pipe.unet), type(pipe.vae), type(pipe.text_encoder)] == [OrtUNet, OrtVae, OrtTextEncoder]
     assert not list(pipe.unet.parameters())
     assert_same(pipe(**arguments, generator=seed(3)).images, expected)
+
+
+def test_sizes_that_do_not_halve_evenly(reference: Any, small_export: Path, hoisted: Path) -> None:
+    """Odd latents between calls of the even size: the graph of the torch UNet's `upsample_size`."""
+    expected = [generate(torch_pipeline_of("StableDiffusionPipeline", reference), **size) for size in SIZES]
+    for folder in (small_export, hoisted):
+        pipe = accelerate(torch_pipeline_of("StableDiffusionPipeline", reference), folder, provider="cpu")
+        for size, image in zip(SIZES, expected, strict=True):
+            assert_same(generate(pipe, **size), image)
 
 
 def test_latent_upscaling(reference: Any, small_export: Path) -> None:
@@ -204,6 +214,16 @@ def test_unet_alone(pipe: Any) -> None:
         pipe.unet(x, torch.tensor([7, 8]), context)
     with pytest.raises(InputError, match="takes no ControlNet"):
         pipe.unet(x, 7, context, mid_block_additional_residual=x)
+
+
+def test_a_folder_that_was_removed(reference: Any, small_export: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(small_export, tmp_path / "removed")
+    pipe = accelerate(torch_pipeline_of("StableDiffusionPipeline", reference), folder, provider="cpu")
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match=r"removed/text_encoder/model\.onnx is gone: make the folder again"):
+        generate(pipe)
+    with pytest.raises(InputError, match="removed is gone: make the folder again"):
+        pipe.load_lora_weights({})
 
 
 def test_folder_of_another_model(reference: Any, small_export: Path, tmp_path: Path) -> None:

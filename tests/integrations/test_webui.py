@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -151,7 +153,8 @@ def lora(tmp_path: Path, call_inputs: dict[str, torch.Tensor]) -> Path:
 
 
 def test_webui_loras(webui: Any, call_inputs: dict[str, torch.Tensor], lora: Path) -> None:
-    """The LoRAs of the prompt's tags are applied at their scales, and removed without the tags."""
+    """The LoRAs of the prompt's tags are applied at their scales, and removed without the tags or after an error."""
+    other = Path(shutil.copy(lora, lora.with_stem("other")))
     unet = extension.webui_unet(extension.models_root() / "tiny")
     unet.activate()
     call = [call_inputs[name] for name in ("x", "timesteps", "context")]
@@ -161,6 +164,12 @@ def test_webui_loras(webui: Any, call_inputs: dict[str, torch.Tensor], lora: Pat
     assert not torch.allclose(prediction, call_inputs["expected"], atol=1e-4)
     webui.networks.loaded_networks.clear()
     assert torch.equal(unet.forward(*call), call_inputs["expected"])
+    gone = types.SimpleNamespace(network_on_disk=types.SimpleNamespace(filename="gone.safetensors"), unet_multiplier=1)
+    another = types.SimpleNamespace(network_on_disk=types.SimpleNamespace(filename=str(other)), unet_multiplier=1)
+    webui.networks.loaded_networks[:] = [another, gone]
+    assert torch.equal(unet.forward(*call), torch.full_like(call[0], 42.0))
+    webui.networks.loaded_networks.clear()
+    assert torch.equal(unet.forward(*call), call_inputs["expected"]), "a LoRA of the call that failed is in use"
 
 
 def host_network(weight: torch.Tensor, tensors: dict[str, torch.Tensor], strength: float) -> torch.Tensor:
@@ -280,6 +289,16 @@ def test_forge(
     call["c"]["transformer_options"] = {"patches_replace": {"attn2": {}}}
     assert torch.equal(unet.wrapper(unet.model.apply_model, call), torch.full_like(call_inputs["x"], 42.0))
     assert "changes the model's layers (attn2)" in capsys.readouterr().out
+    shutil.copytree(extension.models_root() / "tiny", extension.models_root() / "copy")
+    folders = []
+    monkeypatch.setattr(extension, "WebUNet", lambda folder: folders.append(folder.name) or WebUNet(folder, "cpu"))
+    for seconds in (0, 0, 1):
+        os.utime(extension.models_root() / "copy" / MANIFEST, (seconds, seconds))
+        script.process_before_every_sampling(p, True, "copy")
+    assert folders == ["copy", "copy"], "a folder that was made again is opened again"
+    shutil.rmtree(extension.models_root() / "copy")
+    script.process_before_every_sampling(p, True, "copy")
+    assert "copy: no such file or folder" in capsys.readouterr().out
     script.process_before_every_sampling(p, True, "not there")
     assert "sd-ort: " in capsys.readouterr().out
 
@@ -310,5 +329,11 @@ def test_decode_sinusoidal_embedding() -> None:
 
 
 def test_a_folder_of_another_family(small_export: Path, call_inputs: dict[str, torch.Tensor]) -> None:
+    unet, (x, timesteps, context) = (
+        WebUNet(small_export, "cpu"),
+        (call_inputs[n] for n in ("x", "timesteps", "context")),
+    )
     with pytest.raises(InputError, match="prompts have 5 channels"):
-        WebUNet(small_export, "cpu")(call_inputs["x"], call_inputs["timesteps"], call_inputs["context"][..., :5])
+        unet(x, timesteps, context[..., :5])
+    with pytest.raises(InputError, match="UNet reads 9 channels, the folder's 4"):
+        unet(torch.zeros(2, 9, 8, 8), timesteps, context)

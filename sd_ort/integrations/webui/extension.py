@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError, describe_error
+from sd_ort.core.pipeline_folder import MANIFEST
 from sd_ort.integrations.webui.unet import WebUNet, folders
 
 TITLE = "sd-ort"
@@ -127,7 +128,7 @@ def webui_loras() -> list[tuple[str, float]]:
 def forge_script() -> type[Any]:
     """Return the script class for Forge and reForge."""
     scripts, gradio = importlib.import_module("modules.scripts"), importlib.import_module("gradio")
-    opened: dict[str, WebUNet] = {}
+    opened: dict[tuple[str, int | None], WebUNet] = {}  # by folder and the time of its manifest
 
     class SdOrtScript(scripts.Script):  # type: ignore[name-defined]
         def title(self) -> str:
@@ -146,16 +147,18 @@ def forge_script() -> type[Any]:
             if not enabled or not folder:
                 return
             objects = p.sd_model.forge_objects
+            manifest = models_root() / folder / MANIFEST
+            key = folder, manifest.stat().st_mtime_ns if manifest.is_file() else None
             try:
-                if folder not in opened:
+                if key not in opened:
                     opened.clear()
-                    opened[folder] = WebUNet(models_root() / folder)
-                opened[folder].use_loras(forge_loras(p.sd_model))
+                    opened[key] = WebUNet(manifest.parent)
+                opened[key].use_loras(forge_loras(p.sd_model))
             except Exception as error:
                 warn(error)
                 return
             unet = objects.unet.clone()
-            unet.set_model_unet_function_wrapper(forge_wrapper(opened[folder]))
+            unet.set_model_unet_function_wrapper(forge_wrapper(opened[key]))
             objects.unet = unet
 
     return SdOrtScript

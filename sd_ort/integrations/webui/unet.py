@@ -30,7 +30,7 @@ class WebUNet(torch.nn.Module):
         super().__init__()
         self.models = TorchComponentSessions(folder, provider)
         self.runner, self.dtype = UNetRunner(self.models), self.models.dtype("unet")
-        self.loras: list[tuple[str, float]] = []
+        self.loras: list[tuple[str, float]] | None = []  # None after an error: whatever of it is in use
 
     def use_loras(self, loras: Sequence[tuple[str, float]]) -> None:
         """Activate exactly these LoRA files with their adapter scales.
@@ -41,6 +41,7 @@ class WebUNet(torch.nn.Module):
         requested = [(str(path), float(scale)) for path, scale in loras]
         if requested == self.loras:
             return
+        self.loras = None
         for path, _ in requested:
             if path not in self.models.lora_state.scales:
                 self.models.load_lora_weights(path, path)
@@ -83,6 +84,8 @@ class WebUNet(torch.nn.Module):
             }
         elif y is not None and y.numel():
             raise InputError("the checkpoint is an SDXL one, and this folder is none: choose another folder.")
+        if x.shape[1] != (channels := self.models.unet_config["in_channels"]):
+            raise InputError(f"the checkpoint's UNet reads {x.shape[1]} channels, the folder's {channels}.")
         channels = self.models.unet_config["cross_attention_dim"]
         if context.shape[-1] != channels:
             raise InputError(f"the checkpoint's prompts have {context.shape[-1]} channels, the folder's {channels}.")
