@@ -51,8 +51,7 @@ class TimeEmbedding(torch.nn.Module):
 
     def forward(self, timestep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         hidden = self.linear_1(self.sinusoids(timestep * 1e3)[:, None])
-        embedded: torch.Tensor = self.linear_2(torch.nn.functional.gelu(hidden, approximate="tanh"))
-        return embedded
+        return self.linear_2(torch.nn.functional.gelu(hidden, approximate="tanh"))
 
 
 class Krea2Transformer(torch.nn.Module):
@@ -72,7 +71,7 @@ class Krea2Transformer(torch.nn.Module):
         img_ids: torch.Tensor, txt_ids: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Return the output for each patch."""
-        output: torch.Tensor = self.model(
+        return self.model(
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             # A row for each image, as the modulation of other families has, whose fusions expect it.
@@ -80,7 +79,6 @@ class Krea2Transformer(torch.nn.Module):
             position_ids=torch.cat([txt_ids, img_ids]),
             return_dict=False,
         )[0]
-        return output
 
 
 class TextRotary(torch.nn.Module):

@@ -49,8 +49,7 @@ class T5TextEncoder(torch.nn.Module):
         self.weight_recipes = {"encoder.embed_tokens.weight": "shared.weight"}  # one parameter of two modules
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(input_ids).last_hidden_state
-        return hidden
+        return self.model(input_ids).last_hidden_state
 
 
 class Qwen3TextEncoder(torch.nn.Module):
@@ -150,8 +149,7 @@ class SeparablePositions(torch.nn.Module):
         columns = self.columns[left : left + width].unsqueeze(0).expand(height, width, -1)
         lines = self.lines[top : top + height].unsqueeze(1).expand(height, width, -1)
         positions = torch.cat([columns, lines], dim=-1).reshape(1, height * width, -1)
-        embedded: torch.Tensor = patches.flatten(2).transpose(1, 2) + positions
-        return embedded
+        return patches.flatten(2).transpose(1, 2) + positions
 
 
 class _Denoiser(torch.nn.Module):
@@ -179,8 +177,7 @@ class DiffusionTransformer(_Denoiser):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         named = dict(zip(self.names, inputs, strict=True))
-        output: torch.Tensor = self.model(**named, return_dict=False)[0]
-        return output
+        return self.model(**named, return_dict=False)[0]
 
 
 class UNet(_Denoiser):
@@ -196,8 +193,7 @@ class UNet(_Denoiser):
         if residuals := [value for name, value in named.items() if name.startswith("down_block")]:
             options["down_block_additional_residuals"] = tuple(residuals)
             options["mid_block_additional_residual"] = named["mid_block_additional_residual"]
-        output: torch.Tensor = self.model(sample, timestep, context, return_dict=False, **options)[0]
-        return output
+        return self.model(sample, timestep, context, return_dict=False, **options)[0]
 
 
 class ControlNet(_Denoiser):
@@ -241,8 +237,7 @@ class VaeEncoder(torch.nn.Module):
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
         encoded = self.model.encode(sample)  # type: ignore[operator]
-        output: torch.Tensor = encoded.latents if "latents" in encoded else encoded.latent_dist.parameters
-        return output
+        return encoded.latents if "latents" in encoded else encoded.latent_dist.parameters
 
 
 class VaeDecoder(torch.nn.Module):
@@ -254,8 +249,7 @@ class VaeDecoder(torch.nn.Module):
         del model.encoder
 
     def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
-        image: torch.Tensor = self.model.decode(latent_sample, return_dict=False)[0]  # type: ignore[operator]
-        return image
+        return self.model.decode(latent_sample, return_dict=False)[0]  # type: ignore[operator]
 
 
 class LatentStatistics(torch.nn.Module):
@@ -290,8 +284,7 @@ class PackedVaeEncoder(torch.nn.Module):
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
         model: Any = self.model
         patches = torch.nn.functional.pixel_unshuffle(model.encode(sample).latent_dist.mean, 2)
-        normalized: torch.Tensor = (patches - model.bn.mean) / model.bn.deviation
-        return normalized
+        return (patches - model.bn.mean) / model.bn.deviation
 
 
 class PackedVaeDecoder(torch.nn.Module):
@@ -306,8 +299,7 @@ class PackedVaeDecoder(torch.nn.Module):
     def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
         model: Any = self.model
         latents = torch.nn.functional.pixel_shuffle(latent_sample * model.bn.deviation + model.bn.mean, 2)
-        image: torch.Tensor = model.decode(latents, return_dict=False)[0]
-        return image
+        return model.decode(latents, return_dict=False)[0]
 
 
 def wrap(component: str, model: torch.nn.Module, penultimate: bool, controlnet: bool) -> torch.nn.Module:

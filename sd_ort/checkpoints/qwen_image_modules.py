@@ -107,14 +107,13 @@ class QwenImageTransformer(torch.nn.Module):
         timestep = timestep.expand(hidden_states.shape[0])
         if self.model.zero_cond_t:
             return self._forward_of_references(hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids)
-        output: torch.Tensor = self.model(
+        return self.model(
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             timestep=timestep,
             img_shapes=(img_ids, txt_ids),
             return_dict=False,
         )[0]
-        return output
 
     def _forward_of_references(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, timestep: torch.Tensor,
@@ -140,8 +139,7 @@ class QwenImageTransformer(torch.nn.Module):
             image, text = image + of_image[2] * attended[0], text + of_text[2] * attended[1]
             image = image + of_image[5] * block.img_mlp(_modulated(block.img_norm2(image), of_image[3:5]))
             text = text + of_text[5] * block.txt_mlp(_modulated(block.txt_norm2(text), of_text[3:5]))
-        output: torch.Tensor = model.proj_out(model.norm_out(image, times))
-        return output
+        return model.proj_out(model.norm_out(image, times))
 
 
 def _modulated(x: torch.Tensor, shift_and_scale: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -176,8 +174,7 @@ class QwenTextEncoder(torch.nn.Module):
         angles = torch.cat([angles, angles], dim=-1)
         for layer in model.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=(angles.cos(), angles.sin()))
-        normalized: torch.Tensor = model.norm(hidden)
-        return normalized
+        return model.norm(hidden)
 
 
 class QwenImageTextEncoder(QwenTextEncoder):
@@ -257,8 +254,7 @@ def _block(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the output of a residual block, an attention or a resampling of the VAE for one frame (B, C, H, W)."""
     if isinstance(block, QwenImageResidualBlock):
         hidden = block.conv1(block.nonlinearity(block.norm1(x)))
-        output: torch.Tensor = block.conv2(block.nonlinearity(block.norm2(hidden))) + block.conv_shortcut(x)
-        return output
+        return block.conv2(block.nonlinearity(block.norm2(hidden))) + block.conv_shortcut(x)
     if isinstance(block, QwenImageAttentionBlock):
         tokens = block.to_qkv(block.norm(x)).flatten(2).transpose(1, 2).unsqueeze(1)
         attended = torch.nn.functional.scaled_dot_product_attention(*tokens.chunk(3, dim=-1))
@@ -290,8 +286,7 @@ class QwenVaeEncoder(torch.nn.Module):
         for block in encoder.down_blocks:
             x = _block(block, x)
         x = encoder.nonlinearity(encoder.norm_out(_middle(encoder.mid_block, x)))
-        moments: torch.Tensor = self.model.quant_conv(encoder.conv_out(x))
-        return moments
+        return self.model.quant_conv(encoder.conv_out(x))
 
 
 class QwenVaeDecoder(torch.nn.Module):

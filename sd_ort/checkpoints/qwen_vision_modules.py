@@ -63,8 +63,7 @@ class QwenVisionEncoder(torch.nn.Module):
                 attended = _attention(block.attn, normalized, windows, mask)
             hidden = hidden + attended
             hidden = hidden + block.mlp(block.norm2(hidden))
-        tokens: torch.Tensor = visual.merger(hidden)
-        return tokens
+        return visual.merger(hidden)
 
 
 def _image(windows: torch.Tensor, patch_ids: torch.Tensor) -> torch.Tensor:
@@ -79,5 +78,4 @@ def _attention(attn: Any, x: torch.Tensor, rotary: Tables, mask: torch.Tensor | 
     heads = [each * cos + rotate_half(each) * sin for each in (query, key)]
     query, key, value = (each.transpose(1, 2) for each in (*heads, value))
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    projected: torch.Tensor = attn.proj(output.transpose(1, 2).flatten(2))
-    return projected
+    return attn.proj(output.transpose(1, 2).flatten(2))

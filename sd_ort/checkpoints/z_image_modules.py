@@ -38,8 +38,7 @@ class RealAttention:
             for norm, heads in ((attn.norm_q, query), (attn.norm_k, key))
         ]
         heads = torch.nn.functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (*rotated, value)))
-        output: torch.Tensor = attn.to_out[0](heads.transpose(1, 2).flatten(2, 3))
-        return output
+        return attn.to_out[0](heads.transpose(1, 2).flatten(2, 3))
 
 
 class ZImageTransformer(torch.nn.Module):
@@ -80,8 +79,7 @@ class ZImageTransformer(torch.nn.Module):
         tables = tuple(torch.cat(pair) for pair in zip(image_tables, text_tables, strict=True))
         for block in model.layers:
             tokens = block(tokens, None, tables, time)
-        output: torch.Tensor = model.all_final_layer[PATCH_KEY](tokens, c=time)[:, : hidden_states.shape[1]]
-        return output
+        return model.all_final_layer[PATCH_KEY](tokens, c=time)[:, : hidden_states.shape[1]]
 
     def _tables(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [S, head size] of positions [S, 3]; both elements of a pair have the same.

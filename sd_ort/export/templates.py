@@ -186,8 +186,7 @@ def template_bytes(graph: ir.Model, table: Mapping[str, recipes.WeightRecipe], c
             location, 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name, base_dir=""
         )
     graph.metadata_props[CONFIG] = json.dumps(config, sort_keys=True)
-    serialized: bytes = ir.to_proto(graph).SerializeToString()
-    return serialized
+    return ir.to_proto(graph).SerializeToString()
 
 
 def write_archive(path: Path, members: Mapping[str, bytes]) -> None:

@@ -163,15 +163,13 @@ class NonlinearSteps:
     def scale(self, index: int, latents: np.ndarray) -> np.ndarray:
         import torch
 
-        scaled: np.ndarray = self.scheduler.scale_model_input(torch.from_numpy(latents), self.timesteps[index]).numpy()
-        return scaled
+        return self.scheduler.scale_model_input(torch.from_numpy(latents), self.timesteps[index]).numpy()
 
     def step(self, index: int, prediction: np.ndarray, latents: np.ndarray) -> np.ndarray:
         import torch
 
         tensors = torch.from_numpy(prediction), self.timesteps[index], torch.from_numpy(latents)
-        after: np.ndarray = self.scheduler.step(*tensors, **self.options).prev_sample.numpy()
-        return after
+        return self.scheduler.step(*tensors, **self.options).prev_sample.numpy()
 
 
 def denoise(

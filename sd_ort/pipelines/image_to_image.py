@@ -86,8 +86,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         if not add_noise:
             return latents
         noise = self._prepare_noise(latents.shape, dtype, device, generator, None)
-        noisy: Tensor = self.scheduler.add_noise(latents, noise, timestep)
-        return noisy
+        return self.scheduler.add_noise(latents, noise, timestep)
 
     def _image_latents(self, image: Tensor, batch_size: int, generator: Generator) -> Tensor:
         """Return the latents of pixels or latents, tiled to a batch."""
@@ -132,15 +131,13 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         if step_count < 1 or start >= end:
             part = f"strength {strength}" + (f" and denoising_end {request.denoising_end}" if step_count else "")
             raise InputError(f"{request.num_inference_steps} steps at {part} leave none: raise one of them.")
-        schedule: Schedule = timetable.schedule(start, end)
-        return schedule
+        return timetable.schedule(start, end)
 
     @staticmethod
     def _add_noise(latents: np.ndarray, noise: np.ndarray, schedule: Schedule) -> np.ndarray:
         if np.isnan(schedule.image_factors[0]):
             raise InputError("This scheduler adds no noise to an image: use euler, ddim or dpmsolver.")
-        noisy: np.ndarray = schedule.image_factors[0] * latents + schedule.noise_factors[0] * noise
-        return noisy
+        return schedule.image_factors[0] * latents + schedule.noise_factors[0] * noise
 
 
 class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):

@@ -112,8 +112,7 @@ def draw_noise(shape: Sequence[int], generator: Any) -> np.ndarray:
         return generator.draw(shape)
     import torch
 
-    noise: np.ndarray = torch.randn(tuple(shape), generator=generator).numpy()
-    return noise
+    return torch.randn(tuple(shape), generator=generator).numpy()
 
 
 @cache

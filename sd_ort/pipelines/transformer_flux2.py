@@ -12,8 +12,7 @@ from PIL import Image
 
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.configs import component_config
-from sd_ort.checkpoints.mistral_tokenizer import MistralTokenizer
-from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import MistralTokenizer, QwenTokenizer
 from sd_ort.checkpoints.signatures import tapped_layers
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component

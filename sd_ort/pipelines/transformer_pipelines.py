@@ -23,7 +23,7 @@ from sd_ort.checkpoints.conditioning import text_length, token_ids
 from sd_ort.checkpoints.configs import as_scheduler_config, component_config, scheduler_config
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, encoder_mismatch
 from sd_ort.checkpoints.generation_defaults import demo_defaults
-from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
+from sd_ort.checkpoints.prompt_tokenizers import T5Tokenizer
 from sd_ort.checkpoints.tokenizer import ClipTokenizer
 from sd_ort.core.errors import InputError, report_missing_package
 from sd_ort.core.pipeline_folder import HOISTED, read_index
@@ -165,8 +165,7 @@ class Denoising:
         if self.guidance_scale is None:
             return predictions[0]
         negative, positive = np.split(predictions[0], 2) if self.one_call else predictions[::-1]
-        combined: np.ndarray = negative + np.float32(self.guidance_scale) * (positive - negative)
-        return combined
+        return negative + np.float32(self.guidance_scale) * (positive - negative)
 
     def guided_without_blocks(
         self, i: int, prediction: np.ndarray, predictions: list[np.ndarray], without: TransformerSteps
@@ -174,10 +173,7 @@ class Denoising:
         """Return the prediction of step i with skip-layer guidance. `predictions`: of the full transformer."""
         assert self.skip_layers is not None
         (skipped,) = without(i, self.sample)
-        result: np.ndarray = prediction + np.float32(self.skip_layers.scale) * (
-            np.split(predictions[0], 2)[1] - skipped
-        )
-        return result
+        return prediction + np.float32(self.skip_layers.scale) * (np.split(predictions[0], 2)[1] - skipped)
 
     def callback_tensors(self) -> dict[str, Any]:
         """Return what a callback may read, by diffusers' names: arrays, or lists of these."""
@@ -477,8 +473,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         """
         arrays = [as_array(each) for each in (embeds, *others) if each is not None]
         if not arrays:
-            encoded: tuple[np.ndarray, ...] = encode()
-            return encoded
+            return encode()
         if len(arrays) != 1 + len(others):
             raise InputError(f"{what} goes with the pooled embeddings of the same prompts: give both.")
         if {len(each) for each in arrays} != {len(arrays[0])} or arrays[0].ndim != 3:

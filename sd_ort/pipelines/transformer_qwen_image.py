@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.checkpoints import flow_match
-from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_array
@@ -102,8 +102,7 @@ class QwenDenoising(Denoising):
         assert self.guidance_scale is not None
         combined = negative + np.float32(self.guidance_scale) * (positive - negative)
         norms = [np.sqrt(np.square(each).sum(-1, keepdims=True)) for each in (positive, combined)]
-        result: np.ndarray = combined * (norms[0] / norms[1])
-        return result
+        return combined * (norms[0] / norms[1])
 
     def callback_tensors(self) -> dict[str, Any]:
         return {"latents": self.sample, "prompt_embeds": self.embeddings[0].states}

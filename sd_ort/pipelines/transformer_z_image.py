@@ -15,7 +15,7 @@ import numpy as np
 
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.diffusion_transformers import TOKEN_MULTIPLE
-from sd_ort.checkpoints.qwen_tokenizer import THINKING_CHAT, QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import THINKING_CHAT, QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import is_finite
 from sd_ort.pipelines.call_signature import transformer_call
@@ -236,5 +236,4 @@ def _rounded(tokens: int) -> int:
 
 def _norms(prediction: np.ndarray) -> np.ndarray:
     """Return the norm of each image's prediction (B, 1, 1, 1)."""
-    norms: np.ndarray = np.sqrt(np.square(prediction).sum((1, 2, 3), keepdims=True))
-    return norms
+    return np.sqrt(np.square(prediction).sum((1, 2, 3), keepdims=True))

@@ -120,8 +120,7 @@ def data_weights(model: bytes) -> list[tuple[str, int, list[int], int, int]]:
                 weights.append((tensor.name, tensor.data_type, list(tensor.dims), *span))
         return json.dumps(weights).encode()
 
-    weights: list[tuple[str, int, list[int], int, int]] = json.loads(cached_bytes("weights", model, read))
-    return weights
+    return json.loads(cached_bytes("weights", model, read))
 
 
 def begin(

@@ -21,7 +21,7 @@ from sd_ort import Flux2KleinPipeline, FluxPipeline, StableDiffusion3Pipeline
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.presets import PRESETS, open_preset
-from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
+from sd_ort.checkpoints.prompt_tokenizers import T5Tokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
 from sd_ort.core.pipeline_folder import read_manifest

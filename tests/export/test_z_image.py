@@ -27,7 +27,7 @@ from sd_ort.checkpoints.checkpoint import build_model
 from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS, open_preset
-from sd_ort.checkpoints.qwen_tokenizer import THINKING_CHAT, QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import THINKING_CHAT, QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import array_errors, psnr
 from sd_ort.pipelines.transformer_z_image import latents_of, padded, patches, token_groups
