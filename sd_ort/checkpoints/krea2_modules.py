@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
 
-from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
+from sd_ort.checkpoints.module_parts import ModelWrapper, SinusoidalEmbedding
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,12 +54,11 @@ class TimeEmbedding(torch.nn.Module):
         return self.linear_2(torch.nn.functional.gelu(hidden, approximate="tanh"))
 
 
-class Krea2Transformer(torch.nn.Module):
+class Krea2Transformer(ModelWrapper):
     """The inputs of `diffusion_transformers`' Krea 2 -> out_hidden_states [B, S, 64], in that order."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.time_embed = TimeEmbedding(model.time_embed)
         for name, module in list(model.named_modules()):
             for child_name, child in list(module.named_children()):

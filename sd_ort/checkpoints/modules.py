@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fusion_passes.weight_recipes import position_axis
-from sd_ort.checkpoints.causal_text import causal_mask_and_positions
 from sd_ort.checkpoints.krea2_modules import Krea2Transformer, TextRotary
+from sd_ort.checkpoints.module_parts import ModelWrapper, SinusoidalEmbedding, causal_mask_and_positions
 from sd_ort.checkpoints.qwen_image_modules import (
     QwenImageTextEncoder,
     QwenImageTransformer,
@@ -19,17 +19,15 @@ from sd_ort.checkpoints.qwen_image_modules import (
 )
 from sd_ort.checkpoints.qwen_vision_modules import QwenVisionEncoder
 from sd_ort.checkpoints.signatures import READS_IMAGES, has_packed_latents, signature, tapped_layers
-from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS
 from sd_ort.checkpoints.z_image_modules import ZImageTransformer
 
 
-class TextEncoder(torch.nn.Module):
+class TextEncoder(ModelWrapper):
     """input_ids [B, S] -> last_hidden_state, pooler_output; or the penultimate hidden state [, text_embeds]."""
 
     def __init__(self, model: torch.nn.Module, penultimate: bool) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.penultimate = penultimate
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -40,19 +38,18 @@ class TextEncoder(torch.nn.Module):
         return (hidden, output.text_embeds) if "text_embeds" in output else (hidden,)
 
 
-class T5TextEncoder(torch.nn.Module):
+class T5TextEncoder(ModelWrapper):
     """input_ids [B, S] -> last_hidden_state [B, S, C]. All tokens are attended to, padding too, as in diffusers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.weight_recipes = {"encoder.embed_tokens.weight": "shared.weight"}  # one parameter of two modules
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids).last_hidden_state
 
 
-class Qwen3TextEncoder(torch.nn.Module):
+class Qwen3TextEncoder(ModelWrapper):
     """input_ids, attention_mask [B, S] -> the hidden states of `tapped_layers`, side by side [B, S, taps * C].
 
     Those of Qwen3-VL, for texts without images, are [B, S, taps, C]; its vision tower is removed.
@@ -62,8 +59,7 @@ class Qwen3TextEncoder(torch.nn.Module):
     """
 
     def __init__(self, model: Any, penultimate: bool) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.taps = tapped_layers(model.config.to_dict(), penultimate)
         stack = self._stack()
         layers = stack.layers
@@ -152,12 +148,11 @@ class SeparablePositions(torch.nn.Module):
         return patches.flatten(2).transpose(1, 2) + positions
 
 
-class _Denoiser(torch.nn.Module):
+class _Denoiser(ModelWrapper):
     """A model with the conditioning inputs `names`."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.names = names
 
 
@@ -215,24 +210,19 @@ def _denoiser_options(named: dict[str, torch.Tensor]) -> dict[str, Any]:
     return options
 
 
-class ImageEncoder(torch.nn.Module):
+class ImageEncoder(ModelWrapper):
     """pixel_values [B, 3, H, W] -> the penultimate hidden state [B, 1 + patches, C], image_embeds [B, D]."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output = self.model(pixel_values, output_hidden_states=True)
         return output.hidden_states[-2], output.image_embeds
 
 
-class VaeEncoder(torch.nn.Module):
+class VaeEncoder(ModelWrapper):
     """image [B, 3, H, W] in -1..1 -> mean and log variance [B, 2C, H/8, W/8], or latents [B, C, ..]; not scaled."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.decoder
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
@@ -240,12 +230,11 @@ class VaeEncoder(torch.nn.Module):
         return encoded.latents if "latents" in encoded else encoded.latent_dist.parameters
 
 
-class VaeDecoder(torch.nn.Module):
+class VaeDecoder(ModelWrapper):
     """latent [B, C, H, W], already divided by the scaling factor -> image [B, 3, 8H, 8W]."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.encoder
 
     def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
@@ -272,12 +261,11 @@ class LatentStatistics(torch.nn.Module):
         }
 
 
-class PackedVaeEncoder(torch.nn.Module):
+class PackedVaeEncoder(ModelWrapper):
     """image [B, 3, H, W] in -1..1 -> the mean latents of FLUX.2 in patches of 2x2, normalized [B, 4C, H/16, W/16]."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.bn = LatentStatistics(model.bn)
         del model.decoder
 
@@ -287,12 +275,11 @@ class PackedVaeEncoder(torch.nn.Module):
         return (patches - model.bn.mean) / model.bn.deviation
 
 
-class PackedVaeDecoder(torch.nn.Module):
+class PackedVaeDecoder(ModelWrapper):
     """Normalized latents of FLUX.2 in patches of 2x2 [B, 4C, h, w] -> image [B, 3, 16h, 16w]."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.bn = LatentStatistics(model.bn)
         del model.encoder
 

@@ -18,8 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
 )
 from diffusers.models.embeddings import apply_rotary_emb
 
-from sd_ort.checkpoints.causal_text import causal_mask_and_positions
-from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
+from sd_ort.checkpoints.module_parts import ModelWrapper, SinusoidalEmbedding, causal_mask_and_positions
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -83,7 +82,7 @@ class RotaryTables(torch.nn.Module):
         return joined.cos().repeat_interleave(2, -1), joined.sin().repeat_interleave(2, -1)
 
 
-class QwenImageTransformer(torch.nn.Module):
+class QwenImageTransformer(ModelWrapper):
     """The inputs of `diffusion_transformers`' Qwen-Image -> out_hidden_states [B, S, 64], in that order.
 
     diffusers' forward without a mask: the pipeline calls it with prompts of one length at a time. With one,
@@ -91,8 +90,7 @@ class QwenImageTransformer(torch.nn.Module):
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.pos_embed = RotaryTables(model.pos_embed)
         model.time_text_embed.time_proj = SinusoidalEmbedding(model.time_text_embed.time_proj)
         for block in model.transformer_blocks:
@@ -150,7 +148,7 @@ def _modulated(x: torch.Tensor, shift_and_scale: tuple[torch.Tensor, ...]) -> to
 # --- Text encoder ---------------------------------------------------------------------------------------------------
 
 
-class QwenTextEncoder(torch.nn.Module):
+class QwenTextEncoder(ModelWrapper):
     """input_ids, attention_mask [B, S] -> the last hidden states [B, S, C] of Qwen2.5-VL, for texts without images.
 
     The vision tower and the head are removed. transformers' forward gives text three equal axes of positions, which
@@ -158,8 +156,7 @@ class QwenTextEncoder(torch.nn.Module):
     """
 
     def __init__(self, model: Any, penultimate: bool = False) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.lm_head, model.model.visual
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -271,12 +268,11 @@ def _middle(block: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class QwenVaeEncoder(torch.nn.Module):
+class QwenVaeEncoder(ModelWrapper):
     """image [B, 3, H, W] in -1..1 -> mean and log variance [B, 2C, h, w] of the latents of one frame."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.decoder, model.post_quant_conv
         _use_frames(model)
 
@@ -289,12 +285,11 @@ class QwenVaeEncoder(torch.nn.Module):
         return self.model.quant_conv(encoder.conv_out(x))
 
 
-class QwenVaeDecoder(torch.nn.Module):
+class QwenVaeDecoder(ModelWrapper):
     """latent [B, C, h, w] of one frame, not normalized -> image [B, 3, H, W] in -1..1."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.encoder, model.quant_conv
         _use_frames(model)
 

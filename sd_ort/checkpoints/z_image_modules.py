@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
 
-from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
+from sd_ort.checkpoints.module_parts import ModelWrapper, SinusoidalEmbedding
 
 PATCH_KEY = "2-1"  # of patches of 2x2 pixels of one frame, in diffusers' modules of each patch size
 
@@ -41,15 +41,14 @@ class RealAttention:
         return attn.to_out[0](heads.transpose(1, 2).flatten(2, 3))
 
 
-class ZImageTransformer(torch.nn.Module):
+class ZImageTransformer(ModelWrapper):
     """The inputs of `diffusion_transformers`' Z-Image -> out_hidden_states [B, S, 64], in that order.
 
     Replaces `forward`, `patchify_and_embed`, `_prepare_sequence`, `_build_unified_sequence` and `unpatchify`.
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         # `timestep_embedding` computes its frequencies with Exp, which exporters fold with another last bit.
         settings = {"num_channels": model.t_embedder.frequency_embedding_size, "downscale_freq_shift": 0}
         self.sinusoids = SinusoidalEmbedding(SimpleNamespace(**settings, scale=1.0, flip_sin_to_cos=True))

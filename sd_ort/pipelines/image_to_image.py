@@ -6,7 +6,6 @@ Random numbers are sampled in diffusers' order: the VAE encoder's, then the nois
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,13 @@ import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import controlnet_inputs
-from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS
+from sd_ort.pipelines.arguments import GUIDED_TENSORS
+from sd_ort.pipelines.call_signature import diffusers_call
 from sd_ort.pipelines.images import as_array, is_latents, is_pil, nearest, preprocess, readable, tile
 from sd_ort.pipelines.mask_crop import crop_region, fill, overlay
 from sd_ort.pipelines.noise import sources
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import Generator, Picture, Prompt, Request, StepCallback, check_generators
+from sd_ort.pipelines.request import Generator, Request, check_generators
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff_timestep
 
@@ -40,23 +40,15 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     NOISE_FOR_EACH_IMAGE = True  # whether the VAE encoder samples for each image of a list of generators
     REJECTED_ARGUMENTS: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, strength: float = 0.8,
-        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
-        eta: float = 0.0, generator: Generator = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = diffusers_call(
+        "prompt image strength {schedule} guidance_scale negative_prompt num_images_per_prompt eta generator {embeds} "
+        "{adapter} {output} {callback} kwargs",
         """Generate from `image`: noise takes its place for the first `strength` (0..1) of the schedule's steps.
 
         `image`: one or several, see `pipelines.request.Picture`. The result has its size, down to whole latents.
-        """
-        return self._generate(locals())
+        """,
+        strength=0.8,
+    )
 
     def _read_images(self, request: Request) -> None:
         request.image = readable(request.image)
@@ -153,26 +145,16 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     SIZE_OF_IMAGE = False  # whether the image's size, and not the model's, stands for none
     REJECTED_ARGUMENTS = ()
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
-        masked_image_latents: Tensor | None = None, height: int | None = None, width: int | None = None,
-        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = STEPS,
-        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None, guidance_scale: float = GUIDANCE,
-        negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = diffusers_call(
+        "prompt image mask_image masked_image_latents height width padding_mask_crop strength {schedule} "
+        "guidance_scale negative_prompt {noise} {embeds} {adapter} {output} {callback} kwargs",
         """Generate where `mask_image` is white (1); at `strength` 1 what is under the mask does not matter.
 
         `masked_image_latents`: latents of the image without what is under the mask. `padding_mask_crop`: generate the
         surroundings of the mask alone, with so many pixels around it, enlarged.
-        """
-        return self._generate(locals())
+        """,
+        strength=1.0,
+    )
 
     def prepare_latents(  # type: ignore[override]
         self, batch_size: int, num_channels_latents: int, height: int, width: int, dtype: torch.dtype, device: Any,
