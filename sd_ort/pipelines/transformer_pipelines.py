@@ -92,9 +92,6 @@ class SkipLayerGuidance:
     stop: float
     inputs: dict[str, np.ndarray]
 
-    def is_used(self, i: int, steps: int) -> bool:
-        return steps * self.start < i < steps * self.stop
-
     def steps(self, models: Components, timesteps: np.ndarray) -> TransformerSteps:
         """Return the calls of the transformer without the blocks, which has a session of its own."""
         parts = HOISTED["transformer"]
@@ -237,16 +234,14 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         self._open_tokenizers()
 
     def _open_tokenizers(self) -> None:
-        self.encoders = [name for name in ("text_encoder", "text_encoder_2", "text_encoder_3") if self._has(name)]
+        names = ("text_encoder", "text_encoder_2", "text_encoder_3")
+        self.encoders = [name for name in names if (self.index.get(name) or [None])[0]]
         self.t5 = next((name for name in self.encoders if self.index[name][1] == "T5EncoderModel"), None)
         tokenizers = {name: self.folder / name.replace("text_encoder", "tokenizer") for name in self.encoders}
         self.clip_tokenizers = {name: ClipTokenizer(path) for name, path in tokenizers.items() if name != self.t5}
         self.t5_tokenizer = T5Tokenizer(tokenizers[self.t5]) if self.t5 else None
         for name in self.encoders:
             setattr(self, tokenizers[name].name, self.clip_tokenizers.get(name, self.t5_tokenizer))
-
-    def _has(self, component: str) -> bool:
-        return bool((self.index.get(component) or [None])[0])
 
     @classmethod
     def from_pretrained(
@@ -537,7 +532,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
             cached = self._cached = self.block_cache.open(self.models)  # another thread may replace the attribute
             models = ChainMap({COMPONENT: cached}, self.models)
         predict, skip = job.steps(models), job.skip_layers
-        skipping = [i for i in range(steps) if skip and skip.is_used(i, steps)]
+        skipping = [i for i in range(steps) if skip and steps * skip.start < i < steps * skip.stop]
         without = skip.steps(self.models, job.schedule.timesteps) if skip and skipping else None
         with step_bar(range(steps), call.progress and not self.progress_bar_config.get("disable")) as bar:
             for i in bar:
