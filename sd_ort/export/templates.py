@@ -36,7 +36,7 @@ from sd_ort.core.cache import cache_folder, is_reachable_file
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.package_version import package_version
 from sd_ort.graphs.load import load as load_graph
-from sd_ort.weights.recipes import Read, fill
+from sd_ort.weights.recipes import Read, fill_initializers
 
 Config = Mapping[str, Any]
 
@@ -245,5 +245,5 @@ class Template:
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)
         recipes.init_recipes(model, self.recipes)
-        fill(model, read)
+        fill_initializers(model, read)
         return model

@@ -15,9 +15,9 @@ from sd_ort.core.errors import InputError
 from sd_ort.pipelines import controlnet_inputs
 from sd_ort.pipelines.arguments import GUIDED_TENSORS
 from sd_ort.pipelines.call_signature import diffusers_call
-from sd_ort.pipelines.images import as_array, is_latents, is_pil, nearest, preprocess, readable, tile
+from sd_ort.pipelines.images import as_array, as_image, is_latents, is_pil, nearest, preprocess, repeat_to_batch
 from sd_ort.pipelines.mask_crop import crop_region, fill, overlay
-from sd_ort.pipelines.noise import sources
+from sd_ort.pipelines.noise import noise_generators
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Generator, Request, check_generators
 from sd_ort.pipelines.sampling_job import InpaintBlend
@@ -51,7 +51,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     )
 
     def _read_images(self, request: Request) -> None:
-        request.image = readable(request.image)
+        request.image = as_image(request.image)
         if request.control_image is not None:
             count = max(1, len(controlnet_inputs.names(self.models)))
             request.control_image = controlnet_inputs.by_controlnet(request.control_image, count)
@@ -85,16 +85,18 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         import torch
 
         check_generators(generator, batch_size)
-        request = Request(prompt="", num_images_per_prompt=batch_size, image=image, generator=sources(generator))
+        request = Request(
+            prompt="", num_images_per_prompt=batch_size, image=image, generator=noise_generators(generator)
+        )
         return torch.from_numpy(self._start(as_array(image), request))
 
     def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
         """Return the latents of all images; latents that the caller passed as image are not encoded."""
         if is_latents(request.image, self.vae.latent_channels):
-            return tile(pixels, request, "images")
+            return repeat_to_batch(pixels, request, "images")
         if isinstance(request.generator, list) and self.NOISE_FOR_EACH_IMAGE:
-            pixels = tile(pixels, request, "images")
-        return tile(self.vae.to_latents(pixels, request.generator), request, "images")
+            pixels = repeat_to_batch(pixels, request, "images")
+        return repeat_to_batch(self.vae.to_latents(pixels, request.generator), request, "images")
 
     def _size(self, request: Request) -> tuple[int, int]:
         return self._size_of(request, request.image)
@@ -183,7 +185,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
 
     def _read_images(self, request: Request) -> None:
         super()._read_images(request)
-        request.mask_image = readable(request.mask_image, "mask")
+        request.mask_image = as_image(request.mask_image, "mask")
 
     def _size(self, request: Request) -> tuple[int, int]:
         if self.SIZE_OF_IMAGE:
@@ -207,7 +209,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             latents = noise * np.float32(schedule.init_noise_sigma)
         else:
             latents = self._add_noise(start, noise, schedule)
-        small = tile(nearest(mask, *self._latent_shape(request)[2:]), request, "masks")
+        small = repeat_to_batch(nearest(mask, *self._latent_shape(request)[2:]), request, "masks")
         more: dict[str, Any] = {}
         if blends:
             assert start is not None
@@ -267,6 +269,6 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     def _masked(self, pixels: np.ndarray, mask: np.ndarray, request: Request) -> np.ndarray:
         """Return the latents of the image without the masked part, for UNets of 9 channels."""
         if request.masked_image_latents is not None:
-            return tile(as_array(request.masked_image_latents), request, "masked images")
+            return repeat_to_batch(as_array(request.masked_image_latents), request, "masked images")
         masked = self.vae.to_latents(pixels * (mask < 0.5), request.generator)
-        return tile(masked, request, "images")
+        return repeat_to_batch(masked, request, "images")

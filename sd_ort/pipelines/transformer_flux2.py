@@ -24,7 +24,7 @@ from sd_ort.pipelines.transformer_pipelines import (
     TransformerPipeline,
     latents_as_output,
     prompt_list,
-    repeated,
+    repeat_rows,
     unpack,
 )
 
@@ -92,8 +92,8 @@ class Flux2Pipeline(TransformerPipeline):
         if self.transformer_config.get("guidance_embeds"):
             fixed["guidance"] = np.full(count, call.guidance_scale, np.float32)
         job = Denoising(
-            flat(sample), schedule, [{"encoder_hidden_states": repeated(each, images)} for each in texts], fixed,
-            timestep_scale=1 / 1000, guidance_scale=call.guidance_scale if len(texts) > 1 else None,
+            to_tokens(sample), schedule, [{"encoder_hidden_states": repeat_rows(each, images)} for each in texts],
+            fixed, timestep_scale=1 / 1000, guidance_scale=call.guidance_scale if len(texts) > 1 else None,
             references=reference_tokens,
         )  # fmt: skip
         tokens = self._denoise(job, call)
@@ -145,7 +145,7 @@ class Flux2Pipeline(TransformerPipeline):
             return None, []
         encoded = [self.vae.to_latents(pixels, None) for pixels in references]
         ids = [positions(REFERENCE_DISTANCE * (i + 1), *each.shape[2:]) for i, each in enumerate(encoded)]
-        return np.repeat(np.concatenate([flat(each) for each in encoded], 1), count, 0), ids
+        return np.repeat(np.concatenate([to_tokens(each) for each in encoded], 1), count, 0), ids
 
 
 class Flux2KleinPipeline(Flux2Pipeline):
@@ -193,10 +193,10 @@ class Flux2KleinPipeline(Flux2Pipeline):
         if missing := [name for name in names if name not in weights]:
             raise InputError(f"{self.folder} does not have {missing[0]} of its VAE: optimize the pipeline again.")
         mean, deviation = (weights[name].values.astype(np.float32).reshape(1, -1, 1, 1) for name in names)
-        return unpack(flat(sample * deviation + mean), *sample.shape[2:])
+        return unpack(to_tokens(sample * deviation + mean), *sample.shape[2:])
 
 
-def flat(latents: np.ndarray) -> np.ndarray:
+def to_tokens(latents: np.ndarray) -> np.ndarray:
     """Return latents (B, C, h, w) as tokens (B, h * w, C)."""
     return latents.reshape(*latents.shape[:2], -1).transpose(0, 2, 1)
 

@@ -34,9 +34,9 @@ from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.common_methods import REJECTED_METHODS, PipelineMethods
 from sd_ort.pipelines.diffusers_compat import loading_options
-from sd_ort.pipelines.images import as_array, as_tensor, finished, latents_of_shape
+from sd_ort.pipelines.images import as_array, as_tensor, latents_of_shape, to_output_type
 from sd_ort.pipelines.lora_methods import LoraMixin
-from sd_ort.pipelines.noise import draw_noise, sources
+from sd_ort.pipelines.noise import draw_noise, noise_generators
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Prompt
 from sd_ort.pipelines.sampling_job import check_finite
@@ -496,7 +496,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
     def _noise(self, shape: tuple[int, ...], generator: Generator, count: int) -> np.ndarray:
         if isinstance(generator, Sequence) and len(generator) != count:
             raise InputError(f"{len(generator)} generators were given for {count} images.")
-        return draw_noise(shape, sources(generator))
+        return draw_noise(shape, noise_generators(generator))
 
     def _start(
         self, shape: tuple[int, ...], call: SimpleNamespace, schedule: flow_match.FlowMatchSchedule,
@@ -563,7 +563,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         """Return what the caller asked for. latents: (B, C, h, w)."""
         pixels = self.vae.to_pixels(latents)
         check_finite(pixels, "vae_decoder")
-        images = finished(pixels, output_type)
+        images = to_output_type(pixels, output_type)
         return PipelineOutput(images) if return_dict else (images,)
 
 
@@ -587,7 +587,7 @@ def prompt_list(prompt: Prompt | None, other: Prompt | None = None, count: int |
     return texts
 
 
-def repeated(array: np.ndarray, images: int) -> np.ndarray:
+def repeat_rows(array: np.ndarray, images: int) -> np.ndarray:
     """Return rows, one for each prompt, repeated for each image."""
     return np.repeat(array, images, 0)
 
@@ -642,7 +642,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
             [call.pooled_prompt_embeds],
         )
         count, images = len(embeddings), call.num_images_per_prompt
-        embeddings, pooled = repeated(embeddings, images), repeated(pooled, images)
+        embeddings, pooled = repeat_rows(embeddings, images), repeat_rows(pooled, images)
         tensors, skip = {}, None
         if guided:
             texts = (call.negative_prompt or "", call.negative_prompt_2, call.negative_prompt_3)
@@ -652,7 +652,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
                 [call.negative_pooled_prompt_embeds],
                 "negative_prompt_embeds",
             )
-            negative, negative_pooled = (repeated(each, images) for each in negatives)
+            negative, negative_pooled = (repeat_rows(each, images) for each in negatives)
             if negative.shape != embeddings.shape:
                 raise InputError(f"negative embeddings of shape {negative.shape} go with {embeddings.shape}.")
             skip = self._skip_layers(call, {"encoder_hidden_states": embeddings, "pooled_projections": pooled})
@@ -748,7 +748,7 @@ class FluxPipeline(TransformerPipeline):
                 )
             )
         prompts = [
-            {"encoder_hidden_states": repeated(t5, images), "pooled_projections": repeated(clip, images)}
+            {"encoder_hidden_states": repeat_rows(t5, images), "pooled_projections": repeat_rows(clip, images)}
             for t5, clip in texts
         ]
         count, side = count * images, 2 * self.vae_scale_factor

@@ -25,7 +25,7 @@ from sd_ort.pipelines.transformer_pipelines import (
     TransformerPipeline,
     latents_as_output,
     prompt_list,
-    repeated,
+    repeat_rows,
     unpack,
 )
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
@@ -52,7 +52,7 @@ class Embeddings:
     mask: np.ndarray
 
     def repeated(self, images: int) -> Embeddings:
-        return replace(self, states=repeated(self.states, images), mask=repeated(self.mask, images))
+        return replace(self, states=repeat_rows(self.states, images), mask=repeat_rows(self.mask, images))
 
     def groups(self, *sizes: tuple[int, int]) -> list[StepGroup]:
         """Return the transformer's calls. sizes: rows and columns of patches of the image and of its references."""

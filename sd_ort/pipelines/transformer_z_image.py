@@ -63,7 +63,7 @@ class ZImageDenoising(Denoising):
         return predict
 
     def hidden_states(self) -> np.ndarray:
-        return padded(patches(self.sample))
+        return pad_tokens(patches(self.sample))
 
     def guided(self, predictions: list[np.ndarray]) -> np.ndarray:
         """Return the prediction of a step (B, C, h, w), whose sign is that of diffusers' scheduler."""
@@ -208,7 +208,7 @@ def positions(first: int, rows: int, columns: int) -> np.ndarray:
     grid = np.full((rows, columns, 3), first, np.float32)
     grid[..., 1] = np.arange(rows)[:, None]
     grid[..., 2] = np.arange(columns)
-    return padded(grid.reshape(1, -1, 3))[0]
+    return pad_tokens(grid.reshape(1, -1, 3))[0]
 
 
 def patches(latents: np.ndarray) -> np.ndarray:
@@ -225,7 +225,7 @@ def latents_of(tokens: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return joined.transpose(0, 5, 1, 3, 2, 4).reshape(shape)
 
 
-def padded(tokens: np.ndarray) -> np.ndarray:
+def pad_tokens(tokens: np.ndarray) -> np.ndarray:
     """Return tokens (B, S, C) with zeros behind them, up to a multiple of `TOKEN_MULTIPLE`."""
     return np.pad(tokens, ((0, 0), (0, _rounded(tokens.shape[1]) - tokens.shape[1]), (0, 0)))
 

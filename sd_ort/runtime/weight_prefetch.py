@@ -123,7 +123,7 @@ def data_weights(model: bytes) -> list[tuple[str, int, list[int], int, int]]:
     return json.loads(cached_bytes("weights", model, read))
 
 
-def begin(
+def start_prefetch(
     provider: str, options: Mapping[str, str], model: Path, without: Collection[str] = ()
 ) -> PrefetchedWeights | None:
     """Begin to prefetch the weights of `model`, a checked file, `without` these names.

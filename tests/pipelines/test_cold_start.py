@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import noise
-from sd_ort.pipelines.images import nearest, preprocess, readable
+from sd_ort.pipelines.images import as_image, nearest, preprocess
 from sd_ort.pipelines.mask_crop import crop_region, fill, overlay
 
 
@@ -38,9 +38,9 @@ def test_noise_is_torchs_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ours.draw(shape).tobytes() == torch.randn(shape, generator=theirs).numpy().tobytes()
     seeds = [3, torch.Generator().manual_seed(4)]
     each = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(seed)).numpy() for seed in (3, 4)]
-    assert (noise.draw_noise((2, 4, 8, 8), noise.sources(seeds)) == np.concatenate(each)).all()
+    assert (noise.draw_noise((2, 4, 8, 8), noise.noise_generators(seeds)) == np.concatenate(each)).all()
     monkeypatch.delitem(sys.modules, "torch")
-    samples = noise.draw_noise((1, 4, 8, 8), noise.sources(3))
+    samples = noise.draw_noise((1, 4, 8, 8), noise.noise_generators(3))
     assert samples.tobytes() == each[0].tobytes()
     by_chance = noise.draw_noise((2, 4, 8, 8), None)
     assert abs(by_chance.std() - 1) < 0.3
@@ -55,13 +55,13 @@ def test_noise_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as executor:
         assert noise.start_noise(5, shape, executor) == noise.start_noise(None, shape, executor) == []
         started = noise.start_noise([5, 6, 5], shape, executor)
-        both = noise.sources([5, 7], started)
+        both = noise.noise_generators([5, 7], started)
         assert [each.seed for each in started] == [6, 5]
         for generator, seed in zip(both, (5, 7), strict=True):
             plain = noise.TorchNormalGenerator(seed)
             for _ in range(2):
                 assert generator.draw(shape).tobytes() == plain.draw(shape).tobytes()
-        generator, plain = noise.sources(6, started), noise.TorchNormalGenerator(6)
+        generator, plain = noise.noise_generators(6, started), noise.TorchNormalGenerator(6)
         assert [generator.draw(each).tobytes() for each in (other, shape)] == [
             plain.draw(each).tobytes() for each in (other, shape)
         ]
@@ -125,7 +125,7 @@ MASKS: list[Any] = [
 def test_images_are_diffusers_to_the_byte() -> None:
     signed = VaeImageProcessor(8, vae_latent_channels=4, do_convert_rgb=True)
     unsigned = VaeImageProcessor(8, do_convert_rgb=True, do_normalize=False)
-    for image in map(readable, IMAGES):
+    for image in map(as_image, IMAGES):
         for theirs, is_signed in ((signed, True), (unsigned, False)):
             expected = theirs.preprocess(image, 64, 56).float().numpy()
             ours = preprocess(image, 64, 56, signed=is_signed, latent_channels=4)
@@ -135,7 +135,7 @@ def test_images_are_diffusers_to_the_byte() -> None:
 
 def test_masks_are_diffusers_to_the_byte() -> None:
     theirs = VaeImageProcessor(8, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
-    for mask in map(readable, MASKS):
+    for mask in map(as_image, MASKS):
         expected = theirs.preprocess(mask, 64, 56).float().numpy()
         np.testing.assert_array_equal(preprocess(mask, 64, 56, mask=True), expected)
     x = torch.rand(1, 1, 70, 50)

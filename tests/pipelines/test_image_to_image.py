@@ -21,7 +21,7 @@ from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipelin
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.diffusers import OrtControlNet, accelerate
-from sd_ort.pipelines.images import finished
+from sd_ort.pipelines.images import to_output_type
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
@@ -273,5 +273,5 @@ def test_pixels_become_images(shape, output_type):
     rows = unit.permute(0, 2, 3, 1).numpy()
     expected = {"pt": unit.numpy(), "np": rows}.get(output_type, (rows * 255).round().astype(np.uint8))
     for layout in (pixels, np.asfortranarray(pixels)):
-        images = finished(layout, output_type)
+        images = to_output_type(layout, output_type)
         assert np.array_equal(np.stack([np.asarray(image) for image in images]), expected)
