@@ -174,47 +174,56 @@ def test_crops_of_masks_are_diffusers_to_the_byte() -> None:
 
 SLOW_PACKAGES = ("diffusers", "onnx", "onnx_ir", "torch", "transformers")
 FIRST_TIME = "onnx"  # checks a folder that no earlier process has seen
-COMMAND = f"""
-import sys
+COMMANDS = f"""
+import json, sys
 from sd_ort.__main__ import main
-try:
-    main()
-finally:
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["sd-ort", *words]
+    try:
+        main()
+    except SystemExit as exit_:
+        if exit_.code:
+            raise
     print("imported:", *(name for name in {SLOW_PACKAGES!r} if name in sys.modules))
 """
-KINDS: dict[str, list[str]] = {
-    "text": [],
-    "schedulers": ["--scheduler", "dpmsolver", "--negative", "blue"],
-    "image": ["--image", "{image}", "--scheduler", "euler_ancestral"],
-    "inpainting": ["--image", "{image}", "--mask", "{image}"],
-    "weights": ["--weights", "--negative", "(blue:1.2)"],
-    "controlnet": ["--control-image", "{image}"],
-    "lora": ["--lora", "{lora}:0.5"],
-    "embedding": ["--embedding", "{word}"],
+# Options of the commands of one process.
+KINDS: dict[str, dict[str, list[str]]] = {
+    "generate": {
+        "text": [],
+        "schedulers": ["--scheduler", "dpmsolver", "--negative", "blue"],
+        "image": ["--image", "{image}", "--scheduler", "euler_ancestral"],
+        "inpainting": ["--image", "{image}", "--mask", "{image}"],
+        "weights": ["--weights", "--negative", "(blue:1.2)"],
+        "controlnet": ["--control-image", "{image}"],
+    },
+    "change weights": {"lora": ["--lora", "{lora}:0.5"], "embedding": ["--embedding", "{word}"]},
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_command_imports_none_of_them(
-    kind: str, cache: Path, request: pytest.FixtureRequest, tmp_path: Path
+@pytest.mark.parametrize("kinds", KINDS)
+def test_commands_import_none_of_them(
+    kinds: str, cache: Path, small_export: Path, controlled: Path, tmp_path: Path
 ) -> None:
     """In the first process of a folder and a cache, and in the second."""
-    folder = request.getfixturevalue("controlled" if kind == "controlnet" else "small_export")
     Image.fromarray(BYTES).save(tmp_path / "in.png")
-    width = json.loads((folder / "unet" / "config.json").read_text())["block_out_channels"][-1]
+    width = json.loads((small_export / "unet" / "config.json").read_text())["block_out_channels"][-1]
     query = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
     lora = {f"{query}.lora_A.weight": np.ones((2, width)), f"{query}.lora_B.weight": np.ones((width, 2))}
     save_file({name: factor.astype(np.float32) for name, factor in lora.items()}, tmp_path / "lora.safetensors")
     save_file({"<circle>": np.ones(64, np.float32)}, tmp_path / "word.safetensors")
     files = {"image": "in.png", "lora": "lora.safetensors", "word": "word.safetensors"}
     paths = {name: tmp_path / file for name, file in files.items()}
-    options = [option.format(**paths) for option in KINDS[kind]]
-    for name, expected in (("first", FIRST_TIME), ("second", FIRST_TIME if kind in ("lora", "embedding") else "")):
-        out = tmp_path / f"{name}.png"
-        arguments = ["generate", "a red <circle>", "--model", folder, "--steps", 4, "--height", 64, "--width", 64]
-        assert imported(*arguments, "--seed", 1, *options, "--out", out) == expected
-    images = [Image.open(tmp_path / f"{name}.png") for name in ("first", "second")]
-    np.testing.assert_array_equal(*map(np.asarray, images))
+    for process, expected in (("first", FIRST_TIME), ("second", FIRST_TIME if kinds == "change weights" else "")):
+        commands = []
+        for kind, options in KINDS[kinds].items():
+            folder = controlled if kind == "controlnet" else small_export
+            words = ["generate", "a red <circle>", "--model", folder, "--steps", 4, "--height", 64, "--width", 64]
+            words += ["--seed", 1, *(option.format(**paths) for option in options)]
+            commands.append([str(word) for word in (*words, "--out", tmp_path / f"{kind} {process}.png")])
+        assert run(COMMANDS, json.dumps(commands)) == [expected] * len(commands)
+    for kind in KINDS[kinds]:
+        images = [Image.open(tmp_path / f"{kind} {process}.png") for process in ("first", "second")]
+        np.testing.assert_array_equal(*map(np.asarray, images))
 
 
 def test_a_replica_imports_none_of_them(cache: Path, small_export: Path, tmp_path: Path) -> None:
@@ -235,16 +244,12 @@ mask.paste(255, (20, 20, 30, 40))
 pipeline("a red circle", image, mask, num_inference_steps=2, height=64, width=64, padding_mask_crop=4, progress=False)
 print("imported:", *(name for name in {SLOW_PACKAGES!r} if name in sys.modules))
 """
-    assert [run(code), run(code)] == [FIRST_TIME, ""]
+    assert [run(code), run(code)] == [[FIRST_TIME], [""]]
 
 
-def imported(*arguments: object) -> str:
-    return run(COMMAND, *arguments)
-
-
-def run(code: str, *arguments: object) -> str:
-    """Run Python code in a process of its own; the slow packages that it names in its last line."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(code: str, *arguments: str) -> list[str]:
+    """Run Python code in a process of its own; the slow packages that it names in each line."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1].removeprefix("imported:").strip()
+    lines = done.stdout.splitlines()
+    return [line.removeprefix("imported:").strip() for line in lines if line.startswith("imported:")]
