@@ -218,14 +218,23 @@ def test_control_image_without_a_controlnet(small_export: Path, input_image: Ima
 # --- The command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def both_loops(small_export: Path) -> dict[bool, StableDiffusionImg2ImgPipeline]:
+    """A pipeline whose loop is on the host (False), and one with the loop on the device (True)."""
+    open_ = StableDiffusionImg2ImgPipeline.from_pretrained
+    return {looped: open_(small_export, device_loop=looped) for looped in (False, True)}
+
+
 @pytest.mark.parametrize("scheduler", ["euler", "pndm", "dpmsolver"])
-def test_on_the_device(small_export: Path, input_image: Image.Image, mask: Image.Image, scheduler: str) -> None:
+def test_on_the_device(
+    both_loops: dict[bool, Any], input_image: Image.Image, mask: Image.Image, scheduler: str
+) -> None:
     """Image to image, and inpainting whose mask keeps a part, in the loop on the device as on the host."""
     tasks = ((StableDiffusionImg2ImgPipeline, {}), (StableDiffusionInpaintPipeline, {"mask_image": mask}))
     for cls, more in tasks:
         pictures = []
         for looped in (False, True):
-            pipeline = cls.from_pretrained(small_export, scheduler=scheduler, device_loop=looped)
+            pipeline = cls.from_pipe(both_loops[looped], scheduler=scheduler)
             arguments = {**SETTINGS, "image": input_image, "strength": 0.8, "progress": False, **more}
             pictures.append(pipeline(**arguments, generator=1).images)
             assert bool(pipeline.loop.buffer_cache) == looped
