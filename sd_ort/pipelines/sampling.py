@@ -1,4 +1,4 @@
-"""The choice between the sampling loop on the device and the one on the host."""
+"""Mixin that runs the sampling loop, on the device if it can, else on the host."""
 
 from __future__ import annotations
 

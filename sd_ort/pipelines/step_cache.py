@@ -1,4 +1,4 @@
-"""Steps that keep a UNet's deep features from earlier ones (DeepCache): the pipeline's methods and checks."""
+"""DeepCache: UNet steps that reuse deep features of an earlier step. Methods and checks of the pipeline."""
 
 from __future__ import annotations
 
