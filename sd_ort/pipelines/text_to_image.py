@@ -57,7 +57,7 @@ from sd_ort.pipelines.sampling import SamplingMixin
 from sd_ort.pipelines.sampling_job import check_finite
 from sd_ort.pipelines.scheduler import PipelineScheduler
 from sd_ort.pipelines.text import PromptEncoder
-from sd_ort.pipelines.textual_inversion import TextualInversionMixin
+from sd_ort.pipelines.textual_inversion_methods import TextualInversionMixin
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO

@@ -11,7 +11,7 @@ token ids behind the vocabulary read the new rows (`graphs.text_encoder`); the t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import numpy as np
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import parsing
 from sd_ort.core.safetensors_file import read_float32
-from sd_ort.pipelines.state import PipelineState
 
 UNNAMED = ("clip_l", "clip_g")
 ENCODER_OF = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
@@ -118,31 +117,3 @@ def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], st
 def file_word(path: str | Path) -> str | None:
     """Return the file's name as the word of a WebUI's embedding, which has none; None for one with a word."""
     return Path(path).stem if list(_tensors(path)[0]) == ["emb_params"] else None
-
-
-class TextualInversionMixin(PipelineState):
-    """diffusers' methods for textual inversion."""
-
-    def load_textual_inversion(
-        self,
-        pretrained_model_name_or_path: str | Path | Mapping[str, Any] | Sequence[Any],
-        token: str | Sequence[str] | None = None,
-        tokenizer: Any = None,
-        text_encoder: Any = None,
-    ) -> None:
-        """Add words to the text encoders from a file, a dict of tensors, or a list of these.
-
-        `tokenizer` or `text_encoder`: the pipeline's own, for a file that fits both of SDXL's.
-        Raises InputError for a file that is no embedding or is for another model, and for a word that exists.
-        """
-        source = pretrained_model_name_or_path
-        sources = list(source) if isinstance(source, (list, tuple)) else [source]
-        tokens = list(token) if isinstance(token, (list, tuple)) else [token] * len(sources)
-        if len(tokens) != len(sources) or (isinstance(token, str) and len(sources) > 1):
-            raise InputError(f"{len(sources)} embeddings need as many tokens.")
-        for embedding, word in zip(sources, tokens, strict=True):
-            self.texts.add_token(embedding, word, tokenizer, text_encoder)
-
-    def unload_textual_inversion(self) -> None:
-        """Remove all words that were loaded."""
-        self.texts.remove_added_tokens()

@@ -22,7 +22,6 @@ from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    latents_as_output,
     prompt_list,
     repeat_rows,
     unpack,
@@ -98,9 +97,7 @@ class Flux2Pipeline(TransformerPipeline):
         )  # fmt: skip
         tokens = self._denoise(job, call)
         sample = tokens.transpose(0, 2, 1).reshape(count, channels, rows, columns)
-        if call.output_type == "latent":
-            return latents_as_output(self._latents(tokens, sample), call.return_dict)
-        return self._output(sample, call.output_type, call.return_dict)
+        return self._result(self._latents(tokens, sample) if call.output_type == "latent" else sample, call)
 
     def _negative(self, call: SimpleNamespace, prompts: int) -> list[np.ndarray]:
         """Return the embeddings of the negative prompts of a call for `prompts` prompts; none without guidance."""

@@ -559,17 +559,16 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         changed = call.callback_on_step_end(self, i, as_tensor(job.schedule.timesteps[i]), tensors) or {}
         return job.replace(changed)
 
-    def _output(self, latents: np.ndarray, output_type: str, return_dict: bool) -> Any:
-        """Return what the caller asked for. latents: (B, C, h, w)."""
+    def _result(self, latents: np.ndarray, call: SimpleNamespace) -> Any:
+        """Return what the caller asked for: `latents` as they are, or the images of latents (B, C, h, w)."""
+        images = as_tensor(latents) if call.output_type == "latent" else self._images(latents, call.output_type)
+        return PipelineOutput(images) if call.return_dict else (images,)
+
+    def _images(self, latents: np.ndarray, output_type: str) -> Any:
+        """Return the images of latents (B, C, h, w)."""
         pixels = self.vae.to_pixels(latents)
         check_finite(pixels, "vae_decoder")
-        images = to_output_type(pixels, output_type)
-        return PipelineOutput(images) if return_dict else (images,)
-
-
-def latents_as_output(latents: np.ndarray, return_dict: bool) -> Any:
-    tensor = as_tensor(latents)
-    return PipelineOutput(tensor) if return_dict else (tensor,)
+        return to_output_type(pixels, output_type)
 
 
 def prompt_list(prompt: Prompt | None, other: Prompt | None = None, count: int | None = None) -> list[str]:
@@ -670,10 +669,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
             guidance_scale=call.guidance_scale if guided else None, one_call=guided, blend=blend, tensors=tensors,
             skip_layers=skip,
         )  # fmt: skip
-        sample = self._denoise(job, call)
-        if call.output_type == "latent":
-            return latents_as_output(sample, call.return_dict)
-        return self._output(sample, call.output_type, call.return_dict)
+        return self._result(self._denoise(job, call), call)
 
     def _skip_layers(self, call: SimpleNamespace, inputs: dict[str, np.ndarray]) -> SkipLayerGuidance | None:
         """Return the skip-layer guidance of a call; None without it. Raises InputError for blocks that are not there.
@@ -769,9 +765,7 @@ class FluxPipeline(TransformerPipeline):
             guidance_scale=call.true_cfg_scale if guided else None, blend=blend, references=references,
         )  # fmt: skip
         sample = self._denoise(job, call)
-        if call.output_type == "latent":
-            return latents_as_output(sample, call.return_dict)
-        return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
+        return self._result(sample if call.output_type == "latent" else unpack(sample, rows, columns), call)
 
     def _references(self, call: SimpleNamespace, count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the tokens (count, R, C) of an image that the prompt is about, and their positions; None without one.

@@ -23,7 +23,6 @@ from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    latents_as_output,
     prompt_list,
     repeat_rows,
     unpack,
@@ -178,9 +177,7 @@ class QwenImagePipeline(TransformerPipeline):
             sizes=((rows, columns), *reference_sizes), embeddings=tuple(embeddings),
         )  # fmt: skip
         sample = self._denoise(job, call)
-        if call.output_type == "latent":
-            return latents_as_output(sample, call.return_dict)
-        return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
+        return self._result(sample if call.output_type == "latent" else unpack(sample, rows, columns), call)
 
     def _scales(self, call: SimpleNamespace) -> dict[str, float | None]:
         return {"true_cfg_scale": call.true_cfg_scale, "guidance_scale": call.guidance_scale}

@@ -24,7 +24,6 @@ from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    latents_as_output,
     prompt_list,
 )
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
@@ -154,10 +153,7 @@ class ZImagePipeline(TransformerPipeline):
             sample, schedule, [], guidance_scale=call.guidance_scale, positive=positive, negative=negative,
             guided_steps=guided, normalization=float(call.cfg_normalization or 0),
         )  # fmt: skip
-        sample = self._denoise(job, call)
-        if call.output_type == "latent":
-            return latents_as_output(sample, call.return_dict)
-        return self._output(sample, call.output_type, call.return_dict)
+        return self._result(self._denoise(job, call), call)
 
     def _negative(self, call: SimpleNamespace, prompts: int) -> Embeddings:
         """Return the embeddings of the negative prompts. Raises InputError if they do not fit the prompts."""
