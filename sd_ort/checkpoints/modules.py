@@ -184,7 +184,7 @@ class UNet(_Denoiser):
         adapter = [c.name for c in CONDITIONING_INPUTS if c.is_ip_adapter_input and c.name in named]
         if adapter:
             images, scales = (named[name] for name in adapter)
-            options["cross_attention_kwargs"] = self.model.pictures(images, scales)  # type: ignore[operator]
+            options["cross_attention_kwargs"] = self.model.pictures(images, scales)
         if residuals := [value for name, value in named.items() if name.startswith("down_block")]:
             options["down_block_additional_residuals"] = tuple(residuals)
             options["mid_block_additional_residual"] = named["mid_block_additional_residual"]
@@ -226,7 +226,7 @@ class VaeEncoder(ModelWrapper):
         del model.decoder
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        encoded = self.model.encode(sample)  # type: ignore[operator]
+        encoded = self.model.encode(sample)
         return encoded.latents if "latents" in encoded else encoded.latent_dist.parameters
 
 
@@ -238,7 +238,7 @@ class VaeDecoder(ModelWrapper):
         del model.encoder
 
     def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
-        return self.model.decode(latent_sample, return_dict=False)[0]  # type: ignore[operator]
+        return self.model.decode(latent_sample, return_dict=False)[0]
 
 
 class LatentStatistics(torch.nn.Module):

@@ -98,9 +98,9 @@ class StableDiffusion3InpaintPipeline(_ImageStart, StableDiffusion3Pipeline):
         max_sequence_length=256,
     )
 
-    def _images(self, latents: np.ndarray, output_type: str) -> Any:
+    def _decode_images(self, latents: np.ndarray, output_type: str) -> Any:
         mean, factor = latent_scale(self.vae.config)
-        return super()._images(latents - mean / factor, output_type)  # diffusers adds no shift_factor here
+        return super()._decode_images(latents - mean / factor, output_type)  # diffusers adds no shift_factor here
 
 
 class FluxImg2ImgPipeline(_ImageStart, FluxPipeline):

@@ -561,10 +561,10 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
 
     def _result(self, latents: np.ndarray, call: SimpleNamespace) -> Any:
         """Return what the caller asked for: `latents` as they are, or the images of latents (B, C, h, w)."""
-        images = as_tensor(latents) if call.output_type == "latent" else self._images(latents, call.output_type)
+        images = as_tensor(latents) if call.output_type == "latent" else self._decode_images(latents, call.output_type)
         return PipelineOutput(images) if call.return_dict else (images,)
 
-    def _images(self, latents: np.ndarray, output_type: str) -> Any:
+    def _decode_images(self, latents: np.ndarray, output_type: str) -> Any:
         """Return the images of latents (B, C, h, w)."""
         pixels = self.vae.to_pixels(latents)
         check_finite(pixels, "vae_decoder")
