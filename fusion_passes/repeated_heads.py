@@ -18,7 +18,7 @@ class _Repetition(NamedTuple):
     times: int
 
 
-def unrepeated(value: ir.Value | None, axis: int) -> ir.Value | None:
+def heads_before_repetition(value: ir.Value | None, axis: int) -> ir.Value | None:
     """Return x for the value Reshape(Expand(x [.., M, 1, ..] to [.., M, g, ..])), which repeats M heads g times each.
 
     Expand may be a Tile. None if `value` does not repeat heads, or its sizes are unknown.
@@ -31,7 +31,7 @@ def unrepeated(value: ir.Value | None, axis: int) -> ir.Value | None:
 
 
 def _repetition(value: ir.Value | None, axis: int) -> _Repetition | None:
-    """Return how `value` repeats heads, or None; see `unrepeated`."""
+    """Return how `value` repeats heads, or None; see `heads_before_repetition`."""
     reshape = None if value is None else value.producer()
     repeat = _producer(reshape, "Reshape")
     view = _producer(repeat, "Expand") or _producer(repeat, "Tile")
@@ -57,10 +57,10 @@ def _repetition(value: ir.Value | None, axis: int) -> _Repetition | None:
     return _Repetition(single, heads, groups)
 
 
-def shared_heads(node: ir.Node, axis: int) -> int | None:
+def kv_head_count(node: ir.Node, axis: int) -> int | None:
     """Return how many heads the key and value of an attention have before these are repeated for the query heads.
 
-    None if they are not both repeated from the same number of heads; `axis` as in `unrepeated`.
+    None if they are not both repeated from the same number of heads; `axis` as in `heads_before_repetition`.
     """
     key, value = (_repetition(each, axis) for each in node.inputs[1:3])
     if key is None or value is None or key[1:] != value[1:]:
@@ -69,14 +69,14 @@ def shared_heads(node: ir.Node, axis: int) -> int | None:
     return key.heads if axis == 1 or key.heads * key.times == node.attributes["num_heads"].as_int() else None
 
 
-def single_keys(graph: ir.Graph, node: ir.Node, axis: int) -> list[ir.Value | None]:
-    """Return key and value of an attention before their heads are repeated, or its inputs if `shared_heads` is None.
+def kv_before_repetition(graph: ir.Graph, node: ir.Node, axis: int) -> list[ir.Value | None]:
+    """Return key and value of an attention before their heads are repeated, or its inputs if `kv_head_count` is None.
 
     Heads at axis 2 are flattened: [B,L,M*D].
     """
-    if shared_heads(node, axis) is None:
+    if kv_head_count(node, axis) is None:
         return list(node.inputs[1:3])
-    single = [unrepeated(value, axis) for value in node.inputs[1:3]]
+    single = [heads_before_repetition(value, axis) for value in node.inputs[1:3]]
     return single if axis == 1 else [_flat(graph, node, value) for value in single if value is not None]
 
 

@@ -145,8 +145,7 @@ ALIASES = {"through": "conv1x1_bias", "phases": "subpixel_phases"}  # operations
 
 def recipe_of(value: ir.Value) -> WeightRecipe | None:
     """Return the recipe of an initializer, or None for a constant of the graph itself."""
-    recipe: WeightRecipe | None = value.meta.get(KEY)
-    return recipe
+    return value.meta.get(KEY)
 
 
 def record_recipe(value: ir.Value, operation: str, argument: Any, sources: Iterable[ir.Value]) -> ir.Value:
@@ -288,5 +287,4 @@ def load(stored: Mapping[str, str]) -> dict[str, WeightRecipe]:
 def _parse(text: str) -> WeightRecipe:
     for old, new in ALIASES.items():
         text = text.replace(f'["{old}",', f'["{new}",')  # quotes inside of names are escaped
-    recipe: WeightRecipe = json.loads(text)
-    return recipe
+    return json.loads(text)

@@ -1,4 +1,4 @@
-"""The one entry to optimization: a pipeline folder, a checkpoint or an ONNX file, fused for a target.
+"""Entry point of optimization: fuses a pipeline folder, a checkpoint or an ONNX file for a target.
 
 pipeline folder   every component is optimized                                                    seconds
 checkpoint        its tensors are read into templates, which are optimized as they are written    seconds

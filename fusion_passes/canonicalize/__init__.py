@@ -19,7 +19,7 @@ from fusion_passes.canonicalize import (
     transposes,
 )
 from fusion_passes.canonicalize.attention import concatenated_keys, onnx_attention, packed_heads, scales, three_axis
-from fusion_passes.canonicalize.opset import OPSET, SHAPES_SINCE, declare_opset, why_not_fused
+from fusion_passes.canonicalize.opset import OPSET, SHAPES_SINCE, declare_opset, unsupported_reason
 from fusion_passes.canonicalize.shape_folding import (
     fold_shapes,
     remove_no_ops,
@@ -30,7 +30,7 @@ from fusion_passes.graph_pass import Pass, PassOutcome
 from fusion_passes.rule import apply_rules
 from fusion_passes.shapes import types
 
-__all__ = ["CANONICAL", "canonicalize", "why_not_fused"]
+__all__ = ["CANONICAL", "canonicalize", "unsupported_reason"]
 
 CANONICAL: tuple[Pass, ...] = (
     slices.PASS,
@@ -54,7 +54,7 @@ def canonicalize(model: ir.Model) -> dict[str, PassOutcome]:
 
     The order matters. Old opsets come first, then shapes, because every rule queries them; then the two operators whose
     definition depends on the opset; then the opset; then operators that exporters decompose. If the opset cannot be
-    converted (see `why_not_fused`), only the shapes are folded, below `SHAPES_SINCE` not even these.
+    converted (see `unsupported_reason`), only the shapes are folded, below `SHAPES_SINCE` not even these.
     """
     outcomes: dict[str, PassOutcome] = {}
     common.RemoveUnusedFunctionsPass()(model)
@@ -63,7 +63,7 @@ def canonicalize(model: ir.Model) -> dict[str, PassOutcome]:
         return outcomes
     set_channel_counts(model)
     fold_shapes(model)
-    if why_not_fused(model):
+    if unsupported_reason(model):
         return outcomes
     order_operands(model)
     _run(model, slices.PASS, outcomes)

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.slices import END, sliced_interval
-from fusion_passes.canonicalize.uniform_values import uniform
+from fusion_passes.canonicalize.uniform_values import uniform_value
 
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 MAX_LENGTH = 8  # nodes of a chain
@@ -58,7 +58,7 @@ def equivalent_input(node: ir.Node) -> ir.Value | None:
         return None
     sides = ((0, 1),) if node.op_type in ("Div", "Sub") else ((0, 1), (1, 0))
     return next(
-        (operands[a] for a, b in sides if values.same_shape(operands[a], y) and uniform(operands[b]) == neutral),
+        (operands[a] for a, b in sides if values.same_shape(operands[a], y) and uniform_value(operands[b]) == neutral),
         None,
     )
 

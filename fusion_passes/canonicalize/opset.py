@@ -47,7 +47,7 @@ WIDENED = frozenset(
 REPLACED = frozenset({"GroupNormalization", "Attention"})
 
 
-def why_not_fused(model: ir.Model) -> str | None:
+def unsupported_reason(model: ir.Model) -> str | None:
     """Return the reason why fusions cannot work on the opset of `model`, or None."""
     version = opset(model.graph)
     if version >= OPSET:

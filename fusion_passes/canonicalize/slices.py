@@ -1,4 +1,4 @@
-"""Replaces Slices that cut a tensor into consecutive parts by one Split, which newer exporters write for `chunk`.
+"""Slices of consecutive parts: replaces them by one Split, which newer exporters write for `chunk`.
 
 Slice(x, 0:h, axis), Slice(x, h:2h, axis)  =>  Split(x, [h, h], axis)
 """

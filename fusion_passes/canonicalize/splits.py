@@ -17,7 +17,7 @@ from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.shapes.infer import annotate
 
 
-def splits(model: ir.Model) -> PassOutcome:
+def move_transposes_before_splits(model: ir.Model) -> PassOutcome:
     """Move Transposes of all outputs before the Split, in place."""
     outcome = rewrite_nodes(model, "splits", "Split", _reject_reason, _rewrite)
     if outcome.counts:
@@ -86,4 +86,4 @@ CASES = [
     ),
     _rejected("a half that is an output", _graph(_BOTH, "float[B,S,4] a, float[B,S,4] b, float[B,4,S] l")),
 ]
-PASS = Pass("splits", splits, CASES)
+PASS = Pass("splits", move_transposes_before_splits, CASES)

@@ -19,25 +19,25 @@ COPIES = frozenset("Expand Flatten Identity Reshape Squeeze Transpose Unsqueeze"
 ALWAYS_TRUE = {"GreaterOrEqual": operator.le, "Greater": operator.lt}
 
 
-def uniform(value: ir.Value | None, depth: int = MAX_DEPTH) -> float | None:
+def uniform_value(value: ir.Value | None, depth: int = MAX_DEPTH) -> float | None:
     """Return the number that every element of `value` is, 1 for True, or None if that is not proven."""
     number = values.scalar(value)
     node = None if value is None else value.producer()
     if number is not None or node is None or node.domain or not depth:
         return number
     if node.op_type in COPIES:
-        return uniform(node.inputs[0], depth - 1)
+        return uniform_value(node.inputs[0], depth - 1)
     if node.op_type == "ConstantOfShape":
         tensor = node.attributes.get_tensor("value")
         return 0.0 if tensor is None else float(tensor.numpy().ravel()[0])
     if node.op_type == "Where":
-        condition = uniform(node.inputs[0], depth - 1)
-        return None if condition is None else uniform(node.inputs[1 if condition else 2], depth - 1)
+        condition = uniform_value(node.inputs[0], depth - 1)
+        return None if condition is None else uniform_value(node.inputs[1 if condition else 2], depth - 1)
     if node.op_type == "Mul":  # torch.baddbmm with beta=0
-        factors = [uniform(factor, depth - 1) for factor in node.inputs]
+        factors = [uniform_value(factor, depth - 1) for factor in node.inputs]
         return 0.0 if 0.0 in factors and all(f is not None and math.isfinite(f) for f in factors) else None
     if node.op_type in ALWAYS_TRUE:
-        bound = uniform(node.inputs[1], depth - 1)
+        bound = uniform_value(node.inputs[1], depth - 1)
         proven = bound is not None and ALWAYS_TRUE[node.op_type](bound, 0) and _is_not_negative(node.inputs[0], depth)
         return 1.0 if proven else None
     return None

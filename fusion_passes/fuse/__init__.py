@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from fusion_passes.canonicalize.opset import why_not_fused
+from fusion_passes.canonicalize.opset import unsupported_reason
 from fusion_passes.canonicalize.shape_folding import merge_duplicates
 from fusion_passes.fuse import (
     adaptive_layer_norm,
@@ -46,8 +46,8 @@ TRANSFORMER_FUSIONS: tuple[Pass, ...] = (
 
 
 def fuse(model: ir.Model, fusions: Sequence[Pass] = FUSIONS) -> dict[str, PassOutcome]:
-    """Apply `fusions` in place to a canonical model and return their outcomes by name; none if `why_not_fused`."""
-    if why_not_fused(model):
+    """Apply `fusions` in place to a canonical model and return their outcomes by name; none if `unsupported_reason`."""
+    if unsupported_reason(model):
         return {}
     outcomes = run_all(model, fusions)
     merge_duplicates(model)

@@ -28,7 +28,7 @@ from fusion_passes import value_queries as values
 from fusion_passes.cleanup import clean_up
 from fusion_passes.graph_edits import new_initializer, replace_value, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
-from fusion_passes.repeated_heads import unrepeated
+from fusion_passes.repeated_heads import heads_before_repetition
 from fusion_passes.shapes.infer import annotate_new
 
 SWAP = [0, 2, 1, 3]
@@ -43,7 +43,7 @@ def _not_tokens(value: ir.Value | None) -> str | None:
         return None
     if len(values.consumers(value)) > 1 or value.is_graph_output():
         return "the heads have other consumers"
-    if (single := unrepeated(value, 1)) is not None:
+    if (single := heads_before_repetition(value, 1)) is not None:
         return _not_tokens(single)
     if node.op_type == "Concat" and not node.domain:
         if node.attributes["axis"].as_int() not in (2, -2):
@@ -64,7 +64,7 @@ def _tokens(graph: ir.Graph, value: ir.Value | None, before: ir.Node) -> ir.Valu
     if values.perm(value) == SWAP:
         assert node.inputs[0] is not None
         return node.inputs[0]
-    if (single := unrepeated(value, 1)) is not None:
+    if (single := heads_before_repetition(value, 1)) is not None:
         return _repeated_tokens(graph, _tokens(graph, single, before), value, before)
     if node.op_type == "Concat":
         inputs: list[ir.Value | None] = [_tokens(graph, part, before) for part in node.inputs]
@@ -152,7 +152,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
         if view is not None and view.op_type == "Reshape" and values.dims(view.inputs[0]) == flat_shape:
             inputs.append(view.inputs[0])
             continue
-        if unrepeated(heads, 2) is not None:
+        if heads_before_repetition(heads, 2) is not None:
             assert view is not None
             assert view.inputs[0] is not None
             heads = view.inputs[0]  # [B,S,M,g,D]: one Reshape to [B,S,N*D]

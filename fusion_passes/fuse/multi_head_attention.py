@@ -22,7 +22,7 @@ from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.canonicalize.attention.masks import expanded_mask
+from fusion_passes.canonicalize.attention.masks import expand_mask
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import PassCase, Rejection
 from fusion_passes.rule import Rule, rule_pass
@@ -79,7 +79,7 @@ class MultiHeadAttention(Rule):
     ) -> Any:  # fmt: skip
         node = sdpa.producer()
         assert node is not None
-        inputs = [q, k, v] + ([] if mask is None else [None, None, expanded_mask(op, mask, q, k, sdpa)])
+        inputs = [q, k, v] + ([] if mask is None else [None, None, expand_mask(op, mask, q, k, sdpa)])
         attention = op.MultiHeadAttention(
             *inputs,
             num_heads=values.size(q_heads, 2),

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from fusion_passes.cleanup import remove_unused
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
-from fusion_passes.repeated_heads import shared_heads, single_keys
+from fusion_passes.repeated_heads import kv_before_repetition, kv_head_count
 
 
 def grouped_heads(model: ir.Model, attention: str = "MultiHeadAttention") -> PassOutcome:
@@ -32,13 +32,13 @@ def _reject_reason(node: ir.Node) -> str | None:
         return "its inputs are packed"
     if any(value is not None for value in node.inputs[3:5]):
         return "it has a bias"
-    return None if shared_heads(node, 2) else "key and value are not heads that are repeated for adjacent query heads"
+    return None if kv_head_count(node, 2) else "key and value are not heads that are repeated for adjacent query heads"
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
-    kv_heads = shared_heads(node, 2)
+    kv_heads = kv_head_count(node, 2)
     assert kv_heads is not None
-    for index, value in enumerate(single_keys(graph, node, 2), 1):
+    for index, value in enumerate(kv_before_repetition(graph, node, 2), 1):
         node.replace_input_with(index, value)
     node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", kv_heads)
 

@@ -27,7 +27,7 @@ from fusion_passes.canonicalize.attention.masks import ZERO_ROWS
 from fusion_passes.cleanup import remove_unused
 from fusion_passes.graph_edits import new_initializer, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
-from fusion_passes.repeated_heads import shared_heads, single_keys
+from fusion_passes.repeated_heads import kv_before_repetition, kv_head_count
 
 OPSET = 23
 VIEWS = ("Expand", "Reshape", "Unsqueeze", "Squeeze", "Slice")  # operators whose elements are those of the first input
@@ -57,7 +57,7 @@ def grouped_sdpa() -> Pass:
 
 def _ungrouped(node: ir.Node) -> str | None:
     axis = 1 if node.op_type == "ScaledDotProductAttention" else 2
-    return None if shared_heads(node, axis) else "each query has keys of its own"
+    return None if kv_head_count(node, axis) else "each query has keys of its own"
 
 
 def standard_sdpa(unsupported_reason: KernelConstraint) -> Pass:
@@ -192,8 +192,8 @@ def _replace(node: ir.Node, inputs: list[ir.Value | None], attributes: dict[str,
 def _rewrite(masks: Masks, graph: ir.Graph, node: ir.Node) -> None:
     mask, heads = _mask(node), node.attributes["num_heads"].as_int()
     masked = [] if mask is None else [_mask_input(masks, graph, node, mask, 1)]
-    kv_heads = shared_heads(node, 2) or heads
-    keys = single_keys(graph, node, 2)
+    kv_heads = kv_head_count(node, 2) or heads
+    keys = kv_before_repetition(graph, node, 2)
     attributes = {
         "q_num_heads": heads,
         "kv_num_heads": kv_heads,
@@ -213,7 +213,7 @@ def _rewrite_four_axes(masks: Masks, graph: ir.Graph, node: ir.Node) -> None:
         ir.convenience.replace_all_uses_with(factor.outputs[0], node.outputs[0], replace_graph_outputs=True)
         mask = keep
     masked = [] if mask is None else [_mask_input(masks, graph, node, mask, 2)]
-    _replace(node, [node.inputs[0], *single_keys(graph, node, 1), *masked], attributes)
+    _replace(node, [node.inputs[0], *kv_before_repetition(graph, node, 1), *masked], attributes)
 
 
 def _row_factor(node: ir.Node, mask: ir.Value) -> tuple[ir.Node, ir.Value] | None:

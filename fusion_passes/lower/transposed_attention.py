@@ -17,10 +17,10 @@ from onnxscript.rewriter.pattern import Var
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize import transposes
-from fusion_passes.canonicalize.attention.masks import expanded_mask
+from fusion_passes.canonicalize.attention.masks import expand_mask
 from fusion_passes.graph_edits import unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome
-from fusion_passes.repeated_heads import shared_heads, single_keys
+from fusion_passes.repeated_heads import kv_before_repetition, kv_head_count
 from fusion_passes.rule import Rule, apply_rules
 
 SWAP = [0, 2, 1, 3]
@@ -53,11 +53,11 @@ class TransposedAttention(Rule):
             for target, name in (([0, 0, -1], "flat"), ([0, 0, heads or 0, size or 0], "split"))
         )
         assert isinstance(node.graph, ir.Graph)
-        kv_heads, keys = shared_heads(node, 1), single_keys(node.graph, node, 1)
+        kv_heads, keys = kv_head_count(node, 1), kv_before_repetition(node.graph, node, 1)
         inputs = [op.Reshape(op.Transpose(x, perm=SWAP), flat) for x in (q, *keys)]
         attention = op.MultiHeadAttention(
             *inputs,
-            *([] if mask is None else [None, None, expanded_mask(op, mask, q, k, out, 2)]),
+            *([] if mask is None else [None, None, expand_mask(op, mask, q, k, out, 2)]),
             num_heads=heads,
             **({} if kv_heads is None else {"kv_num_heads": kv_heads}),
             scale=node.attributes["scale"].as_float(),

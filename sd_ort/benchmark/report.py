@@ -84,7 +84,7 @@ def page(reports: dict[str, Row], folder: Path) -> str:
             "title": "MLPerf scenarios" if kind == "mlperf" else kind.capitalize(),
             "finished": report["finished"],
             "blocks": [*SECTIONS[kind](report), *images],
-            "lines": _about(report),
+            "lines": [*report["notes"], str(report["date"]), *_machine(report)],
             "command": report["command"],
         })  # fmt: skip
     models = sorted({str(row["model"]) for row in first["engines"] if "model" in row})
@@ -120,10 +120,6 @@ def _summary(report: Row) -> str:
     sizes = next((f", {row['width']} x {row['height']} pixels" for row in report["engines"] if "width" in row), "")
     guidance = "; with guidance the UNet sees twice the batch" if settings["guidance"] > 1 else ""
     return f"{task}{sizes}, provider {settings['provider']} on {device}{threads}{guidance}"
-
-
-def _about(report: Row) -> list[str]:
-    return [*report["notes"], str(report["date"]), *_machine(report)]
 
 
 def _machine(report: Row) -> list[str]:

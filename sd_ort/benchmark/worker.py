@@ -140,7 +140,7 @@ class Worker:
             row["step_speedup"] = speedup(measured.step_ms, baseline.step_ms)
             if measured.image_s and baseline.image_s:
                 row["image_speedup"] = speedup(measured.image_s, baseline.image_s)
-            row |= difference(measured, baseline)
+            row |= output_error(measured, baseline)
         return row
 
     def save_image(self, out: SharedFolder) -> None:
@@ -190,7 +190,7 @@ def memory_columns(prefix: str, values: Sequence[float]) -> dict[str, float]:
     return {prefix + name: value for name, value in zip(names, (first, second, peak), strict=True)}
 
 
-def difference(measured: EngineMeasurements, baseline: EngineMeasurements) -> dict[str, Any]:
+def output_error(measured: EngineMeasurements, baseline: EngineMeasurements) -> dict[str, Any]:
     """Return the PSNR of images in dB, or the relative L2 error of a component's output (None: not finite)."""
     if measured.images is not None and baseline.images is not None and measured.images.shape == baseline.images.shape:
         return {"psnr_db": median(map(metrics.psnr, measured.images, baseline.images))}

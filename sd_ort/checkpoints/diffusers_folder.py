@@ -112,8 +112,7 @@ def _reading_images(encoder: CheckpointModel) -> CheckpointModel:
     def load() -> torch.nn.Module:
         model: Any = encoder.load()
         setattr(model.config, READS_IMAGES, True)
-        module: torch.nn.Module = model
-        return module
+        return model
 
     return replace(encoder, config={**encoder.config, READS_IMAGES: True}, load=load)
 

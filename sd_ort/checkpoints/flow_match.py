@@ -34,13 +34,11 @@ class FlowMatchSchedule:
 
     def step(self, i: int, prediction: np.ndarray, latents: np.ndarray) -> np.ndarray:
         """Return the latents after step i."""
-        after: np.ndarray = latents + (self.sigmas[i + 1] - self.sigmas[i]) * prediction
-        return after
+        return latents + (self.sigmas[i + 1] - self.sigmas[i]) * prediction
 
     def add_noise(self, i: int, image: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """Return the latents before step i, or after the last one, of an image's latents."""
-        noisy: np.ndarray = self.sigmas[i] * noise + (1 - self.sigmas[i]) * image
-        return noisy
+        return self.sigmas[i] * noise + (1 - self.sigmas[i]) * image
 
     def for_strength(self, strength: float) -> FlowMatchSchedule:
         """Return the last `strength` (0..1) of the steps. Raises InputError if none are left."""
@@ -62,8 +60,7 @@ class InpaintBlend:
     def apply(self, schedule: FlowMatchSchedule, i: int, latents: np.ndarray) -> np.ndarray:
         """Return the latents after step i with the image, as noisy as they are, outside of the mask."""
         image = schedule.add_noise(i + 1, self.image, self.noise)
-        blended: np.ndarray = (1 - self.mask) * image + self.mask * latents
-        return blended
+        return (1 - self.mask) * image + self.mask * latents
 
     def packed(self, pack: Callable[[np.ndarray], np.ndarray]) -> InpaintBlend:
         """Return the arrays in another layout."""

@@ -101,8 +101,7 @@ def _load_unet(unet: CheckpointModel, adapter: IPAdapter) -> torch.nn.Module:
         raise InputError(f"{adapter.file}: {adapter.names[broken[0]]} holds NaN or infinity: get it again.")
     module.load_state_dict(weights, strict=False, assign=True)
     module.register_to_config(ip_adapter=adapter.config)
-    loaded: torch.nn.Module = module.eval()
-    return loaded
+    return module.eval()
 
 
 def read_ip_adapter(file: Path, unet: Config, encoder: Path, image_config: Config) -> IPAdapter:

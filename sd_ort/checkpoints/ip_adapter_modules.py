@@ -41,8 +41,7 @@ class ImageProjection(BaseImageProjection):
 
     def tokens(self, image_embeds: torch.Tensor) -> torch.Tensor:
         projected = self.proj(image_embeds)
-        tokens: torch.Tensor = self.norm(projected.reshape(projected.shape[0], -1, *self.norm.weight.shape))
-        return tokens
+        return self.norm(projected.reshape(projected.shape[0], -1, *self.norm.weight.shape))
 
 
 class Resampler(BaseImageProjection):
@@ -84,8 +83,7 @@ class PerceiverAttention(torch.nn.Module):
     def forward(self, states: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         states, queries = self.norm1(states), self.norm2(queries)
         key, value = self.to_kv(torch.cat([states, queries], 1)).chunk(2, -1)
-        output: torch.Tensor = self.to_out(attention(self.to_q(queries), key, value, self.heads))
-        return output
+        return self.to_out(attention(self.to_q(queries), key, value, self.heads))
 
 
 def feed_forward(inner: int) -> torch.nn.Sequential:
@@ -117,8 +115,7 @@ class IPAdapterAttnProcessor(torch.nn.Module):
         text = attention(query, attn.to_k(encoder_hidden_states), attn.to_v(encoder_hidden_states), attn.heads)
         values = self.to_v_ip(tokens) * scales[:, self.layer_index, None, None]
         image = attention(query, self.to_k_ip(tokens), values, attn.heads)
-        output: torch.Tensor = attn.to_out[0](text + image)
-        return output
+        return attn.to_out[0](text + image)
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int) -> torch.Tensor:

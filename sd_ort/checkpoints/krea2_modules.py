@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm
 
-from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
+from sd_ort.checkpoints.module_parts import ModelWrapper, SinusoidalEmbedding
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,16 +51,14 @@ class TimeEmbedding(torch.nn.Module):
 
     def forward(self, timestep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         hidden = self.linear_1(self.sinusoids(timestep * 1e3)[:, None])
-        embedded: torch.Tensor = self.linear_2(torch.nn.functional.gelu(hidden, approximate="tanh"))
-        return embedded
+        return self.linear_2(torch.nn.functional.gelu(hidden, approximate="tanh"))
 
 
-class Krea2Transformer(torch.nn.Module):
+class Krea2Transformer(ModelWrapper):
     """The inputs of `diffusion_transformers`' Krea 2 -> out_hidden_states [B, S, 64], in that order."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.time_embed = TimeEmbedding(model.time_embed)
         for name, module in list(model.named_modules()):
             for child_name, child in list(module.named_children()):
@@ -72,7 +70,7 @@ class Krea2Transformer(torch.nn.Module):
         img_ids: torch.Tensor, txt_ids: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Return the output for each patch."""
-        output: torch.Tensor = self.model(
+        return self.model(
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             # A row for each image, as the modulation of other families has, whose fusions expect it.
@@ -80,7 +78,6 @@ class Krea2Transformer(torch.nn.Module):
             position_ids=torch.cat([txt_ids, img_ids]),
             return_dict=False,
         )[0]
-        return output
 
 
 class TextRotary(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Schedulers as tables of coefficients.
+"""Schedule of a linear scheduler: each step is a weighted sum of latents, predictions and noise.
 
 A scheduler without clipping (Euler, Heun, DDIM, PNDM, DPM-Solver, UniPC, LCM, the ancestral ones, ...) is linear: the
 latents after step i are a weighted sum of the latents x and the noise predictions e of this step and the few before it,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fusion_passes.weight_recipes import position_axis
-from sd_ort.checkpoints.causal_text import causal_mask_and_positions
 from sd_ort.checkpoints.krea2_modules import Krea2Transformer, TextRotary
+from sd_ort.checkpoints.module_parts import ModelWrapper, SinusoidalEmbedding, causal_mask_and_positions
 from sd_ort.checkpoints.qwen_image_modules import (
     QwenImageTextEncoder,
     QwenImageTransformer,
@@ -19,17 +19,15 @@ from sd_ort.checkpoints.qwen_image_modules import (
 )
 from sd_ort.checkpoints.qwen_vision_modules import QwenVisionEncoder
 from sd_ort.checkpoints.signatures import READS_IMAGES, has_packed_latents, signature, tapped_layers
-from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS
 from sd_ort.checkpoints.z_image_modules import ZImageTransformer
 
 
-class TextEncoder(torch.nn.Module):
+class TextEncoder(ModelWrapper):
     """input_ids [B, S] -> last_hidden_state, pooler_output; or the penultimate hidden state [, text_embeds]."""
 
     def __init__(self, model: torch.nn.Module, penultimate: bool) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.penultimate = penultimate
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -40,20 +38,18 @@ class TextEncoder(torch.nn.Module):
         return (hidden, output.text_embeds) if "text_embeds" in output else (hidden,)
 
 
-class T5TextEncoder(torch.nn.Module):
+class T5TextEncoder(ModelWrapper):
     """input_ids [B, S] -> last_hidden_state [B, S, C]. All tokens are attended to, padding too, as in diffusers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.weight_recipes = {"encoder.embed_tokens.weight": "shared.weight"}  # one parameter of two modules
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(input_ids).last_hidden_state
-        return hidden
+        return self.model(input_ids).last_hidden_state
 
 
-class Qwen3TextEncoder(torch.nn.Module):
+class Qwen3TextEncoder(ModelWrapper):
     """input_ids, attention_mask [B, S] -> the hidden states of `tapped_layers`, side by side [B, S, taps * C].
 
     Those of Qwen3-VL, for texts without images, are [B, S, taps, C]; its vision tower is removed.
@@ -63,8 +59,7 @@ class Qwen3TextEncoder(torch.nn.Module):
     """
 
     def __init__(self, model: Any, penultimate: bool) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.taps = tapped_layers(model.config.to_dict(), penultimate)
         stack = self._stack()
         layers = stack.layers
@@ -150,16 +145,14 @@ class SeparablePositions(torch.nn.Module):
         columns = self.columns[left : left + width].unsqueeze(0).expand(height, width, -1)
         lines = self.lines[top : top + height].unsqueeze(1).expand(height, width, -1)
         positions = torch.cat([columns, lines], dim=-1).reshape(1, height * width, -1)
-        embedded: torch.Tensor = patches.flatten(2).transpose(1, 2) + positions
-        return embedded
+        return patches.flatten(2).transpose(1, 2) + positions
 
 
-class _Denoiser(torch.nn.Module):
+class _Denoiser(ModelWrapper):
     """A model with the conditioning inputs `names`."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.names = names
 
 
@@ -179,8 +172,7 @@ class DiffusionTransformer(_Denoiser):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         named = dict(zip(self.names, inputs, strict=True))
-        output: torch.Tensor = self.model(**named, return_dict=False)[0]
-        return output
+        return self.model(**named, return_dict=False)[0]
 
 
 class UNet(_Denoiser):
@@ -192,12 +184,11 @@ class UNet(_Denoiser):
         adapter = [c.name for c in CONDITIONING_INPUTS if c.is_ip_adapter_input and c.name in named]
         if adapter:
             images, scales = (named[name] for name in adapter)
-            options["cross_attention_kwargs"] = self.model.pictures(images, scales)  # type: ignore[operator]
+            options["cross_attention_kwargs"] = self.model.pictures(images, scales)
         if residuals := [value for name, value in named.items() if name.startswith("down_block")]:
             options["down_block_additional_residuals"] = tuple(residuals)
             options["mid_block_additional_residual"] = named["mid_block_additional_residual"]
-        output: torch.Tensor = self.model(sample, timestep, context, return_dict=False, **options)[0]
-        return output
+        return self.model(sample, timestep, context, return_dict=False, **options)[0]
 
 
 class ControlNet(_Denoiser):
@@ -219,43 +210,35 @@ def _denoiser_options(named: dict[str, torch.Tensor]) -> dict[str, Any]:
     return options
 
 
-class ImageEncoder(torch.nn.Module):
+class ImageEncoder(ModelWrapper):
     """pixel_values [B, 3, H, W] -> the penultimate hidden state [B, 1 + patches, C], image_embeds [B, D]."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output = self.model(pixel_values, output_hidden_states=True)
         return output.hidden_states[-2], output.image_embeds
 
 
-class VaeEncoder(torch.nn.Module):
+class VaeEncoder(ModelWrapper):
     """image [B, 3, H, W] in -1..1 -> mean and log variance [B, 2C, H/8, W/8], or latents [B, C, ..]; not scaled."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.decoder
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        encoded = self.model.encode(sample)  # type: ignore[operator]
-        output: torch.Tensor = encoded.latents if "latents" in encoded else encoded.latent_dist.parameters
-        return output
+        encoded = self.model.encode(sample)
+        return encoded.latents if "latents" in encoded else encoded.latent_dist.parameters
 
 
-class VaeDecoder(torch.nn.Module):
+class VaeDecoder(ModelWrapper):
     """latent [B, C, H, W], already divided by the scaling factor -> image [B, 3, 8H, 8W]."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.encoder
 
     def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
-        image: torch.Tensor = self.model.decode(latent_sample, return_dict=False)[0]  # type: ignore[operator]
-        return image
+        return self.model.decode(latent_sample, return_dict=False)[0]
 
 
 class LatentStatistics(torch.nn.Module):
@@ -278,36 +261,32 @@ class LatentStatistics(torch.nn.Module):
         }
 
 
-class PackedVaeEncoder(torch.nn.Module):
+class PackedVaeEncoder(ModelWrapper):
     """image [B, 3, H, W] in -1..1 -> the mean latents of FLUX.2 in patches of 2x2, normalized [B, 4C, H/16, W/16]."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.bn = LatentStatistics(model.bn)
         del model.decoder
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
         model: Any = self.model
         patches = torch.nn.functional.pixel_unshuffle(model.encode(sample).latent_dist.mean, 2)
-        normalized: torch.Tensor = (patches - model.bn.mean) / model.bn.deviation
-        return normalized
+        return (patches - model.bn.mean) / model.bn.deviation
 
 
-class PackedVaeDecoder(torch.nn.Module):
+class PackedVaeDecoder(ModelWrapper):
     """Normalized latents of FLUX.2 in patches of 2x2 [B, 4C, h, w] -> image [B, 3, 16h, 16w]."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.bn = LatentStatistics(model.bn)
         del model.encoder
 
     def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
         model: Any = self.model
         latents = torch.nn.functional.pixel_shuffle(latent_sample * model.bn.deviation + model.bn.mean, 2)
-        image: torch.Tensor = model.decode(latents, return_dict=False)[0]
-        return image
+        return model.decode(latents, return_dict=False)[0]
 
 
 def wrap(component: str, model: torch.nn.Module, penultimate: bool, controlnet: bool) -> torch.nn.Module:

@@ -648,10 +648,6 @@ def mini_model(name: str, config: Config) -> Config:
     return small
 
 
-def _mini(preset: Preset) -> Preset:
-    return replace(preset, models={name: mini_model(name, config) for name, config in preset.models.items()})
-
-
 _FULL = {
     "sd15": _SD15,
     "sd21": _SD21,
@@ -678,7 +674,11 @@ _TINY = {name: _tiny(preset) for name, preset in _FULL.items()}
 PRESETS: dict[str, Preset] = {
     **_FULL,
     **{f"{name}-tiny": preset for name, preset in _TINY.items()},
-    **{f"{name}-mini": _mini(preset) for name, preset in _TINY.items() if "unet" in preset.models},
+    **{
+        f"{name}-mini": replace(preset, models={part: mini_model(part, preset.models[part]) for part in preset.models})
+        for name, preset in _TINY.items()
+        if "unet" in preset.models
+    },
 }
 
 

@@ -18,8 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
 )
 from diffusers.models.embeddings import apply_rotary_emb
 
-from sd_ort.checkpoints.causal_text import causal_mask_and_positions
-from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
+from sd_ort.checkpoints.module_parts import ModelWrapper, SinusoidalEmbedding, causal_mask_and_positions
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -83,7 +82,7 @@ class RotaryTables(torch.nn.Module):
         return joined.cos().repeat_interleave(2, -1), joined.sin().repeat_interleave(2, -1)
 
 
-class QwenImageTransformer(torch.nn.Module):
+class QwenImageTransformer(ModelWrapper):
     """The inputs of `diffusion_transformers`' Qwen-Image -> out_hidden_states [B, S, 64], in that order.
 
     diffusers' forward without a mask: the pipeline calls it with prompts of one length at a time. With one,
@@ -91,8 +90,7 @@ class QwenImageTransformer(torch.nn.Module):
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.pos_embed = RotaryTables(model.pos_embed)
         model.time_text_embed.time_proj = SinusoidalEmbedding(model.time_text_embed.time_proj)
         for block in model.transformer_blocks:
@@ -107,14 +105,13 @@ class QwenImageTransformer(torch.nn.Module):
         timestep = timestep.expand(hidden_states.shape[0])
         if self.model.zero_cond_t:
             return self._forward_of_references(hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids)
-        output: torch.Tensor = self.model(
+        return self.model(
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             timestep=timestep,
             img_shapes=(img_ids, txt_ids),
             return_dict=False,
         )[0]
-        return output
 
     def _forward_of_references(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, timestep: torch.Tensor,
@@ -140,8 +137,7 @@ class QwenImageTransformer(torch.nn.Module):
             image, text = image + of_image[2] * attended[0], text + of_text[2] * attended[1]
             image = image + of_image[5] * block.img_mlp(_modulated(block.img_norm2(image), of_image[3:5]))
             text = text + of_text[5] * block.txt_mlp(_modulated(block.txt_norm2(text), of_text[3:5]))
-        output: torch.Tensor = model.proj_out(model.norm_out(image, times))
-        return output
+        return model.proj_out(model.norm_out(image, times))
 
 
 def _modulated(x: torch.Tensor, shift_and_scale: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -152,7 +148,7 @@ def _modulated(x: torch.Tensor, shift_and_scale: tuple[torch.Tensor, ...]) -> to
 # --- Text encoder ---------------------------------------------------------------------------------------------------
 
 
-class QwenTextEncoder(torch.nn.Module):
+class QwenTextEncoder(ModelWrapper):
     """input_ids, attention_mask [B, S] -> the last hidden states [B, S, C] of Qwen2.5-VL, for texts without images.
 
     The vision tower and the head are removed. transformers' forward gives text three equal axes of positions, which
@@ -160,8 +156,7 @@ class QwenTextEncoder(torch.nn.Module):
     """
 
     def __init__(self, model: Any, penultimate: bool = False) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.lm_head, model.model.visual
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -176,8 +171,7 @@ class QwenTextEncoder(torch.nn.Module):
         angles = torch.cat([angles, angles], dim=-1)
         for layer in model.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=(angles.cos(), angles.sin()))
-        normalized: torch.Tensor = model.norm(hidden)
-        return normalized
+        return model.norm(hidden)
 
 
 class QwenImageTextEncoder(QwenTextEncoder):
@@ -257,8 +251,7 @@ def _block(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the output of a residual block, an attention or a resampling of the VAE for one frame (B, C, H, W)."""
     if isinstance(block, QwenImageResidualBlock):
         hidden = block.conv1(block.nonlinearity(block.norm1(x)))
-        output: torch.Tensor = block.conv2(block.nonlinearity(block.norm2(hidden))) + block.conv_shortcut(x)
-        return output
+        return block.conv2(block.nonlinearity(block.norm2(hidden))) + block.conv_shortcut(x)
     if isinstance(block, QwenImageAttentionBlock):
         tokens = block.to_qkv(block.norm(x)).flatten(2).transpose(1, 2).unsqueeze(1)
         attended = torch.nn.functional.scaled_dot_product_attention(*tokens.chunk(3, dim=-1))
@@ -275,12 +268,11 @@ def _middle(block: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class QwenVaeEncoder(torch.nn.Module):
+class QwenVaeEncoder(ModelWrapper):
     """image [B, 3, H, W] in -1..1 -> mean and log variance [B, 2C, h, w] of the latents of one frame."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.decoder, model.post_quant_conv
         _use_frames(model)
 
@@ -290,16 +282,14 @@ class QwenVaeEncoder(torch.nn.Module):
         for block in encoder.down_blocks:
             x = _block(block, x)
         x = encoder.nonlinearity(encoder.norm_out(_middle(encoder.mid_block, x)))
-        moments: torch.Tensor = self.model.quant_conv(encoder.conv_out(x))
-        return moments
+        return self.model.quant_conv(encoder.conv_out(x))
 
 
-class QwenVaeDecoder(torch.nn.Module):
+class QwenVaeDecoder(ModelWrapper):
     """latent [B, C, h, w] of one frame, not normalized -> image [B, 3, H, W] in -1..1."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.encoder, model.quant_conv
         _use_frames(model)
 

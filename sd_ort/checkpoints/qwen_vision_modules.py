@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import rotate_half
 
+from sd_ort.checkpoints.module_parts import ModelWrapper
+
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -28,7 +30,7 @@ class PatchEmbedding(torch.nn.Linear):
         self.weight_recipes = {f"{name}.weight": ["reshape", list(filters.shape), f"{name}.proj.weight"]}
 
 
-class QwenVisionEncoder(torch.nn.Module):
+class QwenVisionEncoder(ModelWrapper):
     """The inputs of `signatures`' vision_encoder -> image_embeds [W * L / 4, C]: a token for each 4 places.
 
     The image is W windows of L places for patches. `window_ids` [W, L] are the patches in the places, -1 for none;
@@ -36,8 +38,7 @@ class QwenVisionEncoder(torch.nn.Module):
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         del model.lm_head, model.model.language_model
         visual = model.model.visual
         visual.patch_embed = PatchEmbedding(visual.patch_embed, "model.visual.patch_embed")
@@ -63,8 +64,7 @@ class QwenVisionEncoder(torch.nn.Module):
                 attended = _attention(block.attn, normalized, windows, mask)
             hidden = hidden + attended
             hidden = hidden + block.mlp(block.norm2(hidden))
-        tokens: torch.Tensor = visual.merger(hidden)
-        return tokens
+        return visual.merger(hidden)
 
 
 def _image(windows: torch.Tensor, patch_ids: torch.Tensor) -> torch.Tensor:
@@ -79,5 +79,4 @@ def _attention(attn: Any, x: torch.Tensor, rotary: Tables, mask: torch.Tensor | 
     heads = [each * cos + rotate_half(each) * sin for each in (query, key)]
     query, key, value = (each.transpose(1, 2) for each in (*heads, value))
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    projected: torch.Tensor = attn.proj(output.transpose(1, 2).flatten(2))
-    return projected
+    return attn.proj(output.transpose(1, 2).flatten(2))

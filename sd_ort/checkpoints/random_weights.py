@@ -1,4 +1,4 @@
-"""Stand-ins for presets: random weights of the right scale, and tokenizers without learned vocabulary."""
+"""Random weights and tokenizers without learned vocabulary, for presets, which have no checkpoint files."""
 
 from __future__ import annotations
 

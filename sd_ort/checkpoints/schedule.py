@@ -1,4 +1,4 @@
-"""The schedules of diffusers' schedulers. That of a linear scheduler is found by running it on unit vectors."""
+"""Schedules of diffusers' schedulers. Coefficients of a linear one are found by steps on unit vectors."""
 
 from __future__ import annotations
 

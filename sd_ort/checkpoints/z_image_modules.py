@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
 
-from sd_ort.checkpoints.sinusoidal_embedding import SinusoidalEmbedding
+from sd_ort.checkpoints.module_parts import ModelWrapper, SinusoidalEmbedding
 
 PATCH_KEY = "2-1"  # of patches of 2x2 pixels of one frame, in diffusers' modules of each patch size
 
@@ -38,19 +38,17 @@ class RealAttention:
             for norm, heads in ((attn.norm_q, query), (attn.norm_k, key))
         ]
         heads = torch.nn.functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (*rotated, value)))
-        output: torch.Tensor = attn.to_out[0](heads.transpose(1, 2).flatten(2, 3))
-        return output
+        return attn.to_out[0](heads.transpose(1, 2).flatten(2, 3))
 
 
-class ZImageTransformer(torch.nn.Module):
+class ZImageTransformer(ModelWrapper):
     """The inputs of `diffusion_transformers`' Z-Image -> out_hidden_states [B, S, 64], in that order.
 
     Replaces `forward`, `patchify_and_embed`, `_prepare_sequence`, `_build_unified_sequence` and `unpatchify`.
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         # `timestep_embedding` computes its frequencies with Exp, which exporters fold with another last bit.
         settings = {"num_channels": model.t_embedder.frequency_embedding_size, "downscale_freq_shift": 0}
         self.sinusoids = SinusoidalEmbedding(SimpleNamespace(**settings, scale=1.0, flip_sin_to_cos=True))
@@ -80,8 +78,7 @@ class ZImageTransformer(torch.nn.Module):
         tables = tuple(torch.cat(pair) for pair in zip(image_tables, text_tables, strict=True))
         for block in model.layers:
             tokens = block(tokens, None, tables, time)
-        output: torch.Tensor = model.all_final_layer[PATCH_KEY](tokens, c=time)[:, : hidden_states.shape[1]]
-        return output
+        return model.all_final_layer[PATCH_KEY](tokens, c=time)[:, : hidden_states.shape[1]]
 
     def _tables(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [S, head size] of positions [S, 3]; both elements of a pair have the same.

@@ -35,7 +35,9 @@ def command(path: Path, components: tuple[str, ...], everything: bool, provider:
         click.echo(json.dumps(result, indent=1))
         return
     for name, entry in result["components"].items():
-        click.echo("\n".join([name, *histogram(entry), *(every_site(entry) if everything else grouped(entry)), ""]))
+        click.echo(
+            "\n".join([name, *histogram(entry), *(every_site(entry) if everything else unfused_lines(entry)), ""])
+        )
 
 
 def histogram(entry: dict[str, Any]) -> list[str]:
@@ -48,7 +50,7 @@ def histogram(entry: dict[str, Any]) -> list[str]:
     return lines + [f"  {reason}" for reason in entry.get("kernel_fallbacks", ())]
 
 
-def grouped(entry: dict[str, Any]) -> list[str]:
+def unfused_lines(entry: dict[str, Any]) -> list[str]:
     """Return the number of fused sites, and the unfused ones by operator and reason."""
     lines = ["  fused: " + (", ".join(f"{count} {op}" for op, count in entry["fused"].items()) or "nothing")]
     unfused = [site for site in entry["sites"] if not site["fused"]]
@@ -58,7 +60,7 @@ def grouped(entry: dict[str, Any]) -> list[str]:
     for (op, _), alike in sorted(groups.items(), key=lambda group: -len(group[1])):
         named = some(site["scope"] or site["value"] for site in alike)
         lines.append(f"  left: {len(alike)} {op}: {alike[0]['reason']} ({named})")
-    return lines + list(lowered(entry)) + list(placed(entry))
+    return lines + list(lowering_lines(entry)) + list(placement_lines(entry))
 
 
 def some(names: Iterable[str], limit: int = SCOPES_PER_REASON) -> str:
@@ -67,7 +69,7 @@ def some(names: Iterable[str], limit: int = SCOPES_PER_REASON) -> str:
     return ", ".join(distinct[:limit]) + (", ..." if len(distinct) > limit else "")
 
 
-def lowered(entry: dict[str, Any]) -> Iterator[str]:
+def lowering_lines(entry: dict[str, Any]) -> Iterator[str]:
     """Return the rewrites of each pass of the target, and its rejections by reason."""
     for name, outcome in entry["lowered"].items():
         counts = {"rewritten" if key == name else key: count for key, count in outcome["rewrote"].items() if count}
@@ -77,7 +79,7 @@ def lowered(entry: dict[str, Any]) -> Iterator[str]:
             yield f"    left: {count} {op}: {reason}"
 
 
-def placed(entry: dict[str, Any], limit: int = SCOPES_PER_REASON) -> Iterator[str]:
+def placement_lines(entry: dict[str, Any], limit: int = SCOPES_PER_REASON) -> Iterator[str]:
     """Return the number of nodes per execution provider, and the operators that ours rejects, by reason."""
     if (placement := entry.get("placement")) is None:
         return
@@ -105,5 +107,5 @@ def every_site(entry: dict[str, Any]) -> list[str]:
             for name, outcome in entry["lowered"].items()
             for site in outcome["unfused"]
         ]
-        + list(placed(entry, limit=1 << 30))
+        + list(placement_lines(entry, limit=1 << 30))
     )

@@ -1,4 +1,4 @@
-"""`sd-ort install-host HOST PATH`"""
+"""`sd-ort install-host HOST PATH`: add sd-ort to ComfyUI, a WebUI, or a pipeline folder for diffusers."""
 
 from __future__ import annotations
 

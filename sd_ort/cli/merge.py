@@ -1,4 +1,4 @@
-"""`sd-ort merge DIR OUT`"""
+"""`sd-ort merge DIR OUT`: a pipeline folder as one ONNX model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sd-ort optimize IN OUT`"""
+"""`sd-ort optimize IN OUT`: fuse a pipeline, a checkpoint or an ONNX file for a target."""
 
 from __future__ import annotations
 

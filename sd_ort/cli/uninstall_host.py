@@ -1,4 +1,4 @@
-"""`sd-ort uninstall-host HOST PATH`"""
+"""`sd-ort uninstall-host HOST PATH`: remove what install-host added."""
 
 from __future__ import annotations
 

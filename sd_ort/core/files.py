@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, files that others wrote, and JSON that is checked against a schema."""
+"""File helpers: atomic writes, checked reads of untrusted files, and JSON checked against a schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector, switched off for a while."""
+"""Context manager that disables Python's garbage collector."""
 
 from __future__ import annotations
 

@@ -170,5 +170,4 @@ def read_tensor(path: Path, entry: Entry) -> np.ndarray:
         return np.zeros(entry["shape"], np.float32)
     with np.errstate(all="ignore"):  # NaN and infinity are reported by what reads the checkpoint
         values = dequantize(data.reshape(math.prod(outer), -1), GGMLQuantizationType[entry["dtype"]])
-    result: np.ndarray = values.astype(np.float32, copy=False).reshape(entry["shape"])
-    return result
+    return values.astype(np.float32, copy=False).reshape(entry["shape"])

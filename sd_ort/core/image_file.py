@@ -1,4 +1,4 @@
-"""The reader of image files."""
+"""Reader of image files, with limits of format, file size and side length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM within two seconds, even during a long library call.
+"""Handlers of Ctrl-C and SIGTERM that act within two seconds, even during a long library call.
 
 Python runs a signal handler in the main thread, between two instructions: not during a library call of that thread, nor
 while a thread holds the GIL in one. So long work runs in other threads (`run_interruptible`), and a watchdog process

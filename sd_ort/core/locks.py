@@ -1,4 +1,4 @@
-"""Locks of open files between processes, which end with the process: flock, and LockFileEx on Windows."""
+"""File locks between processes, released when the process ends: flock, and LockFileEx on Windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of NumPy's .npz archives."""
+"""Reader of NumPy's .npz archives, which rejects pickled objects."""
 
 from __future__ import annotations
 

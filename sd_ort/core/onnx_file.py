@@ -77,8 +77,7 @@ def serialize(text: str) -> bytes:
     def parse() -> bytes:
         import onnx
 
-        serialized: bytes = onnx.parser.parse_model(text).SerializeToString()
-        return serialized
+        return onnx.parser.parse_model(text).SerializeToString()
 
     return cached_bytes("graphs", text.encode(), parse)
 

@@ -1,4 +1,4 @@
-"""Libraries that talk while they work, kept from the terminal."""
+"""Context managers that hide warnings, log lines and progress bars of libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are written beside their final place, and replace what is there atomically.
+"""Staging folders: an output is written beside its destination and replaces it atomically.
 
 At every instant the old or the new folder is complete at its place, or at `.NAME.former`, from where `recover` renames
 it back: Linux exchanges two folders in one call, and the second name serves file systems that cannot. Old folders are

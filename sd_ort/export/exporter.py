@@ -213,8 +213,7 @@ def run_onnx(path: Path, inputs: Mapping[str, torch.Tensor]) -> list[np.ndarray]
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
-    outputs: list[np.ndarray] = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-    return outputs
+    return session.run(None, {name: value.numpy() for name, value in inputs.items()})
 
 
 def compare_outputs(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dict[str, float]:

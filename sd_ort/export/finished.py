@@ -1,4 +1,4 @@
-"""Exported components that outlast an interrupt: the same command takes them instead of exporting them again."""
+"""Finished components of an interrupted export, which the same command reuses."""
 
 from __future__ import annotations
 

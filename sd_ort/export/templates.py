@@ -36,7 +36,7 @@ from sd_ort.core.cache import cache_folder, is_reachable_file
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.package_version import package_version
 from sd_ort.graphs.load import load as load_graph
-from sd_ort.weights.recipes import Read, fill
+from sd_ort.weights.recipes import Read, fill_initializers
 
 Config = Mapping[str, Any]
 
@@ -193,8 +193,7 @@ def template_bytes(graph: ir.Model, table: Mapping[str, recipes.WeightRecipe], c
             location, 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name, base_dir=""
         )
     graph.metadata_props[CONFIG] = json.dumps(config, sort_keys=True)
-    serialized: bytes = ir.to_proto(graph).SerializeToString()
-    return serialized
+    return ir.to_proto(graph).SerializeToString()
 
 
 def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
@@ -257,7 +256,7 @@ class Template:
         model.metadata_props.pop(CONFIG, None)
         recipes.init_recipes(model, self.recipes)
         if read is not None:
-            fill(model, read)
+            fill_initializers(model, read)
             return model
         for seed, name in enumerate(self.recipes):
             value = model.graph.initializers[name]

@@ -35,5 +35,4 @@ def serialize_over_data(model: ir.Model, folder: Path) -> bytes:
             value.const_value = ir.ExternalTensor(
                 name, data.offset, data.length, data.dtype, shape=data.shape, name=str(value.name), base_dir=folder
             )
-    serialized: bytes = ir.to_proto(model).SerializeToString()
-    return serialized
+    return ir.to_proto(model).SerializeToString()

@@ -46,8 +46,7 @@ def modified_graph(path: Path, layers: int, skip: int = 0, new_tokens: tuple[int
                     entry.value = Path(entry.value).name
     if new_tokens is not None:
         add_token_embeddings(proto.graph, *new_tokens)
-    serialized: bytes = proto.SerializeToString()
-    return serialized
+    return proto.SerializeToString()
 
 
 def add_token_embeddings(graph: onnx.GraphProto, first: int, rows: np.ndarray) -> None:

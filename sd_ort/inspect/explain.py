@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
-from fusion_passes.canonicalize import canonicalize, why_not_fused
+from fusion_passes.canonicalize import canonicalize, unsupported_reason
 from fusion_passes.fuse import FUSIONS, fuse
 from fusion_passes.graph_pass import PassOutcome
 from sd_ort.core import pipeline_folder
@@ -158,7 +158,7 @@ def sites(model: ir.Model) -> list[dict[str, Any]]:
 
 def _record_reasons(model: ir.Model, outcomes: Mapping[str, PassOutcome]) -> None:
     """Set the reason at every node of UNFUSED_OPS; lowering copies the metadata to the nodes that replace them."""
-    unsupported = why_not_fused(model)
+    unsupported = unsupported_reason(model)
     for node in model.graph:
         if node.op_type not in UNFUSED_OPS or node.op_type in LAYOUT_OPS:
             continue

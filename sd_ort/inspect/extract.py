@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sd_ort.core import onnx_file, pipeline_folder
 from sd_ort.core.errors import InputError, OutputError
@@ -96,8 +96,7 @@ def _cut(model: onnx.ModelProto, start: Sequence[str], end: Sequence[str]) -> on
             tensor.shape = None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
         if tensor.dtype is None:
             raise InputError(f"the type of {tensor.name} is not in the model: choose a value next to it.")
-    exported: Any = gs.export_onnx(graph)
-    return exported
+    return gs.export_onnx(graph)
 
 
 def _find(tensors: dict[str, gs.Tensor], name: str) -> gs.Tensor:

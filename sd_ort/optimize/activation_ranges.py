@@ -67,19 +67,15 @@ def measure_ranges(
             samples[name].append(outputs[f"{name}.sample"])
     gated = {str(node.outputs[0].name) for node in model.graph if _is_gate(node) and not clip_gates}
     if percentile < 100:
-        largest |= {
-            name: _percentile(samples[name], percentile) or largest[name] for name in names if name not in gated
-        }
+        for name in names:
+            if name not in gated:
+                largest[name] = float(np.percentile(np.concatenate(samples[name]), percentile)) or largest[name]
     return largest
 
 
 def _is_gate(node: ir.Node) -> bool:
     """Return whether a node multiplies two values that are computed."""
     return node.op_type in GATES or (node.op_type == "Mul" and not any(map(values.is_constant, node.inputs)))
-
-
-def _percentile(samples: Sequence[np.ndarray], percentile: float) -> float:
-    return float(np.percentile(np.concatenate(samples), percentile))
 
 
 def _replace_outputs(model: ir.Model, names: Sequence[str]) -> None:

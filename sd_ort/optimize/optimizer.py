@@ -20,7 +20,7 @@ from typing import Any
 import onnx_ir as ir
 
 from fusion_passes import CONTRIB, DOMAIN, weight_recipes
-from fusion_passes.canonicalize import canonicalize, why_not_fused
+from fusion_passes.canonicalize import canonicalize, unsupported_reason
 from fusion_passes.canonicalize.opset import lower_opset
 from fusion_passes.fuse import fuse
 from fusion_passes.graph_pass import Pass, PassOutcome, run_all, totals
@@ -38,7 +38,7 @@ from sd_ort.optimize.options import OptimizeOptions
 from sd_ort.optimize.targets import TARGETS, Target
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
 from sd_ort.runtime.session import check_opens, report_invalid_model
-from sd_ort.weights.recipes import fill
+from sd_ort.weights.recipes import fill_initializers
 
 # Operators in `op_counts` of the manifest: nodes of the lowered graph, in any domain.
 COUNTED = (
@@ -200,7 +200,7 @@ def rewrite(
     _raise_if_cancelled(cancel_event)
     with REWRITING, gc_disabled():  # which walks the graph again and again: a quarter of the time
         canonical = canonicalize(model)
-        not_fused = why_not_fused(model)
+        not_fused = unsupported_reason(model)
         fused = fuse(model, target.fusions)
         low_coverage = low_coverage_message(before, Counter(node.op_type for node in model.graph))
         if low_coverage is not None and (reasons := main_reasons(canonical, fused)):
@@ -240,7 +240,7 @@ def rewrite(
         if weights is not None:
             weight_storage.store_weights(part, weights)
         if source.read is not None:
-            fill(part, source.read)
+            fill_initializers(part, source.read)
         options = {"target": target.name, "dtype": dtype, "float32_io": float32_io}
         options["float32_sites"] = [site["value"] for site in sites]
         if weights is not None:

@@ -52,7 +52,7 @@ from fusion_passes.lower.standard_attention import (
     standard_sdpa,
 )
 from fusion_passes.operators import OPERATORS
-from fusion_passes.repeated_heads import unrepeated
+from fusion_passes.repeated_heads import heads_before_repetition
 from sd_ort.runtime.ort_wheel import installed_wheels
 from sd_ort.runtime.provider_choice import choose_provider, installed_gpus, target_of
 from sd_ort.runtime.provider_table import WHEELS
@@ -95,7 +95,7 @@ def _long_keys(node: ir.Node) -> str | None:
     which Stable Diffusion has at its lowest resolutions. Attention is also faster than keys that are repeated.
     """
     query, key, size = c.dims(node.inputs[0]), c.dims(node.inputs[1]), _head_size(node)
-    if unrepeated(node.inputs[1], 2) is not None:
+    if heads_before_repetition(node.inputs[1], 2) is not None:
         return None
     if query is None or key is None or size is None:
         return "its sizes are unknown"

@@ -1,4 +1,4 @@
-"""A transformer cut into two graphs: denoising steps that reuse tensors of an earlier step run only one of them."""
+"""Transformer cut into two graphs, of which steps that reuse tensors of an earlier step run only one."""
 
 from __future__ import annotations
 

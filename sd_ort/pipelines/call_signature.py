@@ -93,7 +93,9 @@ def _call(signature: Signature, generate: Callable[[dict[str, Any]], Any], doc: 
     return call
 
 
-def diffusers_call(names: str, **defaults: Any) -> Callable[..., Any]:
+def diffusers_call(
+    names: str, doc: str = "Generate images; see `pipelines.request.Request`.", **defaults: Any
+) -> Callable[..., Any]:
     """Return a `__call__` with the arguments `names` in this order, and `prompt_syntax` and `progress` by keyword.
 
     A name in braces is a group of arguments. Types and defaults are those of the fields of `Request`; `defaults`: those
@@ -111,7 +113,6 @@ def diffusers_call(names: str, **defaults: Any) -> Callable[..., Any]:
     if "kwargs" in listed:
         parameters.append(Parameter("kwargs", Parameter.VAR_KEYWORD, annotation="Any"))
     signature = Signature(parameters, return_annotation="Any")
-    doc = "Generate images; see `pipelines.request.Request`."
     return _call(signature, lambda values: values["self"]._generate(values), doc)
 
 

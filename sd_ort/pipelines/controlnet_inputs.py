@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.images import for_batch, preprocess, readable
+from sd_ort.pipelines.images import as_image, for_batch, preprocess
 from sd_ort.pipelines.request import Request
 
 # ControlNet output -> UNet input, where their names differ.
@@ -43,7 +43,7 @@ def by_controlnet(image: Any, count: int) -> Any:
 
     Raises InputError if a prompt's list does not have one image for each ControlNet.
     """
-    images = readable(image, "control image")
+    images = as_image(image, "control image")
     if not isinstance(images, list) or not isinstance(images[0], list):
         return images
     if any(not isinstance(each, list) or len(each) != count for each in images):

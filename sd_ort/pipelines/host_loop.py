@@ -163,15 +163,13 @@ class NonlinearSteps:
     def scale(self, index: int, latents: np.ndarray) -> np.ndarray:
         import torch
 
-        scaled: np.ndarray = self.scheduler.scale_model_input(torch.from_numpy(latents), self.timesteps[index]).numpy()
-        return scaled
+        return self.scheduler.scale_model_input(torch.from_numpy(latents), self.timesteps[index]).numpy()
 
     def step(self, index: int, prediction: np.ndarray, latents: np.ndarray) -> np.ndarray:
         import torch
 
         tensors = torch.from_numpy(prediction), self.timesteps[index], torch.from_numpy(latents)
-        after: np.ndarray = self.scheduler.step(*tensors, **self.options).prev_sample.numpy()
-        return after
+        return self.scheduler.step(*tensors, **self.options).prev_sample.numpy()
 
 
 def denoise(
@@ -206,7 +204,7 @@ def denoise(
             if state.channels is not None:
                 sample = np.concatenate([sample, state.channels], 1)
             noise_rows = state.denoiser(index, np.concatenate([sample] * state.rows_per_image))
-            prediction = guided(noise_rows, state, _pag_scale(pipeline, schedule.timesteps[index]))
+            prediction = apply_guidance(noise_rows, state, _pag_scale(pipeline, schedule.timesteps[index]))
             state.latents = steps.step(index, prediction, state.latents)
             if state.blend is not None:
                 state.latents = state.blend.after_step(state.latents, index)
@@ -333,7 +331,7 @@ def _pag_scale(pipeline: Any, timestep: Any) -> float:
     return max(scale - decrease * (1000 - float(timestep)), 0.0) if decrease > 0 else scale
 
 
-def guided(noise: np.ndarray, state: StepState, pag_scale: float) -> np.ndarray:
+def apply_guidance(noise: np.ndarray, state: StepState, pag_scale: float) -> np.ndarray:
     """Return the guided prediction (B rows) for predictions of the rows of `StepState`.
 
     `guidance_rescale` restores a share of the positive prediction's deviation (Lin et al., 2023, section 3.4).

@@ -6,7 +6,6 @@ Random numbers are sampled in diffusers' order: the VAE encoder's, then the nois
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,13 @@ import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import controlnet_inputs
-from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS
-from sd_ort.pipelines.images import as_array, is_latents, is_pil, nearest, preprocess, readable, tile
+from sd_ort.pipelines.arguments import GUIDED_TENSORS
+from sd_ort.pipelines.call_signature import diffusers_call
+from sd_ort.pipelines.images import as_array, as_image, is_latents, is_pil, nearest, preprocess, repeat_to_batch
 from sd_ort.pipelines.mask_crop import crop_region, fill, overlay
-from sd_ort.pipelines.noise import sources
+from sd_ort.pipelines.noise import noise_generators
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import Generator, Picture, Prompt, Request, StepCallback, check_generators
+from sd_ort.pipelines.request import Generator, Request, check_generators
 from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff_timestep
 
@@ -40,26 +40,18 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     NOISE_FOR_EACH_IMAGE = True  # whether the VAE encoder samples for each image of a list of generators
     REJECTED_ARGUMENTS: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, strength: float = 0.8,
-        num_inference_steps: int = STEPS, timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None,
-        guidance_scale: float = GUIDANCE, negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1,
-        eta: float = 0.0, generator: Generator = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = diffusers_call(
+        "prompt image strength {schedule} guidance_scale negative_prompt num_images_per_prompt eta generator {embeds} "
+        "{adapter} {output} {callback} kwargs",
         """Generate from `image`: noise takes its place for the first `strength` (0..1) of the schedule's steps.
 
         `image`: one or several, see `pipelines.request.Picture`. The result has its size, down to whole latents.
-        """
-        return self._generate(locals())
+        """,
+        strength=0.8,
+    )
 
     def _read_images(self, request: Request) -> None:
-        request.image = readable(request.image)
+        request.image = as_image(request.image)
         if request.control_image is not None:
             count = max(1, len(controlnet_inputs.names(self.models)))
             request.control_image = controlnet_inputs.by_controlnet(request.control_image, count)
@@ -86,24 +78,25 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         if not add_noise:
             return latents
         noise = self._prepare_noise(latents.shape, dtype, device, generator, None)
-        noisy: Tensor = self.scheduler.add_noise(latents, noise, timestep)
-        return noisy
+        return self.scheduler.add_noise(latents, noise, timestep)
 
     def _image_latents(self, image: Tensor, batch_size: int, generator: Generator) -> Tensor:
         """Return the latents of pixels or latents, tiled to a batch."""
         import torch
 
         check_generators(generator, batch_size)
-        request = Request(prompt="", num_images_per_prompt=batch_size, image=image, generator=sources(generator))
+        request = Request(
+            prompt="", num_images_per_prompt=batch_size, image=image, generator=noise_generators(generator)
+        )
         return torch.from_numpy(self._start(as_array(image), request))
 
     def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
         """Return the latents of all images; latents that the caller passed as image are not encoded."""
         if is_latents(request.image, self.vae.latent_channels):
-            return tile(pixels, request, "images")
+            return repeat_to_batch(pixels, request, "images")
         if isinstance(request.generator, list) and self.NOISE_FOR_EACH_IMAGE:
-            pixels = tile(pixels, request, "images")
-        return tile(self.vae.to_latents(pixels, request.generator), request, "images")
+            pixels = repeat_to_batch(pixels, request, "images")
+        return repeat_to_batch(self.vae.to_latents(pixels, request.generator), request, "images")
 
     def _size(self, request: Request) -> tuple[int, int]:
         return self._size_of(request, request.image)
@@ -132,15 +125,13 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         if step_count < 1 or start >= end:
             part = f"strength {strength}" + (f" and denoising_end {request.denoising_end}" if step_count else "")
             raise InputError(f"{request.num_inference_steps} steps at {part} leave none: raise one of them.")
-        schedule: Schedule = timetable.schedule(start, end)
-        return schedule
+        return timetable.schedule(start, end)
 
     @staticmethod
     def _add_noise(latents: np.ndarray, noise: np.ndarray, schedule: Schedule) -> np.ndarray:
         if np.isnan(schedule.image_factors[0]):
             raise InputError("This scheduler adds no noise to an image: use euler, ddim or dpmsolver.")
-        noisy: np.ndarray = schedule.image_factors[0] * latents + schedule.noise_factors[0] * noise
-        return noisy
+        return schedule.image_factors[0] * latents + schedule.noise_factors[0] * noise
 
 
 class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
@@ -156,26 +147,16 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     SIZE_OF_IMAGE = False  # whether the image's size, and not the model's, stands for none
     REJECTED_ARGUMENTS = ()
 
-    def __call__(  # type: ignore[override]
-        self, prompt: Prompt | None = None, image: Picture | None = None, mask_image: Picture | None = None,
-        masked_image_latents: Tensor | None = None, height: int | None = None, width: int | None = None,
-        padding_mask_crop: int | None = None, strength: float = 1.0, num_inference_steps: int = STEPS,
-        timesteps: Sequence[int] | None = None, sigmas: Sequence[float] | None = None, guidance_scale: float = GUIDANCE,
-        negative_prompt: Prompt | None = None, num_images_per_prompt: int | None = 1, eta: float = 0.0,
-        generator: Generator = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None, ip_adapter_image: Picture | None = None,
-        ip_adapter_image_embeds: Sequence[Tensor] | None = None, output_type: str | None = "pil",
-        return_dict: bool = True, cross_attention_kwargs: Mapping[str, Any] | None = None,
-        clip_skip: int | None = None, callback_on_step_end: StepCallback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), *, prompt_syntax: str = "plain",
-        progress: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    __call__ = diffusers_call(
+        "prompt image mask_image masked_image_latents height width padding_mask_crop strength {schedule} "
+        "guidance_scale negative_prompt {noise} {embeds} {adapter} {output} {callback} kwargs",
         """Generate where `mask_image` is white (1); at `strength` 1 what is under the mask does not matter.
 
         `masked_image_latents`: latents of the image without what is under the mask. `padding_mask_crop`: generate the
         surroundings of the mask alone, with so many pixels around it, enlarged.
-        """
-        return self._generate(locals())
+        """,
+        strength=1.0,
+    )
 
     def prepare_latents(  # type: ignore[override]
         self, batch_size: int, num_channels_latents: int, height: int, width: int, dtype: torch.dtype, device: Any,
@@ -204,7 +185,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
 
     def _read_images(self, request: Request) -> None:
         super()._read_images(request)
-        request.mask_image = readable(request.mask_image, "mask")
+        request.mask_image = as_image(request.mask_image, "mask")
 
     def _size(self, request: Request) -> tuple[int, int]:
         if self.SIZE_OF_IMAGE:
@@ -228,7 +209,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             latents = noise * np.float32(schedule.init_noise_sigma)
         else:
             latents = self._add_noise(start, noise, schedule)
-        small = tile(nearest(mask, *self._latent_shape(request)[2:]), request, "masks")
+        small = repeat_to_batch(nearest(mask, *self._latent_shape(request)[2:]), request, "masks")
         more: dict[str, Any] = {}
         if blends:
             assert start is not None
@@ -288,6 +269,6 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     def _masked(self, pixels: np.ndarray, mask: np.ndarray, request: Request) -> np.ndarray:
         """Return the latents of the image without the masked part, for UNets of 9 channels."""
         if request.masked_image_latents is not None:
-            return tile(as_array(request.masked_image_latents), request, "masked images")
+            return repeat_to_batch(as_array(request.masked_image_latents), request, "masked images")
         masked = self.vae.to_latents(pixels * (mask < 0.5), request.generator)
-        return tile(masked, request, "images")
+        return repeat_to_batch(masked, request, "images")

@@ -62,10 +62,10 @@ def latents_of_shape(latents: Any, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-def readable(source: Picture | None, what: str = "image") -> Any:
+def as_image(source: Picture | None, what: str = "image") -> Any:
     """Return an image as diffusers' image processor takes it; uint8 becomes 0..1. Raises InputError for no image."""
     if isinstance(source, (list, tuple)) and source:
-        return [readable(image, what) for image in source]
+        return [as_image(image, what) for image in source]
     if isinstance(source, np.ndarray) and source.ndim in (2, 3, 4) and source.size:
         return source.astype(np.float32) / 255 if source.dtype == np.uint8 else source
     if is_tensor(source) and source.ndim in (2, 3, 4) and source.numel():
@@ -75,7 +75,7 @@ def readable(source: Picture | None, what: str = "image") -> Any:
     raise InputError(f"no {what} was given: pass a PIL image, an array, a tensor, or a list of them.")
 
 
-def finished(pixels: np.ndarray, output_type: str) -> Any:
+def to_output_type(pixels: np.ndarray, output_type: str) -> Any:
     """Convert pixels (B, 3, H, W), float32, about -1..1, to images of `output_type`: "pil", "np", "pt" or "uint8"."""
     if output_type in ("pt", "np"):
         unit = unit_interval(pixels, np.empty(pixels.shape, np.float32))
@@ -183,7 +183,7 @@ def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
     return x.repeat(request.batch // len(x), 0)
 
 
-def tile(x: np.ndarray, request: Request, what: str) -> np.ndarray:
+def repeat_to_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
     """Repeat the rows in turn up to the batch size, independent of the prompts, as diffusers does.
 
     Raises InputError for a number of rows that does not divide the batch.

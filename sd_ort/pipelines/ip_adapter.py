@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipelines.images import as_array, clip_pixels, feature_extractor, is_pil, is_tensor, pil_images, readable
+from sd_ort.pipelines.images import as_array, as_image, clip_pixels, feature_extractor, is_pil, is_tensor, pil_images
 from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.sampling_job import check_finite
 from sd_ort.pipelines.state import PipelineState
@@ -162,7 +162,7 @@ def _images(values: Any) -> list[Image.Image]:
     """Return one or several images (PIL, arrays of bytes or 0..1) as RGB. Raises InputError for anything else."""
     images = []
     for each in values if isinstance(values, (list, tuple)) and values else [values]:
-        image = readable(each, "image for the IP-Adapter")
+        image = as_image(each, "image for the IP-Adapter")
         if isinstance(image, np.ndarray):
             if image.ndim != 3 or image.shape[2] != 3:
                 raise InputError(f"an array of {list(image.shape)} is no image: [height, width, 3] is.")

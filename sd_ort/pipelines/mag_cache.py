@@ -1,4 +1,4 @@
-"""Steps of a transformer that keep the residual of its blocks, by ratios measured before (MagCache of diffusers)."""
+"""MagCache of diffusers: transformer steps that reuse the residual of all blocks, chosen by calibrated ratios."""
 
 from __future__ import annotations
 

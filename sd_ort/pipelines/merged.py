@@ -12,7 +12,7 @@ from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.checkpoints.linear_schedule import fixed_schedule
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MERGED
-from sd_ort.pipelines.images import finished
+from sd_ort.pipelines.images import to_output_type
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Prompt, Request
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
@@ -81,4 +81,4 @@ class MergedPipeline(StableDiffusionPipeline):
             size = list(request.size)
             feed["negative_strength"] = np.array([0.0 if self.texts.zero_negative(request) else 1.0], np.float32)
             feed["time_ids"] = np.array([[*size, 0, 0, *size]] * request.batch, np.float32)
-        return PipelineOutput(finished(model(**feed)["image"] * 2 - 1, request.output_type))
+        return PipelineOutput(to_output_type(model(**feed)["image"] * 2 - 1, request.output_type))

@@ -71,14 +71,14 @@ class TorchNormalGenerator:
         return samples
 
 
-def sources(generator: Any, started: list[TorchNormalGenerator] | None = None) -> Any:
+def noise_generators(generator: Any, started: list[TorchNormalGenerator] | None = None) -> Any:
     """Return the generators for `draw_noise` of a request's `generator`, in which seeds are replaced.
 
     If torch is imported, its generators are used: they are faster, and diffusers' schedulers sample with them.
     `started`: generators of `start_noise`, of which those of the seeds are taken out.
     """
     if isinstance(generator, Sequence):
-        return [sources(entry, started) for entry in generator]
+        return [noise_generators(entry, started) for entry in generator]
     if not isinstance(generator, int):
         return generator
     if "torch" in sys.modules or not _is_x86():
@@ -112,8 +112,7 @@ def draw_noise(shape: Sequence[int], generator: Any) -> np.ndarray:
         return generator.draw(shape)
     import torch
 
-    noise: np.ndarray = torch.randn(tuple(shape), generator=generator).numpy()
-    return noise
+    return torch.randn(tuple(shape), generator=generator).numpy()
 
 
 @cache

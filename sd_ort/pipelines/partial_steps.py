@@ -1,4 +1,4 @@
-"""The steps of a call that compute all of the UNet: others compute its shallow layers, or one band of rows."""
+"""Schedules of full and partial UNet steps: partial ones run shallow layers (DeepCache) or one band of image rows."""
 
 from __future__ import annotations
 

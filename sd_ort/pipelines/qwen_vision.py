@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sd_ort.checkpoints.chat_tokenizer import ChatTokenizer
 from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
-from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import ChatTokenizer, QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
 from sd_ort.core.schema import bounded, list_of, record_type, schema_mismatch

@@ -144,10 +144,7 @@ class Request:
     @property
     def callback_tensors(self) -> Sequence[str]:
         """Names of the tensors that callback_on_step_end reads; diffusers' own callbacks know theirs."""
-        names: Sequence[str] = getattr(
-            self.callback_on_step_end, "tensor_inputs", self.callback_on_step_end_tensor_inputs
-        )
-        return names
+        return getattr(self.callback_on_step_end, "tensor_inputs", self.callback_on_step_end_tensor_inputs)
 
     @property
     def rows_per_image(self) -> int:

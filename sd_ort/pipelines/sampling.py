@@ -1,4 +1,4 @@
-"""The choice between the sampling loop on the device and the one on the host."""
+"""Mixin that runs the sampling loop, on the device if it can, else on the host."""
 
 from __future__ import annotations
 
@@ -37,10 +37,17 @@ class SamplingMixin(StepCacheMixin):
 
     @cached_property
     def loop(self) -> DeviceLoop:
-        """Return the loop on the device, without opened sessions."""
-        from sd_ort.pipelines.device.loops import open_loop  # onnx, which the loop on the host does without
+        """The loop on one device, on two for the halves of guidance, or on several for bands of rows."""
+        # Imported here: onnx, which the loop on the host does without, and onnx_ir, which only bands of rows need.
+        if self.models.placement.splits_image:
+            from sd_ort.pipelines.device.patches import SplitImageLoop
 
-        return open_loop(self.models)
+            return SplitImageLoop(self.models)
+        from sd_ort.pipelines.device.guidance_split import SplitGuidanceLoop
+        from sd_ort.pipelines.device.loop import DeviceLoop
+
+        peers = self.models.placement.peers
+        return SplitGuidanceLoop(self.models, peers[0]) if peers else DeviceLoop(self.models)
 
     def _finish(self, latents: np.ndarray, request: Request) -> PipelineOutput:
         raise NotImplementedError

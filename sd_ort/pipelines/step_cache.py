@@ -1,4 +1,4 @@
-"""Steps that keep a UNet's deep features from earlier ones (DeepCache): the pipeline's methods and checks."""
+"""DeepCache: UNet steps that reuse deep features of an earlier step. Methods and checks of the pipeline."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class StepCacheMixin(PipelineState):
     def _edit_unet(self, edits: list[tuple[str, Edit]], *, captured: bool = False) -> str:
         """Return the key of the UNet with edits of its graph. Raises InputError if the graph cannot be edited."""
         label = " and ".join(label for label, _ in edits)
-        return self.models.edit("unet", label, partial(edited, edits, self.size_multiple), captured=captured)
+        return self.models.edit("unet", label, partial(apply_edits, edits, self.size_multiple), captured=captured)
 
     def _shallow_steps(self, edits: list[tuple[str, Edit]]) -> ShallowSteps | None:
         """Return the shallow steps over a UNet with further `edits` of its graph; None without a cache."""
@@ -121,7 +121,7 @@ class StepCacheMixin(PipelineState):
         label = " and ".join(label for label, _ in both)
 
         def make(path: Path) -> bytes:
-            graph = edited(both, self.size_multiple, path)
+            graph = apply_edits(both, self.size_multiple, path)
             assert graph is not None
             return graph
 
@@ -131,7 +131,7 @@ class StepCacheMixin(PipelineState):
         return ShallowSteps(cache.cache_interval, open_model)
 
 
-def edited(edits: list[tuple[str, Edit]], size_multiple: int, path: Path) -> bytes | None:
+def apply_edits(edits: list[tuple[str, Edit]], size_multiple: int, path: Path) -> bytes | None:
     """Return the UNet at `path` with edits of its graph, serialized over its data; None if they change nothing."""
     from sd_ort.graphs.load import load, serialize_over_data
 

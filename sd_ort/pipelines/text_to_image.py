@@ -35,11 +35,11 @@ from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultN
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
-from sd_ort.pipelines.images import as_array, as_tensor, finished, latents_of_shape, pil_images, size_of
+from sd_ort.pipelines.images import as_array, as_tensor, latents_of_shape, pil_images, size_of, to_output_type
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
 from sd_ort.pipelines.load_options import DEFAULT_OPTIONS, LoadOptions
 from sd_ort.pipelines.lora_methods import LoraMixin
-from sd_ort.pipelines.noise import TorchNormalGenerator, draw_noise, sources, start_noise
+from sd_ort.pipelines.noise import TorchNormalGenerator, draw_noise, noise_generators, start_noise
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import (
     IMAGE_ARGUMENTS,
@@ -395,7 +395,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             raise InputError(f"callback_on_step_end reads no {unknown.pop()} in this pipeline: it reads {names}.")
         request.timetable = self._scheduler.timetable(request, self.STRENGTH_IN_SCHEDULER)
         request.num_inference_steps = request.timetable.steps
-        request.generator = sources(request.generator, self._started_noise)
+        request.generator = noise_generators(request.generator, self._started_noise)
         scale = float(request.guidance_scale or 0.0)
         if self.unet_config.get("time_cond_proj_dim"):
             request.embedded_guidance = scale
@@ -474,7 +474,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         import torch
 
         check_generators(generator, shape[0])
-        noise = torch.from_numpy(draw_noise(shape, sources(generator))) if latents is None else latents
+        noise = torch.from_numpy(draw_noise(shape, noise_generators(generator))) if latents is None else latents
         return noise.to(device, dtype)
 
     # --- Images -----------------------------------------------------------------------------------------------------
@@ -492,12 +492,12 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         images, flags = self.vae.to_pixels(latents), None
         check_finite(images, "vae_decoder")
         if self.safety_checker and "safety_checker" in self.models:
-            pixels = finished(images, "np")
+            pixels = to_output_type(images, "np")
             checked, flags = safety.check(self.models["safety_checker"], self.folder, pixels)
             images = checked.transpose(0, 3, 1, 2) * 2 - 1
             if any(flags):
                 log.warning("the safety checker flagged %d of %d images: they are black.", sum(flags), len(flags))
-        return PipelineOutput(finished(images, request.output_type), flags)
+        return PipelineOutput(to_output_type(images, request.output_type), flags)
 
 
 def cutoff_timestep(timetable: Any, share: float) -> int:

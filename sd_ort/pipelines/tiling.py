@@ -15,7 +15,7 @@ OVERLAP = 0.25
 Run = Callable[[np.ndarray], np.ndarray]
 
 
-def tiled(run: Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
+def run_in_tiles(run: Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
     """Apply `run` to tiles of `tile` x `tile` pixels of x (B, C, H, W); its outputs are `tile_out` x `tile_out`.
 
     Returns (B, C', H', W') float32 with H' = H * tile_out / tile. In memory at once are one row
@@ -35,9 +35,9 @@ def tiled(run: Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
         for column, start in enumerate(range(0, width, stride)):
             part = np.array(run(x[:, :, top : top + tile, start : start + tile]), np.float32)
             if above:
-                fade(above[column], part, overlap, axis=2)
+                blend_overlap(above[column], part, overlap, axis=2)
             if left is not None:
-                fade(left, part, overlap, axis=3)
+                blend_overlap(left, part, overlap, axis=3)
             if result is None:
                 batch, channels = part.shape[:2]
                 result = np.empty((batch, channels, height * tile_out // tile, width * tile_out // tile), np.float32)
@@ -51,7 +51,7 @@ def tiled(run: Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
     return result
 
 
-def fade(before: np.ndarray, after: np.ndarray, overlap: int, axis: int) -> None:
+def blend_overlap(before: np.ndarray, after: np.ndarray, overlap: int, axis: int) -> None:
     """Let the last `overlap` lines of `before` along `axis` fade into the first lines of `after`, in place."""
     extent = min(before.shape[axis], after.shape[axis], overlap)
     shape = [1, 1, 1, 1]
@@ -62,6 +62,6 @@ def fade(before: np.ndarray, after: np.ndarray, overlap: int, axis: int) -> None
     after[tuple(first)] = before[tuple(last)] * (1 - weight) + after[tuple(first)] * weight
 
 
-def sliced(run: Run, x: np.ndarray) -> np.ndarray:
+def run_one_by_one(run: Run, x: np.ndarray) -> np.ndarray:
     """Apply `run` to one image of x (B, C, H, W) after the other."""
     return np.concatenate([run(x[i : i + 1]) for i in range(len(x))])

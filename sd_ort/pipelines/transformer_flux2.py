@@ -12,8 +12,7 @@ from PIL import Image
 
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.configs import component_config
-from sd_ort.checkpoints.mistral_tokenizer import MistralTokenizer
-from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import MistralTokenizer, QwenTokenizer
 from sd_ort.checkpoints.signatures import tapped_layers
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component
@@ -23,9 +22,8 @@ from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    latents_as_output,
     prompt_list,
-    repeated,
+    repeat_rows,
     unpack,
 )
 
@@ -93,15 +91,13 @@ class Flux2Pipeline(TransformerPipeline):
         if self.transformer_config.get("guidance_embeds"):
             fixed["guidance"] = np.full(count, call.guidance_scale, np.float32)
         job = Denoising(
-            flat(sample), schedule, [{"encoder_hidden_states": repeated(each, images)} for each in texts], fixed,
-            timestep_scale=1 / 1000, guidance_scale=call.guidance_scale if len(texts) > 1 else None,
+            to_tokens(sample), schedule, [{"encoder_hidden_states": repeat_rows(each, images)} for each in texts],
+            fixed, timestep_scale=1 / 1000, guidance_scale=call.guidance_scale if len(texts) > 1 else None,
             references=reference_tokens,
         )  # fmt: skip
         tokens = self._denoise(job, call)
         sample = tokens.transpose(0, 2, 1).reshape(count, channels, rows, columns)
-        if call.output_type == "latent":
-            return latents_as_output(self._latents(tokens, sample), call.return_dict)
-        return self._output(sample, call.output_type, call.return_dict)
+        return self._result(self._latents(tokens, sample) if call.output_type == "latent" else sample, call)
 
     def _negative(self, call: SimpleNamespace, prompts: int) -> list[np.ndarray]:
         """Return the embeddings of the negative prompts of a call for `prompts` prompts; none without guidance."""
@@ -146,7 +142,7 @@ class Flux2Pipeline(TransformerPipeline):
             return None, []
         encoded = [self.vae.to_latents(pixels, None) for pixels in references]
         ids = [positions(REFERENCE_DISTANCE * (i + 1), *each.shape[2:]) for i, each in enumerate(encoded)]
-        return np.repeat(np.concatenate([flat(each) for each in encoded], 1), count, 0), ids
+        return np.repeat(np.concatenate([to_tokens(each) for each in encoded], 1), count, 0), ids
 
 
 class Flux2KleinPipeline(Flux2Pipeline):
@@ -194,10 +190,10 @@ class Flux2KleinPipeline(Flux2Pipeline):
         if missing := [name for name in names if name not in weights]:
             raise InputError(f"{self.folder} does not have {missing[0]} of its VAE: optimize the pipeline again.")
         mean, deviation = (weights[name].values.astype(np.float32).reshape(1, -1, 1, 1) for name in names)
-        return unpack(flat(sample * deviation + mean), *sample.shape[2:])
+        return unpack(to_tokens(sample * deviation + mean), *sample.shape[2:])
 
 
-def flat(latents: np.ndarray) -> np.ndarray:
+def to_tokens(latents: np.ndarray) -> np.ndarray:
     """Return latents (B, C, h, w) as tokens (B, h * w, C)."""
     return latents.reshape(*latents.shape[:2], -1).transpose(0, 2, 1)
 

@@ -15,8 +15,8 @@ from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.flow_match import FlowMatchSchedule, InpaintBlend
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.call_signature import transformer_call
-from sd_ort.pipelines.images import is_latents, latents_of_shape, nearest, preprocess, readable
-from sd_ort.pipelines.noise import draw_noise, sources
+from sd_ort.pipelines.images import as_image, is_latents, latents_of_shape, nearest, preprocess
+from sd_ort.pipelines.noise import draw_noise, noise_generators
 from sd_ort.pipelines.transformer_pipelines import (
     FLUX_STEPS,
     TEXT_TOKENS,
@@ -45,16 +45,16 @@ class _ImageStart(TransformerPipeline):
         self, shape: tuple[int, ...], call: SimpleNamespace, schedule: FlowMatchSchedule, size: tuple[int, int]
     ) -> tuple[np.ndarray, InpaintBlend | None]:
         generator, latents, strength = call.generator, call.latents, call.strength
-        image, masks = readable(call.image), None
+        image, masks = as_image(call.image), None
         if latents is not None:
             latents = latents_of_shape(latents, shape)
         if self.INPAINTS:
-            masks = preprocess(readable(call.mask_image, "mask"), *size, mask=True)
+            masks = preprocess(as_image(call.mask_image, "mask"), *size, mask=True)
         elif latents is not None:
             return latents, None
         if isinstance(generator, Sequence) and len(generator) != shape[0]:
             raise InputError(f"{len(generator)} generators were given for {shape[0]} images.")
-        source = sources(generator)
+        source = noise_generators(generator)
         pixels = preprocess(image, *size, latent_channels=self.vae.latent_channels)
         encoded = pixels if is_latents(image, self.vae.latent_channels) else self.vae.to_latents(pixels, source)
         encoded = _repeated(encoded, shape[0], "images")
@@ -98,9 +98,9 @@ class StableDiffusion3InpaintPipeline(_ImageStart, StableDiffusion3Pipeline):
         max_sequence_length=256,
     )
 
-    def _output(self, latents: np.ndarray, output_type: str, return_dict: bool) -> Any:
+    def _decode_images(self, latents: np.ndarray, output_type: str) -> Any:
         mean, factor = latent_scale(self.vae.config)
-        return super()._output(latents - mean / factor, output_type, return_dict)  # diffusers adds no shift_factor here
+        return super()._decode_images(latents - mean / factor, output_type)  # diffusers adds no shift_factor here
 
 
 class FluxImg2ImgPipeline(_ImageStart, FluxPipeline):

@@ -11,7 +11,7 @@ import numpy as np
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import check_numbers, is_integer
 from sd_ort.pipelines.call_signature import transformer_call
-from sd_ort.pipelines.images import is_latents, preprocess, readable, size_of
+from sd_ort.pipelines.images import as_image, is_latents, preprocess, size_of
 from sd_ort.pipelines.transformer_pipelines import (
     FLUX_STEPS,
     TEXT_TOKENS,
@@ -66,7 +66,7 @@ class FluxKontextPipeline(FluxPipeline):
     def _references(self, call: SimpleNamespace, count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
         if call.image is None:
             return None, None
-        image, channels = readable(call.image), self.vae.latent_channels
+        image, channels = as_image(call.image), self.vae.latent_channels
         if is_latents(image, channels):
             encoded = preprocess(image, 0, 0, latent_channels=channels)
         else:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from sd_ort.checkpoints import flow_match
-from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.request import Prompt
@@ -54,8 +54,7 @@ class Krea2Denoising(QwenDenoising):
             return predictions[0]
         positive, negative = predictions
         assert self.guidance_scale is not None
-        combined: np.ndarray = positive + np.float32(self.guidance_scale) * (positive - negative)
-        return combined
+        return positive + np.float32(self.guidance_scale) * (positive - negative)
 
 
 class Krea2Pipeline(QwenImagePipeline):

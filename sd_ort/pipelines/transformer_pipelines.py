@@ -23,7 +23,7 @@ from sd_ort.checkpoints.conditioning import text_length, token_ids
 from sd_ort.checkpoints.configs import as_scheduler_config, component_config, scheduler_config
 from sd_ort.checkpoints.diffusion_transformers import FAMILIES, encoder_mismatch
 from sd_ort.checkpoints.generation_defaults import demo_defaults
-from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
+from sd_ort.checkpoints.prompt_tokenizers import T5Tokenizer
 from sd_ort.checkpoints.tokenizer import ClipTokenizer
 from sd_ort.core.errors import InputError, report_missing_package
 from sd_ort.core.pipeline_folder import HOISTED, read_index
@@ -34,9 +34,9 @@ from sd_ort.pipelines.cached_transformer import COMPONENT
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.common_methods import REJECTED_METHODS, PipelineMethods
 from sd_ort.pipelines.diffusers_compat import loading_options
-from sd_ort.pipelines.images import as_array, as_tensor, finished, latents_of_shape
+from sd_ort.pipelines.images import as_array, as_tensor, latents_of_shape, to_output_type
 from sd_ort.pipelines.lora_methods import LoraMixin
-from sd_ort.pipelines.noise import draw_noise, sources
+from sd_ort.pipelines.noise import draw_noise, noise_generators
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Prompt
 from sd_ort.pipelines.sampling_job import check_finite
@@ -91,9 +91,6 @@ class SkipLayerGuidance:
     start: float
     stop: float
     inputs: dict[str, np.ndarray]
-
-    def is_used(self, i: int, steps: int) -> bool:
-        return steps * self.start < i < steps * self.stop
 
     def steps(self, models: Components, timesteps: np.ndarray) -> TransformerSteps:
         """Return the calls of the transformer without the blocks, which has a session of its own."""
@@ -165,8 +162,7 @@ class Denoising:
         if self.guidance_scale is None:
             return predictions[0]
         negative, positive = np.split(predictions[0], 2) if self.one_call else predictions[::-1]
-        combined: np.ndarray = negative + np.float32(self.guidance_scale) * (positive - negative)
-        return combined
+        return negative + np.float32(self.guidance_scale) * (positive - negative)
 
     def guided_without_blocks(
         self, i: int, prediction: np.ndarray, predictions: list[np.ndarray], without: TransformerSteps
@@ -174,10 +170,7 @@ class Denoising:
         """Return the prediction of step i with skip-layer guidance. `predictions`: of the full transformer."""
         assert self.skip_layers is not None
         (skipped,) = without(i, self.sample)
-        result: np.ndarray = prediction + np.float32(self.skip_layers.scale) * (
-            np.split(predictions[0], 2)[1] - skipped
-        )
-        return result
+        return prediction + np.float32(self.skip_layers.scale) * (np.split(predictions[0], 2)[1] - skipped)
 
     def callback_tensors(self) -> dict[str, Any]:
         """Return what a callback may read, by diffusers' names: arrays, or lists of these."""
@@ -241,16 +234,14 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         self._open_tokenizers()
 
     def _open_tokenizers(self) -> None:
-        self.encoders = [name for name in ("text_encoder", "text_encoder_2", "text_encoder_3") if self._has(name)]
+        names = ("text_encoder", "text_encoder_2", "text_encoder_3")
+        self.encoders = [name for name in names if (self.index.get(name) or [None])[0]]
         self.t5 = next((name for name in self.encoders if self.index[name][1] == "T5EncoderModel"), None)
         tokenizers = {name: self.folder / name.replace("text_encoder", "tokenizer") for name in self.encoders}
         self.clip_tokenizers = {name: ClipTokenizer(path) for name, path in tokenizers.items() if name != self.t5}
         self.t5_tokenizer = T5Tokenizer(tokenizers[self.t5]) if self.t5 else None
         for name in self.encoders:
             setattr(self, tokenizers[name].name, self.clip_tokenizers.get(name, self.t5_tokenizer))
-
-    def _has(self, component: str) -> bool:
-        return bool((self.index.get(component) or [None])[0])
 
     @classmethod
     def from_pretrained(
@@ -477,8 +468,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         """
         arrays = [as_array(each) for each in (embeds, *others) if each is not None]
         if not arrays:
-            encoded: tuple[np.ndarray, ...] = encode()
-            return encoded
+            return encode()
         if len(arrays) != 1 + len(others):
             raise InputError(f"{what} goes with the pooled embeddings of the same prompts: give both.")
         if {len(each) for each in arrays} != {len(arrays[0])} or arrays[0].ndim != 3:
@@ -506,7 +496,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
     def _noise(self, shape: tuple[int, ...], generator: Generator, count: int) -> np.ndarray:
         if isinstance(generator, Sequence) and len(generator) != count:
             raise InputError(f"{len(generator)} generators were given for {count} images.")
-        return draw_noise(shape, sources(generator))
+        return draw_noise(shape, noise_generators(generator))
 
     def _start(
         self, shape: tuple[int, ...], call: SimpleNamespace, schedule: flow_match.FlowMatchSchedule,
@@ -542,7 +532,7 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
             cached = self._cached = self.block_cache.open(self.models)  # another thread may replace the attribute
             models = ChainMap({COMPONENT: cached}, self.models)
         predict, skip = job.steps(models), job.skip_layers
-        skipping = [i for i in range(steps) if skip and skip.is_used(i, steps)]
+        skipping = [i for i in range(steps) if skip and steps * skip.start < i < steps * skip.stop]
         without = skip.steps(self.models, job.schedule.timesteps) if skip and skipping else None
         with step_bar(range(steps), call.progress and not self.progress_bar_config.get("disable")) as bar:
             for i in bar:
@@ -569,17 +559,16 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         changed = call.callback_on_step_end(self, i, as_tensor(job.schedule.timesteps[i]), tensors) or {}
         return job.replace(changed)
 
-    def _output(self, latents: np.ndarray, output_type: str, return_dict: bool) -> Any:
-        """Return what the caller asked for. latents: (B, C, h, w)."""
+    def _result(self, latents: np.ndarray, call: SimpleNamespace) -> Any:
+        """Return what the caller asked for: `latents` as they are, or the images of latents (B, C, h, w)."""
+        images = as_tensor(latents) if call.output_type == "latent" else self._decode_images(latents, call.output_type)
+        return PipelineOutput(images) if call.return_dict else (images,)
+
+    def _decode_images(self, latents: np.ndarray, output_type: str) -> Any:
+        """Return the images of latents (B, C, h, w)."""
         pixels = self.vae.to_pixels(latents)
         check_finite(pixels, "vae_decoder")
-        images = finished(pixels, output_type)
-        return PipelineOutput(images) if return_dict else (images,)
-
-
-def latents_as_output(latents: np.ndarray, return_dict: bool) -> Any:
-    tensor = as_tensor(latents)
-    return PipelineOutput(tensor) if return_dict else (tensor,)
+        return to_output_type(pixels, output_type)
 
 
 def prompt_list(prompt: Prompt | None, other: Prompt | None = None, count: int | None = None) -> list[str]:
@@ -597,7 +586,7 @@ def prompt_list(prompt: Prompt | None, other: Prompt | None = None, count: int |
     return texts
 
 
-def repeated(array: np.ndarray, images: int) -> np.ndarray:
+def repeat_rows(array: np.ndarray, images: int) -> np.ndarray:
     """Return rows, one for each prompt, repeated for each image."""
     return np.repeat(array, images, 0)
 
@@ -652,7 +641,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
             [call.pooled_prompt_embeds],
         )
         count, images = len(embeddings), call.num_images_per_prompt
-        embeddings, pooled = repeated(embeddings, images), repeated(pooled, images)
+        embeddings, pooled = repeat_rows(embeddings, images), repeat_rows(pooled, images)
         tensors, skip = {}, None
         if guided:
             texts = (call.negative_prompt or "", call.negative_prompt_2, call.negative_prompt_3)
@@ -662,7 +651,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
                 [call.negative_pooled_prompt_embeds],
                 "negative_prompt_embeds",
             )
-            negative, negative_pooled = (repeated(each, images) for each in negatives)
+            negative, negative_pooled = (repeat_rows(each, images) for each in negatives)
             if negative.shape != embeddings.shape:
                 raise InputError(f"negative embeddings of shape {negative.shape} go with {embeddings.shape}.")
             skip = self._skip_layers(call, {"encoder_hidden_states": embeddings, "pooled_projections": pooled})
@@ -680,10 +669,7 @@ class StableDiffusion3Pipeline(TransformerPipeline):
             guidance_scale=call.guidance_scale if guided else None, one_call=guided, blend=blend, tensors=tensors,
             skip_layers=skip,
         )  # fmt: skip
-        sample = self._denoise(job, call)
-        if call.output_type == "latent":
-            return latents_as_output(sample, call.return_dict)
-        return self._output(sample, call.output_type, call.return_dict)
+        return self._result(self._denoise(job, call), call)
 
     def _skip_layers(self, call: SimpleNamespace, inputs: dict[str, np.ndarray]) -> SkipLayerGuidance | None:
         """Return the skip-layer guidance of a call; None without it. Raises InputError for blocks that are not there.
@@ -758,7 +744,7 @@ class FluxPipeline(TransformerPipeline):
                 )
             )
         prompts = [
-            {"encoder_hidden_states": repeated(t5, images), "pooled_projections": repeated(clip, images)}
+            {"encoder_hidden_states": repeat_rows(t5, images), "pooled_projections": repeat_rows(clip, images)}
             for t5, clip in texts
         ]
         count, side = count * images, 2 * self.vae_scale_factor
@@ -779,9 +765,7 @@ class FluxPipeline(TransformerPipeline):
             guidance_scale=call.true_cfg_scale if guided else None, blend=blend, references=references,
         )  # fmt: skip
         sample = self._denoise(job, call)
-        if call.output_type == "latent":
-            return latents_as_output(sample, call.return_dict)
-        return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
+        return self._result(sample if call.output_type == "latent" else unpack(sample, rows, columns), call)
 
     def _references(self, call: SimpleNamespace, count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the tokens (count, R, C) of an image that the prompt is about, and their positions; None without one.

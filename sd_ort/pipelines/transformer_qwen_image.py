@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.checkpoints import flow_match
-from sd_ort.checkpoints.qwen_tokenizer import QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_array
@@ -23,9 +23,8 @@ from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    latents_as_output,
     prompt_list,
-    repeated,
+    repeat_rows,
     unpack,
 )
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
@@ -52,7 +51,7 @@ class Embeddings:
     mask: np.ndarray
 
     def repeated(self, images: int) -> Embeddings:
-        return replace(self, states=repeated(self.states, images), mask=repeated(self.mask, images))
+        return replace(self, states=repeat_rows(self.states, images), mask=repeat_rows(self.mask, images))
 
     def groups(self, *sizes: tuple[int, int]) -> list[StepGroup]:
         """Return the transformer's calls. sizes: rows and columns of patches of the image and of its references."""
@@ -102,8 +101,7 @@ class QwenDenoising(Denoising):
         assert self.guidance_scale is not None
         combined = negative + np.float32(self.guidance_scale) * (positive - negative)
         norms = [np.sqrt(np.square(each).sum(-1, keepdims=True)) for each in (positive, combined)]
-        result: np.ndarray = combined * (norms[0] / norms[1])
-        return result
+        return combined * (norms[0] / norms[1])
 
     def callback_tensors(self) -> dict[str, Any]:
         return {"latents": self.sample, "prompt_embeds": self.embeddings[0].states}
@@ -179,9 +177,7 @@ class QwenImagePipeline(TransformerPipeline):
             sizes=((rows, columns), *reference_sizes), embeddings=tuple(embeddings),
         )  # fmt: skip
         sample = self._denoise(job, call)
-        if call.output_type == "latent":
-            return latents_as_output(sample, call.return_dict)
-        return self._output(unpack(sample, rows, columns), call.output_type, call.return_dict)
+        return self._result(sample if call.output_type == "latent" else unpack(sample, rows, columns), call)
 
     def _scales(self, call: SimpleNamespace) -> dict[str, float | None]:
         return {"true_cfg_scale": call.true_cfg_scale, "guidance_scale": call.guidance_scale}

@@ -1,4 +1,4 @@
-"""Predictions of a transformer in the steps of one call. Everything that several steps share is computed once.
+"""Transformer calls of the denoising steps; hoisted graphs run once for all steps.
 
 In a hoisted folder these are the prompt's graph, and the time graph for many steps in one call. A
 captured transformer reads inputs that the steps share from device memory, to which they are copied once.

@@ -15,7 +15,7 @@ import numpy as np
 
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.diffusion_transformers import TOKEN_MULTIPLE
-from sd_ort.checkpoints.qwen_tokenizer import THINKING_CHAT, QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import THINKING_CHAT, QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import is_finite
 from sd_ort.pipelines.call_signature import transformer_call
@@ -24,7 +24,6 @@ from sd_ort.pipelines.request import Prompt
 from sd_ort.pipelines.transformer_pipelines import (
     Denoising,
     TransformerPipeline,
-    latents_as_output,
     prompt_list,
 )
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
@@ -63,7 +62,7 @@ class ZImageDenoising(Denoising):
         return predict
 
     def hidden_states(self) -> np.ndarray:
-        return padded(patches(self.sample))
+        return pad_tokens(patches(self.sample))
 
     def guided(self, predictions: list[np.ndarray]) -> np.ndarray:
         """Return the prediction of a step (B, C, h, w), whose sign is that of diffusers' scheduler."""
@@ -154,10 +153,7 @@ class ZImagePipeline(TransformerPipeline):
             sample, schedule, [], guidance_scale=call.guidance_scale, positive=positive, negative=negative,
             guided_steps=guided, normalization=float(call.cfg_normalization or 0),
         )  # fmt: skip
-        sample = self._denoise(job, call)
-        if call.output_type == "latent":
-            return latents_as_output(sample, call.return_dict)
-        return self._output(sample, call.output_type, call.return_dict)
+        return self._result(self._denoise(job, call), call)
 
     def _negative(self, call: SimpleNamespace, prompts: int) -> Embeddings:
         """Return the embeddings of the negative prompts. Raises InputError if they do not fit the prompts."""
@@ -208,7 +204,7 @@ def positions(first: int, rows: int, columns: int) -> np.ndarray:
     grid = np.full((rows, columns, 3), first, np.float32)
     grid[..., 1] = np.arange(rows)[:, None]
     grid[..., 2] = np.arange(columns)
-    return padded(grid.reshape(1, -1, 3))[0]
+    return pad_tokens(grid.reshape(1, -1, 3))[0]
 
 
 def patches(latents: np.ndarray) -> np.ndarray:
@@ -225,7 +221,7 @@ def latents_of(tokens: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return joined.transpose(0, 5, 1, 3, 2, 4).reshape(shape)
 
 
-def padded(tokens: np.ndarray) -> np.ndarray:
+def pad_tokens(tokens: np.ndarray) -> np.ndarray:
     """Return tokens (B, S, C) with zeros behind them, up to a multiple of `TOKEN_MULTIPLE`."""
     return np.pad(tokens, ((0, 0), (0, _rounded(tokens.shape[1]) - tokens.shape[1]), (0, 0)))
 
@@ -236,5 +232,4 @@ def _rounded(tokens: int) -> int:
 
 def _norms(prediction: np.ndarray) -> np.ndarray:
     """Return the norm of each image's prediction (B, 1, 1, 1)."""
-    norms: np.ndarray = np.sqrt(np.square(prediction).sum((1, 2, 3), keepdims=True))
-    return norms
+    return np.sqrt(np.square(prediction).sum((1, 2, 3), keepdims=True))

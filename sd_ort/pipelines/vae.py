@@ -179,6 +179,6 @@ class Vae:
         """Apply `run` to x (B, C, H, W), in the tiles and slices of a layout."""
 
         def run_tiled(x: np.ndarray) -> np.ndarray:
-            return tiling.tiled(run, x, tile, tile_out) if layout.tile else run(x)
+            return tiling.run_in_tiles(run, x, tile, tile_out) if layout.tile else run(x)
 
-        return (tiling.sliced(run_tiled, x) if layout.slices else run_tiled(x)).astype(np.float32, copy=False)
+        return (tiling.run_one_by_one(run_tiled, x) if layout.slices else run_tiled(x)).astype(np.float32, copy=False)

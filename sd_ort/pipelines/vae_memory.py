@@ -1,4 +1,4 @@
-"""The device memory that a VAE's call takes, and a way to run it in less: image by image, then in tiles."""
+"""Estimate of a VAE call's device memory, and the layout that fits: whole batch, single images, or tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The custom-op library: finding headers and compilers, building it, and finding the built one again.
+"""Build of the custom-op library with CMake: headers, compilers and GPU architectures.
 
 `build` compiles custom_ops/ with CMake into ~/.cache/sd-ort/ops/<hash>/, the hash being that of the sources, the
 compilers and the architectures; `library_path` finds the newest build of the present sources. ONNX Runtime's headers

@@ -1,4 +1,4 @@
-"""Placement of components on other devices, or on several."""
+"""Components of a pipeline that run on other devices than its first one, or on several."""
 
 from __future__ import annotations
 

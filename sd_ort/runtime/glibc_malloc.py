@@ -55,8 +55,7 @@ def mallinfo() -> Mallinfo2:
     if function is None:
         return Mallinfo2()
     function.restype = Mallinfo2
-    info: Mallinfo2 = function()
-    return info
+    return function()
 
 
 def retain_heap() -> AbstractContextManager[None]:

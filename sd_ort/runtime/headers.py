@@ -1,4 +1,4 @@
-"""ONNX Runtime's C headers, which are in no Python wheel: given, the system's, or downloaded once."""
+"""Lookup of ONNX Runtime's C headers, which no Python wheel has: the user's, the system's, or a cached download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled operator library: where builds lie, and which of them fits the present sources.
+"""Lookup of compiled operator libraries: where builds are stored, and which of them matches the current sources.
 
 A wheel carries one with CPU kernels beside the sources it was made of; `sd-ort build-ops` puts others into the cache.
 """

@@ -1,4 +1,4 @@
-"""The machine, the versions, the commit and the memory peaks that a measurement is written down with."""
+"""Metadata of a measurement: hardware, package versions, git commit and peak memory."""
 
 from __future__ import annotations
 

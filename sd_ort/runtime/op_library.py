@@ -1,4 +1,4 @@
-"""The op library of a session: which one, its registration, and whether it serves the session's provider."""
+"""Registration of the op library in session options, if it has kernels for the session's provider."""
 
 from __future__ import annotations
 

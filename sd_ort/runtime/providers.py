@@ -86,7 +86,7 @@ def _register(library: Path) -> list[Any]:
     if not hasattr(onnxruntime, "register_execution_provider_library"):
         raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.29 or later.")
     if missing := unloadable_libraries(library):
-        raise ProviderError(f"{library} cannot load {', '.join(missing)}: {where_to_look(missing)}.")
+        raise ProviderError(f"{library} cannot load {', '.join(missing)}: {library_path_advice(missing)}.")
     if library.name == PROVIDER_LIBRARIES["hip"] and (problem := hip_problem(library)):
         raise ProviderError(problem)
     before = {device.ep_name for device in onnxruntime.get_ep_devices()}
@@ -129,7 +129,7 @@ def warn_of_missing_library(library: Path) -> None:
     if name := ask():
         warn_once(
             f"{library.name} finds no {name.decode()}: matrix products run on its own kernels, which are slower, in "
-            f"float32 and in 8 bits many times. Install it, or {where_to_look([name.decode()])}."
+            f"float32 and in 8 bits many times. Install it, or {library_path_advice([name.decode()])}."
         )
 
 
@@ -167,7 +167,7 @@ def unloadable_libraries(library: Path) -> list[str]:
     return [name for name in needed if not can_load(name, folders)]
 
 
-def where_to_look(missing: Sequence[str]) -> str:
+def library_path_advice(missing: Sequence[str]) -> str:
     """Return the advice for libraries that cannot be loaded, with the folders of ROCm if one of them is ROCm's."""
     path, root = ("PATH", "HIP_PATH") if sys.platform == "win32" else ("LD_LIBRARY_PATH", "ROCM_PATH")
     advice = f"add {'their' if len(missing) > 1 else 'its'} folder to {path}"
@@ -200,7 +200,7 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
     elif missing := missing_libraries(name):
         raise_or_warn(
             f"the {name} provider cannot load {', '.join(missing)}: install {provider.needs}, "
-            f"or {where_to_look(missing)}.",
+            f"or {library_path_advice(missing)}.",
             allow_fallback,
         )
 

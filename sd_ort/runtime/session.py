@@ -37,7 +37,7 @@ from sd_ort.runtime.providers import (
     raise_or_warn,
     warn_once,
 )
-from sd_ort.runtime.weight_prefetch import PrefetchedWeights, begin
+from sd_ort.runtime.weight_prefetch import PrefetchedWeights, start_prefetch
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -134,7 +134,7 @@ def create_session(
     try:
         reads_file = entry.vendor and not override.weights and graph is None and not options.skip_optimization
         settings = _provider_settings(entry, options)
-        prefetched = begin(provider, settings, model_path, override.updatable) if reads_file else None
+        prefetched = start_prefetch(provider, settings, model_path, override.updatable) if reads_file else None
         session = opened(None) if prefetched is None else prefetched.open_session(opened)
     except SdOrtError:
         raise

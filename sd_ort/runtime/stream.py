@@ -1,4 +1,4 @@
-"""A GPU stream of our own, for all sessions of a pipeline: their runs follow each other without anyone waiting.
+"""GPU stream that all sessions of a pipeline share: their runs are queued in order, without host synchronization.
 
 Made through the runtime library that ONNX Runtime's provider itself is linked to (libcudart or libamdhip64), or through
 our own provider, so no framework for GPUs need be installed. Plain copies to and from the device wait for it, if it is

@@ -1,4 +1,4 @@
-"""Weights in device memory of ours that open sessions read in place (`AddInitializer`).
+"""Initializers in memory of sd-ort (`AddInitializer`), which are updated in place while sessions are open.
 
 The next run, or the next replay of a captured graph, reads the new values.
 """

@@ -1,4 +1,4 @@
-"""Initialization of a GPU in the background, while modules are imported and models are opened.
+"""Background initialization of a GPU, while modules are imported and models are opened.
 
 The driver's context and the provider's libraries (cuBLASLt or hipBLASLt, cuDNN) load mostly without Python's lock.
 """

@@ -120,11 +120,10 @@ def data_weights(model: bytes) -> list[tuple[str, int, list[int], int, int]]:
                 weights.append((tensor.name, tensor.data_type, list(tensor.dims), *span))
         return json.dumps(weights).encode()
 
-    weights: list[tuple[str, int, list[int], int, int]] = json.loads(cached_bytes("weights", model, read))
-    return weights
+    return json.loads(cached_bytes("weights", model, read))
 
 
-def begin(
+def start_prefetch(
     provider: str, options: Mapping[str, str], model: Path, without: Collection[str] = ()
 ) -> PrefetchedWeights | None:
     """Begin to prefetch the weights of `model`, a checked file, `without` these names.

@@ -1,4 +1,4 @@
-"""Limits of connections, and of the names by which a server may be addressed.
+"""Time limits of HTTP connections, and the check of the Host header.
 
 uvicorn waits for the headers of a request for ever. Here a connection without a complete request is closed after
 HEADER_TIMEOUT_S, and the oldest such connection makes room for a new one: unfinished requests deny service to nobody.

@@ -27,8 +27,7 @@ class CheckpointWeights:
     @property
     def _source(self) -> Mapping[str, Any]:
         """The manifest's entry of the checkpoint."""
-        source: Mapping[str, Any] = read_manifest(self.folder).get("source", {})
-        return source
+        return read_manifest(self.folder).get("source", {})
 
     def read(self, component: str, recipes: Mapping[str, weight_recipes.WeightRecipe]) -> Read:
         """Return a function that reads the tensors of a component's weights in fewer bits by name.

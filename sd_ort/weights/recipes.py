@@ -30,7 +30,7 @@ def read_recipes(folder: Path) -> dict[str, Mapping[str, weight_recipes.WeightRe
         return {name: weight_recipes.load(entry[KEY]) for name, entry in entries.items() if KEY in entry}
 
 
-def fill(model: ir.Model, read: Read) -> None:
+def fill_initializers(model: ir.Model, read: Read) -> None:
     """Replace every initializer that has a recipe by a lazy tensor, which raises the exceptions of `derived_weight`."""
     import onnx_ir as ir
 

@@ -115,4 +115,4 @@ def test_a_file_that_changes_meanwhile(provider: str, tmp_path: Path, weights: d
     data = path.with_name(DATA)
     data.write_bytes(data.read_bytes()[: 4 * ROWS * ROWS])
     with pytest.raises(InputError, match=r"model\.onnx\.data changed while it was read"):
-        weight_prefetch.begin(provider, {}, path)
+        weight_prefetch.start_prefetch(provider, {}, path)

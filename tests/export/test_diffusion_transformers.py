@@ -21,7 +21,7 @@ from sd_ort import Flux2KleinPipeline, FluxPipeline, StableDiffusion3Pipeline
 from sd_ort.checkpoints import flow_match
 from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.presets import PRESETS, open_preset
-from sd_ort.checkpoints.t5_tokenizer import T5Tokenizer
+from sd_ort.checkpoints.prompt_tokenizers import T5Tokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
 from sd_ort.core.pipeline_folder import read_manifest
@@ -99,25 +99,28 @@ FUSED = {
 
 @pytest.mark.parametrize("target", ["cpu", "portable"])
 @pytest.mark.parametrize(("preset", "opset"), [key for key in EXPORTS if key[0] in FUSED])
-def test_fusions(exported, tmp_path, preset, opset, target):
+def test_fusions(exported, folder, tmp_path, preset, opset, target):
     """The same nodes from every opset, equal outputs; no attention is taken apart, no modulation stays."""
-    folder = exported(preset, opset)
+    source, out = exported(preset, opset), tmp_path / "out"
     tested = [name for name in EXPORTS[preset, opset] if name in ("transformer", "text_encoder_2", "text_encoder_3")]
-    optimize(folder, tmp_path / "out", target=target, components=tested)
-    graph = load(tmp_path / "out" / "transformer" / "model.onnx").graph
+    if (target, opset) == ("cpu", WHOLE.get(preset)):
+        out = folder(preset)
+    else:
+        optimize(source, out, target=target, components=tested)
+    graph = load(out / "transformer" / "model.onnx").graph
     counts = Counter(node.op_type for node in graph)
     expected = FUSED[preset] | dict.fromkeys(("ScaledDotProductAttention", "Softmax", "Attention", "ReduceMean"), 0)
     assert {op: counts[op] for op in expected} == expected
     norms = [node for node in graph if node.op_type == "LayerNormalization"]
     assert preset == KLEIN or all(not node.inputs[1].is_initializer() for node in norms), "scale and shift are computed"
-    result = verify(folder, tmp_path / "out", components=tested)
+    result = verify(source, out, components=tested)
     assert result["passed"], result["rows"]
     assert {row["component"] for row in result["rows"]} == set(tested)
 
 
 @pytest.mark.parametrize("preset", [SD3, FLUX, KLEIN])
-def test_every_target_fuses_as_much(exported, tmp_path, preset):
-    check_targets(exported(preset, WHOLE[preset]), tmp_path)
+def test_every_target_fuses_as_much(exported, folder, tmp_path, preset):
+    check_targets(exported(preset, WHOLE[preset]), tmp_path, {"cpu": folder(preset)})
 
 
 @pytest.mark.parametrize("preset", [SD3, FLUX, KLEIN])
@@ -221,6 +224,12 @@ def folder(tmp_path_factory, exported):
 
 
 @pytest.fixture(scope="module")
+def pipeline_of(folder):
+    """Return a function that opens the pipeline of a preset's optimized folder once. Do not change it."""
+    return cache(lambda preset, hoist=False: CLASSES[preset].from_pretrained(folder(preset, hoist), "cpu"))
+
+
+@pytest.fixture(scope="module")
 def reference(tmp_path_factory, mini_presets):
     """Return a function that loads diffusers' pipeline with the weights of a preset once."""
 
@@ -253,7 +262,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_image_of_diffusers(folder, reference, name):
+def test_the_image_of_diffusers(pipeline_of, reference, name):
     preset, arguments = CALLS[name]
     call = {
         "prompt": PROMPTS, "height": 32, "width": 48, "num_inference_steps": 3, "max_sequence_length": 20,
@@ -266,7 +275,7 @@ def test_the_image_of_diffusers(folder, reference, name):
     with torch.no_grad():
         expected = reference(preset)(**call, generator=torch.Generator().manual_seed(5)).images
     for hoist in (False, True):
-        pipeline = CLASSES[preset].from_pretrained(folder(preset, hoist), "cpu")
+        pipeline = pipeline_of(preset, hoist)
         actual = pipeline(**call, generator=5).images
         assert actual.shape == expected.shape == (4 if "num_images_per_prompt" in arguments else 2, 32, 48, 3)
         assert psnr(actual, expected, 0.01, peak=1.0) >= 60
@@ -345,7 +354,7 @@ IMAGE_CALLS = {
 
 @pytest.mark.parametrize("name", IMAGE_CALLS)
 @pytest.mark.parametrize("preset", IMAGE_PRESETS)
-def test_images_from_images(folder, reference, preset, name):
+def test_images_from_images(pipeline_of, reference, preset, name):
     """Image to image and inpainting are those of diffusers, also the generator afterwards."""
     import diffusers
 
@@ -362,7 +371,7 @@ def test_images_from_images(folder, reference, preset, name):
     pipeline.set_progress_bar_config(disable=True)
     with torch.no_grad():
         expected = pipeline(**call, generator=generators[0]).images
-    ours = getattr(sd_ort_package, class_name).from_pretrained(folder(preset), "cpu")
+    ours = getattr(sd_ort_package, class_name).from_pipe(pipeline_of(preset))
     actual = ours(**call, generator=generators[1]).images
     assert psnr(actual, expected, 0.01, peak=1.0) >= 60
     assert torch.equal(*(each.get_state() for each in generators))
@@ -384,12 +393,12 @@ def test_images_from_images(folder, reference, preset, name):
         ({"prompt": ["a"] * 3, "image": [None] * 2}, "no image"),
     ],
 )
-def test_arguments_of_inpainting_are_rejected_by_name(folder, preset, arguments, message):
+def test_arguments_of_inpainting_are_rejected_by_name(pipeline_of, preset, arguments, message):
     name = CLASSES[preset].__name__.replace("Pipeline", "InpaintPipeline")
     image, mask = pictures()
     call = {"prompt": "a", "image": image, "mask_image": mask, "height": 32, "width": 32, "num_inference_steps": 2}
     with pytest.raises(InputError, match=message):
-        getattr(sd_ort_package, name).from_pretrained(folder(preset), "cpu")(**call | arguments, max_sequence_length=4)
+        getattr(sd_ort_package, name).from_pipe(pipeline_of(preset))(**call | arguments, max_sequence_length=4)
 
 
 @pytest.mark.parametrize("preset", ["sd35-medium", "flux-schnell", "flux-dev"])
@@ -460,10 +469,11 @@ def test_t5_tokens_are_those_of_transformers(tmp_path, mini_presets):
         ({"sigmas": [0.5, 0.0]}, "sigmas"),
     ],
 )
-def test_arguments_are_rejected_by_name(folder, arguments, message):
+def test_arguments_are_rejected_by_name(folder, pipeline_of, arguments, message):
     """One of them after text encoders that are opened and closed in turn, which collects garbage for each."""
-    low_memory = "latents" in arguments
-    pipeline = StableDiffusion3Pipeline.from_pretrained(folder(SD3), "cpu", low_memory=low_memory)
+    pipeline = pipeline_of(SD3)
+    if "latents" in arguments:
+        pipeline = StableDiffusion3Pipeline.from_pretrained(folder(SD3), "cpu", low_memory=True)
     with pytest.raises(InputError, match=message):
         pipeline("a", **{"height": 32, "width": 32, "num_inference_steps": 1, "max_sequence_length": 4} | arguments)
 
@@ -497,14 +507,13 @@ def test_sd3_without_t5(folder, reference, tmp_path):
     assert psnr(actual.images, expected, 0.01, peak=1.0) >= 60
 
 
-def test_generate_command(folder, sd_ort, tmp_path):
+def test_generate_command(folder, pipeline_of, sd_ort, tmp_path):
     """Images from the shell with the folder's defaults, from text and from an image."""
     out = tmp_path / "image.png"
     options = ["--model", folder(FLUX), "--height", "32", "--width", "32", "--provider", "cpu", "--seed", "4"]
     assert sd_ort("generate", "a red square", *options, "--steps", "2", "--out", out)[0] == 0
-    expected = FluxPipeline.from_pretrained(folder(FLUX), "cpu")(
-        "a red square", height=32, width=32, num_inference_steps=2, generator=4
-    ).images[0]
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "generator": 4}
+    expected = pipeline_of(FLUX)("a red square", **call).images[0]
     with Image.open(out) as image:
         assert np.array_equal(np.asarray(image), np.asarray(expected))
         assert image.info["guidance"] == "3.5"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformer_families import built, nmse
 
-from sd_ort.checkpoints.mistral_tokenizer import SYSTEM_MESSAGE, MistralTokenizer
 from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.prompt_tokenizers import SYSTEM_MESSAGE, MistralTokenizer
 from sd_ort.checkpoints.random_weights import write_mistral_tokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline, Flux2Pipeline

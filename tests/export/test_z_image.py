@@ -27,10 +27,10 @@ from sd_ort.checkpoints.checkpoint import build_model
 from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS, open_preset
-from sd_ort.checkpoints.qwen_tokenizer import THINKING_CHAT, QwenTokenizer
+from sd_ort.checkpoints.prompt_tokenizers import THINKING_CHAT, QwenTokenizer
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import array_errors, psnr
-from sd_ort.pipelines.transformer_z_image import latents_of, padded, patches, token_groups
+from sd_ort.pipelines.transformer_z_image import latents_of, pad_tokens, patches, token_groups
 
 CLASS, KIND, FAMILY = "ZImageTransformer2DModel", "ZImagePipeline", "z_image"
 SIZES = (
@@ -54,7 +54,7 @@ def test_the_module_equals_diffusers() -> None:
             theirs = model(list(latents.unsqueeze(2)), time, texts, return_dict=False)[0]
         expected = torch.stack(theirs).squeeze(2).numpy()
         module, actual = wrap("transformer", built(FAMILY, "transformer"), False, False), np.empty_like(expected)
-        tokens = padded(patches(latents.numpy()))
+        tokens = pad_tokens(patches(latents.numpy()))
         for rows, inputs in token_groups([text.numpy() for text in texts], height // 2, columns // 2):
             named = {"hidden_states": tokens[rows], "timestep": time[:1].numpy(), **inputs}
             with torch.no_grad():

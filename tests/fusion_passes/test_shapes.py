@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from fusion_passes.canonicalize import canonicalize, opset, why_not_fused
+from fusion_passes.canonicalize import canonicalize, opset, unsupported_reason
 from fusion_passes.shapes.infer import annotate, annotate_new
 
 HEADER = '<ir_version: 8, opset_import: ["" : {version}{more}]>\n'
@@ -147,4 +147,4 @@ def test_operators_that_cannot_be_converted_are_named() -> None:
     text = HEADER.format(version=17, more="") + f"g (float[B,8,H,W] x) => (float y) {{ {body} }}"
     model = ir.from_proto(onnx.parser.parse_model(text))
     canonicalize(model)
-    assert "its AveragePool may mean something else" in (why_not_fused(model) or "")
+    assert "its AveragePool may mean something else" in (unsupported_reason(model) or "")

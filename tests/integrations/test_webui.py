@@ -212,11 +212,17 @@ def host_tensors(kind: str, rows: int, columns: int, generator: torch.Generator)
 KINDS = ["lora", "loha", "lokr", "full", "lora dora rows", "lora dora columns", "loha dora rows", "lokr dora columns"]
 
 
+@pytest.fixture(scope="module")
+def unet_with_networks(small_export: Path) -> WebUNet:
+    """A U-Net that uses no networks between tests."""
+    return WebUNet(small_export, "cpu")
+
+
 @pytest.mark.parametrize("second", [None, "lora", "lora dora rows"])
 @pytest.mark.parametrize("first", KINDS)
-def test_networks(small_export: Path, tmp_path: Path, first: str, second: str | None) -> None:
+def test_networks(unet_with_networks: WebUNet, tmp_path: Path, first: str, second: str | None) -> None:
     """Networks change a weight as the WebUI's do, one after the other: DoRA's norm is that of the changed weight."""
-    unet = WebUNet(small_export, "cpu")
+    unet = unet_with_networks
     name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
     original = torch.tensor(unet.models.original_weight("unet", name))
     weight, generator, tags = original, torch.Generator().manual_seed(0), []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +67,29 @@ def half(small_export: Path, work: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(small_fused: Path) -> np.ndarray:
-    return draw(StableDiffusionPipeline.from_pretrained(small_fused))
+def pipe(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Return a function that makes a pipeline over a folder's sessions, which are opened once for each loop."""
+
+    @cache
+    def opened(folder: str, looped: bool) -> Any:
+        return StableDiffusionPipeline.from_pretrained(request.getfixturevalue(folder), device_loop=looped)
+
+    def make(folder: str, looped: bool = False, **options: Any) -> Any:
+        return StableDiffusionPipeline.from_pipe(opened(folder, looped), **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(pipe: Callable[..., Any]) -> np.ndarray:
+    return draw(pipe("small_fused"))
 
 
 # --- Hoisting -------------------------------------------------------------------------------------------------------
 
 
-def test_hoisted_pipeline_generates_the_same_image(small_hoisted: Path, expected: np.ndarray) -> None:
-    assert psnr(draw(StableDiffusionPipeline.from_pretrained(small_hoisted)), expected) > 100  # measured: infinite
+def test_hoisted_pipeline_generates_the_same_image(pipe: Callable[..., Any], expected: np.ndarray) -> None:
+    assert psnr(draw(pipe("small_hoisted")), expected) > 100  # measured: infinite
 
 
 def test_graphs_of_a_hoisted_unet(small_fused: Path, small_hoisted: Path) -> None:
@@ -131,14 +147,16 @@ def test_hoisting_of_unsupported_models_is_an_error(small_hoisted: Path, small_e
 # --- One model ------------------------------------------------------------------------------------------------------
 
 
-def test_merged_pipeline_generates_the_same_image(small_fused: Path, expected: np.ndarray, tmp_path: Path) -> None:
+def test_merged_pipeline_generates_the_same_image(
+    small_fused: Path, pipe: Callable[..., Any], expected: np.ndarray, tmp_path: Path
+) -> None:
     manifest = merge(small_fused, tmp_path / "merged", steps=3)
     assert manifest["components"]["pipeline"]["merged"] == PARTS
     merged = MergedPipeline.from_pretrained(tmp_path / "merged")
     assert psnr(draw(merged), expected) > 80
     # Step counts, schedulers, negative prompts and batch sizes are inputs of one model.
     other = {"num_inference_steps": 5, "negative_prompt": "blurry", "num_images_per_prompt": 2}
-    separate = StableDiffusionPipeline.from_pretrained(small_fused, scheduler="euler")
+    separate = pipe("small_fused", scheduler="euler")
     merged.scheduler = make_scheduler(small_fused, "euler")
     assert psnr(draw(merged, **other), draw(separate, **other)) > 80
 
@@ -154,8 +172,8 @@ def test_merged_needs_only_ids_and_noise(small_fused: Path, tmp_path: Path) -> N
     assert {i.name for i in session.get_overridable_initializers()} >= {"timesteps", "weights", "guidance_scale"}
 
 
-def test_merged_hoisted_half(half: Path, tmp_path: Path) -> None:
-    expected = draw(StableDiffusionPipeline.from_pretrained(half))
+def test_merged_hoisted_half(half: Path, pipe: Callable[..., Any], tmp_path: Path) -> None:
+    expected = draw(pipe("half"))
     merge(half, tmp_path / "merged")
     assert psnr(draw(MergedPipeline.from_pretrained(tmp_path / "merged")), expected) > 50
 
@@ -258,23 +276,22 @@ def test_the_batch_size_of_a_shape_that_others_read_too(source: str) -> None:
 @pytest.mark.parametrize(
     "arguments", [{}, {"guidance_scale": 1.0, "num_images_per_prompt": 2}], ids=["guided", "batch"]
 )
-def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[str, Any]) -> None:
+def test_device_loop(pipe: Callable[..., Any], kind: str, arguments: dict[str, Any]) -> None:
     """On the CPU the device is the host: this tests the graphs and the buffers, not their memory."""
-    folder = request.getfixturevalue(kind)
-    separate = StableDiffusionPipeline.from_pretrained(folder)
+    separate, looped = pipe(kind), pipe(kind, looped=True)
     expected, fewer = draw(separate, **arguments), draw(separate, **arguments, num_inference_steps=2)
-    looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
     for _ in range(2):  # buffers and sessions are used again
         assert psnr(draw(looped, **arguments), expected) > (60 if kind == "half" else 80)
     assert psnr(draw(looped, **arguments, num_inference_steps=2), fewer) > (60 if kind == "half" else 80)
 
 
-def test_device_loop_logs_unsupported_calls(small_fused: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_loop_logs_unsupported_calls(
+    small_fused: Path, pipe: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     warnings_logged.clear()
     clipping = make_scheduler(small_fused, "ddim")
     clipping = type(clipping).from_config({**clipping.config, "clip_sample": True})
-    looped = StableDiffusionPipeline.from_pretrained(small_fused, scheduler=clipping, device_loop=True)
-    separate = StableDiffusionPipeline.from_pretrained(small_fused, scheduler=clipping)
+    looped, separate = (pipe("small_fused", looped, scheduler=clipping) for looped in (True, False))
     assert psnr(draw(looped), draw(separate)) > 100
     assert "go through the host at every step: DDIMScheduler draws random numbers or clips" in caplog.text
 
@@ -291,7 +308,9 @@ DRAWING = {
 
 @pytest.mark.parametrize("name", DRAWING)
 @pytest.mark.parametrize("seeds", [3, [3, 4]], ids=["one", "each"])
-def test_device_loop_samples_noise_in_the_same_order(small_fused: Path, name: str, seeds: Any) -> None:
+def test_device_loop_samples_noise_in_the_same_order(
+    small_fused: Path, pipe: Callable[..., Any], name: str, seeds: Any
+) -> None:
     """With one generator for all images or one per image the scheduler's noise is that of the host loop."""
     scheduler = make_scheduler(small_fused, name)
     config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
@@ -301,24 +320,24 @@ def test_device_loop_samples_noise_in_the_same_order(small_fused: Path, name: st
     for looped in (False, True):
         generator = [torch.Generator().manual_seed(seed) for seed in seeds] if images else seeds
         arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
-        pipeline = StableDiffusionPipeline.from_pretrained(small_fused, scheduler=scheduler, device_loop=looped)
+        pipeline = pipe("small_fused", looped, scheduler=scheduler)
         outputs.append(draw(pipeline, **images, **arguments))
         assert not looped or pipeline.loop.buffer_cache, "the loop ran on the host"
     assert psnr(*outputs) > 80
 
 
-def test_queued_equals_waited(half: Path, small_hoisted: Path) -> None:
+def test_queued_equals_waited(pipe: Callable[..., Any]) -> None:
     """Byte for byte; on a GPU scripts/bench/default_pipeline.py checks the same."""
-    for folder in (half, small_hoisted):
-        looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
+    for folder in ("half", "small_hoisted"):
+        looped = pipe(folder, looped=True)
         queued = draw(looped)
         looped.loop.wait = True
         np.testing.assert_array_equal(draw(looped), queued)
 
 
-def test_no_copies_through_the_host(small_hoisted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copies_through_the_host(pipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """From tokens to uint8: no component is called with NumPy arrays, and only the last run is synchronous."""
-    looped = StableDiffusionPipeline.from_pretrained(small_hoisted, device_loop=True)
+    looped = pipe("small_hoisted", looped=True)
     expected = draw(looped, output_type="pil", num_inference_steps=2)
     waits: list[bool] = []
     run = BoundRun.run
@@ -333,9 +352,9 @@ def test_no_copies_through_the_host(small_hoisted: Path, monkeypatch: pytest.Mon
         draw(looped, output_type="pil", num_inference_steps=2)
 
 
-def test_buffers_are_bounded(small_fused: Path) -> None:
+def test_buffers_are_bounded(pipe: Callable[..., Any]) -> None:
     """The buffers of the least recently used job shape are released."""
-    looped = StableDiffusionPipeline.from_pretrained(small_fused, device_loop=True)
+    looped = pipe("small_fused", looped=True)
     looped.loop.MAX_CACHED = 1
     sizes = []
     for images in (1, 2, 1):
@@ -344,10 +363,10 @@ def test_buffers_are_bounded(small_fused: Path) -> None:
     assert 0 < sizes[0] == sizes[2] < sizes[1]
 
 
-def test_threads_share_one_pipeline(small_fused: Path) -> None:
+def test_threads_share_one_pipeline(pipe: Callable[..., Any]) -> None:
     """Eight threads, three schedulers and several step counts: each image is the one generated alone."""
     names = ("ddim", "pndm", "euler")
-    pipelines = {name: StableDiffusionPipeline.from_pretrained(small_fused, scheduler=name) for name in names}
+    pipelines = {name: pipe("small_fused", scheduler=name) for name in names}
     jobs = [(name, 2 + number % 3, number) for number, name in enumerate([*pipelines] * 4)]
 
     def one(job: tuple[str, int, int]) -> np.ndarray:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import noise
-from sd_ort.pipelines.images import nearest, preprocess, readable
+from sd_ort.pipelines.images import as_image, nearest, preprocess
 from sd_ort.pipelines.mask_crop import crop_region, fill, overlay
 
 
@@ -38,9 +38,9 @@ def test_noise_is_torchs_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ours.draw(shape).tobytes() == torch.randn(shape, generator=theirs).numpy().tobytes()
     seeds = [3, torch.Generator().manual_seed(4)]
     each = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(seed)).numpy() for seed in (3, 4)]
-    assert (noise.draw_noise((2, 4, 8, 8), noise.sources(seeds)) == np.concatenate(each)).all()
+    assert (noise.draw_noise((2, 4, 8, 8), noise.noise_generators(seeds)) == np.concatenate(each)).all()
     monkeypatch.delitem(sys.modules, "torch")
-    samples = noise.draw_noise((1, 4, 8, 8), noise.sources(3))
+    samples = noise.draw_noise((1, 4, 8, 8), noise.noise_generators(3))
     assert samples.tobytes() == each[0].tobytes()
     by_chance = noise.draw_noise((2, 4, 8, 8), None)
     assert abs(by_chance.std() - 1) < 0.3
@@ -55,13 +55,13 @@ def test_noise_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as executor:
         assert noise.start_noise(5, shape, executor) == noise.start_noise(None, shape, executor) == []
         started = noise.start_noise([5, 6, 5], shape, executor)
-        both = noise.sources([5, 7], started)
+        both = noise.noise_generators([5, 7], started)
         assert [each.seed for each in started] == [6, 5]
         for generator, seed in zip(both, (5, 7), strict=True):
             plain = noise.TorchNormalGenerator(seed)
             for _ in range(2):
                 assert generator.draw(shape).tobytes() == plain.draw(shape).tobytes()
-        generator, plain = noise.sources(6, started), noise.TorchNormalGenerator(6)
+        generator, plain = noise.noise_generators(6, started), noise.TorchNormalGenerator(6)
         assert [generator.draw(each).tobytes() for each in (other, shape)] == [
             plain.draw(each).tobytes() for each in (other, shape)
         ]
@@ -125,7 +125,7 @@ MASKS: list[Any] = [
 def test_images_are_diffusers_to_the_byte() -> None:
     signed = VaeImageProcessor(8, vae_latent_channels=4, do_convert_rgb=True)
     unsigned = VaeImageProcessor(8, do_convert_rgb=True, do_normalize=False)
-    for image in map(readable, IMAGES):
+    for image in map(as_image, IMAGES):
         for theirs, is_signed in ((signed, True), (unsigned, False)):
             expected = theirs.preprocess(image, 64, 56).float().numpy()
             ours = preprocess(image, 64, 56, signed=is_signed, latent_channels=4)
@@ -135,7 +135,7 @@ def test_images_are_diffusers_to_the_byte() -> None:
 
 def test_masks_are_diffusers_to_the_byte() -> None:
     theirs = VaeImageProcessor(8, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
-    for mask in map(readable, MASKS):
+    for mask in map(as_image, MASKS):
         expected = theirs.preprocess(mask, 64, 56).float().numpy()
         np.testing.assert_array_equal(preprocess(mask, 64, 56, mask=True), expected)
     x = torch.rand(1, 1, 70, 50)
@@ -174,47 +174,56 @@ def test_crops_of_masks_are_diffusers_to_the_byte() -> None:
 
 SLOW_PACKAGES = ("diffusers", "onnx", "onnx_ir", "torch", "transformers")
 FIRST_TIME = "onnx"  # checks a folder that no earlier process has seen
-COMMAND = f"""
-import sys
+COMMANDS = f"""
+import json, sys
 from sd_ort.__main__ import main
-try:
-    main()
-finally:
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["sd-ort", *words]
+    try:
+        main()
+    except SystemExit as exit_:
+        if exit_.code:
+            raise
     print("imported:", *(name for name in {SLOW_PACKAGES!r} if name in sys.modules))
 """
-KINDS: dict[str, list[str]] = {
-    "text": [],
-    "schedulers": ["--scheduler", "dpmsolver", "--negative", "blue"],
-    "image": ["--image", "{image}", "--scheduler", "euler_ancestral"],
-    "inpainting": ["--image", "{image}", "--mask", "{image}"],
-    "weights": ["--weights", "--negative", "(blue:1.2)"],
-    "controlnet": ["--control-image", "{image}"],
-    "lora": ["--lora", "{lora}:0.5"],
-    "embedding": ["--embedding", "{word}"],
+# Options of the commands of one process.
+KINDS: dict[str, dict[str, list[str]]] = {
+    "generate": {
+        "text": [],
+        "schedulers": ["--scheduler", "dpmsolver", "--negative", "blue"],
+        "image": ["--image", "{image}", "--scheduler", "euler_ancestral"],
+        "inpainting": ["--image", "{image}", "--mask", "{image}"],
+        "weights": ["--weights", "--negative", "(blue:1.2)"],
+        "controlnet": ["--control-image", "{image}"],
+    },
+    "change weights": {"lora": ["--lora", "{lora}:0.5"], "embedding": ["--embedding", "{word}"]},
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_command_imports_none_of_them(
-    kind: str, cache: Path, request: pytest.FixtureRequest, tmp_path: Path
+@pytest.mark.parametrize("kinds", KINDS)
+def test_commands_import_none_of_them(
+    kinds: str, cache: Path, small_export: Path, controlled: Path, tmp_path: Path
 ) -> None:
     """In the first process of a folder and a cache, and in the second."""
-    folder = request.getfixturevalue("controlled" if kind == "controlnet" else "small_export")
     Image.fromarray(BYTES).save(tmp_path / "in.png")
-    width = json.loads((folder / "unet" / "config.json").read_text())["block_out_channels"][-1]
+    width = json.loads((small_export / "unet" / "config.json").read_text())["block_out_channels"][-1]
     query = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
     lora = {f"{query}.lora_A.weight": np.ones((2, width)), f"{query}.lora_B.weight": np.ones((width, 2))}
     save_file({name: factor.astype(np.float32) for name, factor in lora.items()}, tmp_path / "lora.safetensors")
     save_file({"<circle>": np.ones(64, np.float32)}, tmp_path / "word.safetensors")
     files = {"image": "in.png", "lora": "lora.safetensors", "word": "word.safetensors"}
     paths = {name: tmp_path / file for name, file in files.items()}
-    options = [option.format(**paths) for option in KINDS[kind]]
-    for name, expected in (("first", FIRST_TIME), ("second", FIRST_TIME if kind in ("lora", "embedding") else "")):
-        out = tmp_path / f"{name}.png"
-        arguments = ["generate", "a red <circle>", "--model", folder, "--steps", 4, "--height", 64, "--width", 64]
-        assert imported(*arguments, "--seed", 1, *options, "--out", out) == expected
-    images = [Image.open(tmp_path / f"{name}.png") for name in ("first", "second")]
-    np.testing.assert_array_equal(*map(np.asarray, images))
+    for process, expected in (("first", FIRST_TIME), ("second", FIRST_TIME if kinds == "change weights" else "")):
+        commands = []
+        for kind, options in KINDS[kinds].items():
+            folder = controlled if kind == "controlnet" else small_export
+            words = ["generate", "a red <circle>", "--model", folder, "--steps", 4, "--height", 64, "--width", 64]
+            words += ["--seed", 1, *(option.format(**paths) for option in options)]
+            commands.append([str(word) for word in (*words, "--out", tmp_path / f"{kind} {process}.png")])
+        assert run(COMMANDS, json.dumps(commands)) == [expected] * len(commands)
+    for kind in KINDS[kinds]:
+        images = [Image.open(tmp_path / f"{kind} {process}.png") for process in ("first", "second")]
+        np.testing.assert_array_equal(*map(np.asarray, images))
 
 
 def test_a_replica_imports_none_of_them(cache: Path, small_export: Path, tmp_path: Path) -> None:
@@ -235,16 +244,12 @@ mask.paste(255, (20, 20, 30, 40))
 pipeline("a red circle", image, mask, num_inference_steps=2, height=64, width=64, padding_mask_crop=4, progress=False)
 print("imported:", *(name for name in {SLOW_PACKAGES!r} if name in sys.modules))
 """
-    assert [run(code), run(code)] == [FIRST_TIME, ""]
+    assert [run(code), run(code)] == [[FIRST_TIME], [""]]
 
 
-def imported(*arguments: object) -> str:
-    return run(COMMAND, *arguments)
-
-
-def run(code: str, *arguments: object) -> str:
-    """Run Python code in a process of its own; the slow packages that it names in its last line."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(code: str, *arguments: str) -> list[str]:
+    """Run Python code in a process of its own; the slow packages that it names in each line."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1].removeprefix("imported:").strip()
+    lines = done.stdout.splitlines()
+    return [line.removeprefix("imported:").strip() for line in lines if line.startswith("imported:")]

@@ -21,7 +21,7 @@ from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipelin
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.diffusers import OrtControlNet, accelerate
-from sd_ort.pipelines.images import finished
+from sd_ort.pipelines.images import to_output_type
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
@@ -218,14 +218,23 @@ def test_control_image_without_a_controlnet(small_export: Path, input_image: Ima
 # --- The command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def both_loops(small_export: Path) -> dict[bool, StableDiffusionImg2ImgPipeline]:
+    """A pipeline whose loop is on the host (False), and one with the loop on the device (True)."""
+    open_ = StableDiffusionImg2ImgPipeline.from_pretrained
+    return {looped: open_(small_export, device_loop=looped) for looped in (False, True)}
+
+
 @pytest.mark.parametrize("scheduler", ["euler", "pndm", "dpmsolver"])
-def test_on_the_device(small_export: Path, input_image: Image.Image, mask: Image.Image, scheduler: str) -> None:
+def test_on_the_device(
+    both_loops: dict[bool, Any], input_image: Image.Image, mask: Image.Image, scheduler: str
+) -> None:
     """Image to image, and inpainting whose mask keeps a part, in the loop on the device as on the host."""
     tasks = ((StableDiffusionImg2ImgPipeline, {}), (StableDiffusionInpaintPipeline, {"mask_image": mask}))
     for cls, more in tasks:
         pictures = []
         for looped in (False, True):
-            pipeline = cls.from_pretrained(small_export, scheduler=scheduler, device_loop=looped)
+            pipeline = cls.from_pipe(both_loops[looped], scheduler=scheduler)
             arguments = {**SETTINGS, "image": input_image, "strength": 0.8, "progress": False, **more}
             pictures.append(pipeline(**arguments, generator=1).images)
             assert bool(pipeline.loop.buffer_cache) == looped
@@ -273,5 +282,5 @@ def test_pixels_become_images(shape, output_type):
     rows = unit.permute(0, 2, 3, 1).numpy()
     expected = {"pt": unit.numpy(), "np": rows}.get(output_type, (rows * 255).round().astype(np.uint8))
     for layout in (pixels, np.asfortranarray(pixels)):
-        images = finished(layout, output_type)
+        images = to_output_type(layout, output_type)
         assert np.array_equal(np.stack([np.asarray(image) for image in images]), expected)

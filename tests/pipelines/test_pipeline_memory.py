@@ -70,7 +70,9 @@ def test_tiles_of_a_map_that_keeps_pixels() -> None:
             seen.append(part.shape)
             return part.repeat(2, 2).repeat(2, 3)
 
-        np.testing.assert_allclose(tiling.tiled(double, x, 16, 32), x.repeat(2, 2).repeat(2, 3), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            tiling.run_in_tiles(double, x, 16, 32), x.repeat(2, 2).repeat(2, 3), rtol=1e-6, atol=1e-6
+        )
         assert max(max(shape[2:]) for shape in seen) <= 16
 
 

@@ -109,12 +109,12 @@ def test_libraries_of_pip_are_loaded_for_others(tmp_path: Path, monkeypatch: pyt
 
 
 def test_folders_of_rocm_are_named(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert providers.where_to_look(["libcudart.so.13"]) == "add its folder to LD_LIBRARY_PATH"
-    assert providers.where_to_look(["libamdhip64.so.7"]).endswith(
+    assert providers.library_path_advice(["libcudart.so.13"]) == "add its folder to LD_LIBRARY_PATH"
+    assert providers.library_path_advice(["libamdhip64.so.7"]).endswith(
         "(folders of ROCm's libraries here: none; set ROCM_PATH)"
     )
     (nowhere / "absent/lib").mkdir(parents=True)
-    assert f"here: {nowhere}/absent/lib)" in providers.where_to_look(["libhipblaslt.so.1"])
+    assert f"here: {nowhere}/absent/lib)" in providers.library_path_advice(["libhipblaslt.so.1"])
 
 
 @pytest.mark.parametrize("target", ["gfx1010", "gfx906", "gfx9-generic", "gfx1250", "gfx"])

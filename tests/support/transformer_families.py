@@ -61,16 +61,19 @@ def check_fusions(
     return graph
 
 
-def check_targets(folder: Path, out: Path) -> None:
+def check_targets(folder: Path, out: Path, optimized: Mapping[str, Path] | None = None) -> None:
     """Assert that a transformer has as many fused nodes on each target as in `portable`, and none of TAKEN_APART.
 
-    Counted are attentions, rotary embeddings and norms. A modulation of an RMS norm is the scale of an RMSNormalization
-    or of an AdaptiveNorm, as the target's kernels have it.
+    `optimized`: folders of some targets, which are not optimized again. Counted are attentions, rotary embeddings and
+    norms. A modulation of an RMS norm is the scale of an RMSNormalization or of an AdaptiveNorm, as the target's
+    kernels have it.
     """
     counts = {}
     for target in ("portable", "cpu", "cuda", "gpu", "hip"):
-        optimize(folder, out / target, target=target, components=["transformer"], hoist=False)
-        graph = load(out / target / "transformer" / "model.onnx").graph
+        if (fused := (optimized or {}).get(target)) is None:
+            fused = out / target
+            optimize(folder, fused, target=target, components=["transformer"], hoist=False)
+        graph = load(fused / "transformer" / "model.onnx").graph
         attention, rotary, rms, adaptive, *_ = fusion_transformers.measure(graph)
         counts[target] = attention, rotary, rms + adaptive
         taken_apart = {node.op_type for node in graph} & {*TAKEN_APART}

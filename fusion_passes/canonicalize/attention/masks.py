@@ -57,7 +57,7 @@ def mask_mismatch(
     return None if mask.dtype == v.dtype else "the mask and the scores differ in dtype"
 
 
-def expanded_mask(op: Any, mask: ir.Value, q: ir.Value, k: ir.Value, sdpa: ir.Value, axis: int = 1) -> Any:
+def expand_mask(op: Any, mask: ir.Value, q: ir.Value, k: ir.Value, sdpa: ir.Value, axis: int = 1) -> Any:
     """Return `mask`, whose axes are 1 or those of scores, as [1 or B, 1 or N, S, L]; q and k have S and L at `axis`."""
 
     def ints(numbers: list[int], name: str) -> ir.Value:

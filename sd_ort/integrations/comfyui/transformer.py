@@ -108,8 +108,7 @@ class FluxNet(TransformerNet, comfy.ldm.flux.model.Flux):
 
     def _forward(self, x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         self.size = x.shape[2:]
-        out: torch.Tensor = super()._forward(x, *arguments, **options)
-        return out
+        return super()._forward(x, *arguments, **options)
 
     def forward_orig(
         self,

@@ -320,7 +320,7 @@ class OrtVae(Component, AutoencoderKL):
         def on_arrays(part: np.ndarray) -> np.ndarray:
             return run(torch.from_numpy(part)).numpy()
 
-        return torch.from_numpy(tiling.tiled(on_arrays, x.float().cpu().numpy(), *sides)).to(x.device, x.dtype)
+        return torch.from_numpy(tiling.run_in_tiles(on_arrays, x.float().cpu().numpy(), *sides)).to(x.device, x.dtype)
 
 
 class OrtTextEncoder(Component, ModelMixin, ConfigMixin):

@@ -33,7 +33,7 @@ from sd_ort.pipelines.device.guidance_split import Events, GuidanceHalf
 from sd_ort.pipelines.device.loop import DeviceLoop, SamplingBuffers
 from sd_ort.pipelines.partial_steps import BandSteps
 from sd_ort.pipelines.patches import bands_of
-from sd_ort.pipelines.step_cache import edited
+from sd_ort.pipelines.step_cache import apply_edits
 from sd_ort.runtime.partitioned import is_captured
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _edited(edit: Callable[[ir.Model, Band], None], band: Band, path: Path) -> b
         edit(model, band)
         return True
 
-    graph = edited([("", change)], 1, path)
+    graph = apply_edits([("", change)], 1, path)
     assert graph is not None
     return graph
 

@@ -1,4 +1,4 @@
-"""The last GroupNorm of a model and its SiLU, as one operator."""
+"""Last GroupNorm of a UNet or VAE and its SiLU, as one operator."""
 
 from __future__ import annotations
 
