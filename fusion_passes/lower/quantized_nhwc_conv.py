@@ -38,7 +38,7 @@ def kernel_reject_reason(node: ir.Node) -> str | None:
     for name, value in _ATTRIBUTES.items():
         if list(node.attributes.get_ints(name) or defaults[name]) != value:
             return f"its kernel in 8 bits has {name} of {value[0]}"
-    if node.attributes.get_int("group", 1) != 1 or node.attributes.get_int("relu", 0):
+    if node.attributes.get_int("group", 1) != 1 or node.attributes.get_int("relu", 0) != 0:
         return "its kernel in 8 bits has one group and no Relu"
     return None
 

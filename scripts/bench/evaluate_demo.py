@@ -42,31 +42,35 @@ BOUNDS = {
     "fused bf16": (1.0, 30.0),
     "fused float8": (1.0, 30.0),
     "fused int8": (1.0, 30.0),
+    "float8 convolutions": (1.0, 30.0),
 }
 CALIBRATION_PROMPTS = 64
 
 
-def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
+def engines(work: Path, target: str, provider: str | None) -> dict[str, Callable[[], Any]]:
     """Label -> a function that makes what is missing below `work` and opens the engine's pipeline."""
+
+    def opened(folder: Path) -> Any:
+        return StableDiffusionPipeline.from_pretrained(folder, provider=provider)
 
     def optimized(name: str, dtype: str) -> Any:
         if not (work / "raw").is_dir():
             export("demo", work / "raw", on_progress=print)
         optimize(work / "raw", work / name, target=target, dtype=dtype, on_progress=print)
-        return StableDiffusionPipeline.from_pretrained(work / name)
+        return opened(work / name)
 
-    def eight_bits(name: str) -> Any:
+    def eight_bits(name: str, **options: Any) -> Any:
         runs = work / "calibration.npz"
         if not runs.is_file():
             optimize("demo", work / "calibrated", target="portable", on_progress=print)
-            record_runs(work / "calibrated", training_prompts(CALIBRATION_PROMPTS), runs)
-        out = work / f"{target}-{name}"
-        optimize("demo", out, target=target, eight_bits=name, inputs=runs, on_progress=print)
-        return StableDiffusionPipeline.from_pretrained(out)
+            record_runs(work / "calibrated", training_prompts(CALIBRATION_PROMPTS), runs, vae_decoder=True)
+        out = work / "-".join((target, name, *options))
+        optimize("demo", out, target=target, eight_bits=name, inputs=runs, on_progress=print, **options)
+        return opened(out)
 
     def raw() -> Any:
         export("demo", work / "raw", on_progress=print)
-        return StableDiffusionPipeline.from_pretrained(work / "raw")
+        return opened(work / "raw")
 
     return {
         TORCH: lambda: torch_pipeline("demo"),
@@ -76,6 +80,8 @@ def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
         "fused bf16": lambda: optimized(f"{target}-bf16", "bfloat16"),
         "fused float8": lambda: eight_bits("float8"),
         "fused int8": lambda: eight_bits("int8"),
+        # of targets hip and gpu, the VAE decoder too
+        "float8 convolutions": lambda: eight_bits("float8", dtype="float16", convolutions=True, vae_decoder=True),
     }
 
 
@@ -132,6 +138,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=demo.STEPS, help=f"denoising steps ({demo.STEPS})")
     parser.add_argument("--batch", type=int, default=10, help="prompts generated at once (10)")
     parser.add_argument("--target", default="portable", help="target of the fused pipelines (portable)")
+    parser.add_argument("--provider", help="of the pipelines (the best that is installed)")
     parser.add_argument("--engines", nargs="+", choices=BOUNDS, default=list(BOUNDS)[:3], help="beside torch fp32")
     parser.add_argument("--work", type=Path, default=Path("out/evaluate_demo"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/demo_fidelity.json"), help="the result")
@@ -150,7 +157,7 @@ def main() -> int:
     }
     reference: dict[str, Any] | None = None
     first_pictures = []
-    for label, open_engine in engines(arguments.work, arguments.target).items():
+    for label, open_engine in engines(arguments.work, arguments.target, arguments.provider).items():
         if label not in (TORCH, *arguments.engines):
             continue
         pipeline = open_engine()

@@ -61,10 +61,10 @@ class UNetRunner(DenoiserRunner):
     @cached_property
     def _odd_sizes_graph(self) -> str:
         from sd_ort.pipelines.sampling import ODD_SIZES
-        from sd_ort.pipelines.step_cache import edited
+        from sd_ort.pipelines.step_cache import apply_edits
 
         multiple = pixels_per_latent(self.models.folder) * latent_multiple(self.models.unet_config)
-        return self.models.models.edit(self.component, ODD_SIZES[0], partial(edited, [ODD_SIZES], multiple))
+        return self.models.models.edit(self.component, ODD_SIZES[0], partial(apply_edits, [ODD_SIZES], multiple))
 
     def _residual_inputs(
         self, sample: torch.Tensor, residuals: Sequence[torch.Tensor], middle: torch.Tensor | None

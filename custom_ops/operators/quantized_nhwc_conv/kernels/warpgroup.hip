@@ -294,8 +294,8 @@ __global__ __launch_bounds__(kThreads, 1) void quantized_nhwc_conv_kernel(const 
                                                                           const __grid_constant__ bulk::Matrix skip,
                                                                           const __grid_constant__ bulk::Matrix y,
                                                                           Epilogue<T> epilogue, Tiles tiles) {
-#if defined(SD_ORT_WGMMA)
   wait_for_predecessor();
+#if defined(SD_ORT_WGMMA)
   SD_ORT_DYNAMIC_LDS(char, dynamic);
   const Lds<kColumns> lds = {wgmma::address_of(dynamic)};
   if (threadIdx.x == 0) lds.init_barriers();
