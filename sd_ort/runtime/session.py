@@ -246,6 +246,11 @@ def warn_of_missing_units(model_path: Path, provider: str) -> None:
                 f"{architecture} has no matrix units for float8: without --float8 a folder is faster here, and "
                 "--weights int8 saves the memory."
             )
+        elif options.get("convolutions") and architecture != "sm_90":
+            warn_once(
+                f"{architecture} has no kernel for convolutions in float8, which are converted to 16 bits in each call: "
+                "without --convolutions a folder is faster here."
+            )
 
 
 def _has_float8_units(architecture: str) -> bool:

@@ -367,7 +367,7 @@ def test_more_threads_than_cores_do_not_spin(model: Path, monkeypatch: pytest.Mo
 def test_a_float8_folder_on_a_gpu_without_float8_is_reported(
     architecture: str, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """QuantizedLinear's generic kernel runs there."""
+    """QuantizedLinear's generic kernel runs there. Convolutions have a kernel on Hopper alone."""
 
     class Library:
         def __init__(self, path: Path) -> None:
@@ -375,7 +375,12 @@ def test_a_float8_folder_on_a_gpu_without_float8_is_reported(
 
     monkeypatch.setattr(session, "GpuLibrary", Library)
     monkeypatch.setattr(session, "plugin_library", lambda provider: tmp_path)
-    monkeypatch.setattr(session, "manifest_options", lambda folder: {"eight_bits": "float8", "target": "hip"})
+    options: dict[str, Any] = {"eight_bits": "float8", "target": "hip"}
+    monkeypatch.setattr(session, "manifest_options", lambda folder: options)
     monkeypatch.setattr(providers, "warnings_logged", set())
     session.warn_of_missing_units(tmp_path / "unet" / MODEL, "hip")
     assert ("has no matrix units for float8" in caplog.text) == warns
+    assert "without --convolutions" not in caplog.text
+    options |= {"convolutions": True}
+    session.warn_of_missing_units(tmp_path / "unet" / MODEL, "hip")
+    assert ("without --convolutions" in caplog.text) == (not warns and architecture != "sm_90")
