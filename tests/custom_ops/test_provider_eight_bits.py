@@ -14,6 +14,7 @@ import pytest
 import torch
 from onnx import NodeProto, TensorProto, helper
 from provider_sessions import assigned_operators, session_of
+from safetensors.numpy import load_file, save_file
 
 from fusion_passes import weight_recipes
 from fusion_passes.operators import function_bodies
@@ -187,7 +188,8 @@ def test_weights_with_deltas_are_quantized_on_the_device(provider: str, recipe: 
 
 
 def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float8 weights of a UNet with a LoRA beside diffusers' in float32; without it the outputs are the first ones."""
+    """Float8 weights of a UNet with a LoRA beside diffusers' in float32; without it the outputs are the first ones. The
+    LoRA is the demo's and that of a convolution."""
     random = np.random.default_rng(0)
     feed = {
         "sample": random.standard_normal((1, 4, 8, 8)).astype(np.float32),
@@ -217,8 +219,16 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: p
     plain = models["unet"](**inputs)["out_sample"].copy()
     rounding = relative_l2_error(plain, expected())
     assert 1e-4 < rounding < 0.1
-    unet.load_lora_adapter(lora_path("night"), prefix="unet")
-    manager.add("night", read_adapter(lora_path("night"), {}), "night")
+    lora, conv = tmp_path / "lora.safetensors", "down_blocks.1.resnets.0.conv1"
+    out_channels, channels, *kernel = unet.get_submodule(conv).weight.shape
+    factors = {"A": (2, channels, *kernel), "B": (out_channels, 2, 1, 1)}
+    of_conv = {
+        f"unet.{conv}.lora_{name}.weight": random.standard_normal(shape).astype(np.float32) * 0.05
+        for name, shape in factors.items()
+    }
+    save_file(load_file(lora_path("night")) | of_conv, lora)
+    unet.load_lora_adapter(lora, prefix="unet")
+    manager.add("night", read_adapter(lora, {}), "night")
     manager.apply(models, manager.deltas({"night": 1.0}))
     with_lora, reference = models["unet"](**inputs)["out_sample"].copy(), expected()
     assert models.in_place
@@ -230,6 +240,7 @@ def test_a_lora_is_quantized_again(provider: str, tmp_path: Path, monkeypatch: p
         host = manager.updated_weights("unet", "unet", deltas)
         names = [name for name, array in host.items() if array.dtype == ml_dtypes.float8_e4m3fn]
         assert len(names) == len([name for name in host if update_graph.float8_scale(table[name])]) > 0
+        assert f"{conv}.weight" not in deltas or any(host[name].ndim == 4 for name in names)
         differences = [read_value(updatable.values[name]) != host[name].view(np.uint8) for name in names]
         return float(np.mean(np.concatenate([each.ravel() for each in differences])))
 
