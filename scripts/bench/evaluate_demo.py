@@ -47,7 +47,7 @@ BOUNDS = {
 CALIBRATION_PROMPTS = 64
 
 
-def engines(work: Path, target: str, provider: str | None) -> dict[str, Callable[[], Any]]:
+def engines(work: Path, target: str, provider: str) -> dict[str, Callable[[], Any]]:
     """Label -> a function that makes what is missing below `work` and opens the engine's pipeline."""
 
     def opened(folder: Path) -> Any:
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=demo.STEPS, help=f"denoising steps ({demo.STEPS})")
     parser.add_argument("--batch", type=int, default=10, help="prompts generated at once (10)")
     parser.add_argument("--target", default="portable", help="target of the fused pipelines (portable)")
-    parser.add_argument("--provider", help="of the pipelines (the best that is installed)")
+    parser.add_argument("--provider", default="auto", help="of the pipelines (auto)")
     parser.add_argument("--engines", nargs="+", choices=BOUNDS, default=list(BOUNDS)[:3], help="beside torch fp32")
     parser.add_argument("--work", type=Path, default=Path("out/evaluate_demo"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/demo_fidelity.json"), help="the result")
