@@ -248,7 +248,7 @@ def warn_of_missing_units(model_path: Path, provider: str) -> None:
             )
         elif options.get("convolutions") and architecture != "sm_90":
             warn_once(
-                f"{architecture} has no kernel for convolutions in float8, which are converted to 16 bits in each call: "
+                f"{architecture} has no kernel for convolutions in float8, which become 16 bits in each call: "
                 "without --convolutions a folder is faster here."
             )
 
