@@ -58,7 +58,8 @@ class ReportFile:
         """Raise OutputError if a file in `out` would be lost: a report, a page, or one of `images`."""
         self.settings, self.out = settings, results_folder(out, overwrite)
         self.out.check(f"{kind}.json", f"{kind}.csv", PAGE, *images)
-        self.earlier_images = images  # of an earlier run, until this one is written
+        # Of an earlier run, until this one is written. A profile writes its traces before itself.
+        self.earlier_images = () if kind == "profile" else tuple(images)
         self.workers: list[Worker] = []
         self.report: dict[str, Any] = {
             "format": FORMAT,
