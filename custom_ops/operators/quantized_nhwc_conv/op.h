@@ -38,8 +38,8 @@ struct QuantizedNhwcConvParams {
 // Generic kernel: one thread per element, any shape, slow.
 const char* quantized_nhwc_conv_launch(const QuantizedNhwcConvParams& params, void* stream);
 
-// Writes X as (batch, height, width, channels) and W as (filter_count, 3, 3, channels) in `dtype`, so that their
-// convolution needs no scale.
+// Writes X as (batch, height, width, channels) and W as (filter_count, 3, 3, channels) in `dtype`, float16 or bfloat16,
+// so that their convolution needs no scale.
 const char* quantized_nhwc_conv_dequantize(const QuantizedNhwcConvParams& params, void* x, void* filters, void* stream);
 
 // By warpgroup instructions, with tiles of `columns` filters.

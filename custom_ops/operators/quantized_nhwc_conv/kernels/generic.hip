@@ -78,6 +78,16 @@ const char* dequantize_rows(const void* from, void* y, const float* scale, int32
                 elements);
 }
 
+template <class T>
+const char* dequantize(const QuantizedNhwcConvParams& p, void* x, void* filters, void* stream) {
+  // A power of two keeps X exact, and both within float16: elements are at most 448.
+  constexpr float kXFactor = 1.f / 16;
+  const char* const error = dequantize_rows<T>(p.x, x, nullptr, 0, kXFactor, p.pixels(), p.channels, stream);
+  if (error != nullptr) return error;
+  return dequantize_rows<T>(p.filters, filters, p.scale, p.scales == 1 ? 0 : 1, 1.f / kXFactor, p.filter_count,
+                            p.inner(), stream);
+}
+
 }  // namespace
 
 const char* quantized_nhwc_conv_launch(const QuantizedNhwcConvParams& p, void* stream) {
@@ -86,15 +96,8 @@ const char* quantized_nhwc_conv_launch(const QuantizedNhwcConvParams& p, void* s
 }
 
 const char* quantized_nhwc_conv_dequantize(const QuantizedNhwcConvParams& p, void* x, void* filters, void* stream) {
-  // A power of two keeps X exact, and both within float16: elements are at most 448.
-  constexpr float kXFactor = 1.f / 16;
-  return with_type(p.dtype, [&](auto type) -> const char* {
-    using T = typename decltype(type)::type;
-    const char* const error = dequantize_rows<T>(p.x, x, nullptr, 0, kXFactor, p.pixels(), p.channels, stream);
-    if (error != nullptr) return error;
-    return dequantize_rows<T>(p.filters, filters, p.scale, p.scales == 1 ? 0 : 1, 1.f / kXFactor, p.filter_count,
-                              p.inner(), stream);
-  });
+  return p.dtype == DType::kFloat16 ? dequantize<half_t>(p, x, filters, stream)
+                                    : dequantize<bf16_t>(p, x, filters, stream);
 }
 
 }  // namespace sd_ort
