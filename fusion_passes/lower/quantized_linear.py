@@ -85,7 +85,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     last, bias = node, node.inputs[2] if len(node.inputs) > 2 else None
     skip = node.inputs[3] if len(node.inputs) > 3 else None
     gelu, gated = node.attributes.get_int("gelu", 0), node.op_type == "LinearSplitGelu"
-    if (gate := _gate(node)) is not None and bias is None and skip is None and not gelu:
+    if (gate := only_consumer(node, "BiasSplitGelu")) is not None and bias is None and skip is None and not gelu:
         last, bias, gated = gate, gate.inputs[1], True
     output = last.outputs[0]
     if bias is None:
@@ -129,10 +129,10 @@ def zero_bias(graph: ir.Graph, output: ir.Value, channels: int) -> ir.Value:
     return new_initializer(graph, unique_name(output, "bias"), np.zeros(channels, np.float32))
 
 
-def _gate(node: ir.Node) -> ir.Node | None:
-    """Return the BiasSplitGelu that alone consumes a node's output, or None."""
+def only_consumer(node: ir.Node, op_type: str) -> ir.Node | None:
+    """Return the node of `op_type` whose first input alone reads the output of a node, or None."""
     output = node.outputs[0]
-    consumers = values.consumers(output)
-    if len(consumers) != 1 or output.is_graph_output():
+    if not values.has_one_use(output):
         return None
-    return consumers[0] if consumers[0].op_type == "BiasSplitGelu" and consumers[0].inputs[0] is output else None
+    ((consumer, index),) = output.uses()
+    return consumer if consumer.op_type == op_type and index == 0 else None

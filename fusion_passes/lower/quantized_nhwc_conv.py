@@ -16,8 +16,7 @@ from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import replace_value
 from fusion_passes.graph_pass import PassOutcome
 from fusion_passes.lower import quantized_linear as linear
-
-_ATTRIBUTES = {"strides": [1, 1], "dilations": [1, 1], "pads": [1, 1, 1, 1]}
+from fusion_passes.lower.subpixel_conv import same_size_3x3_reject_reason
 
 
 def quantized_nhwc_conv(model: ir.Model) -> PassOutcome:
@@ -31,16 +30,11 @@ def _reject_reason(node: ir.Node) -> str | None:
 
 def kernel_reject_reason(node: ir.Node) -> str | None:
     """Return why the kernel does not compute a convolution, quantized or to be quantized, or None."""
-    shape = values.dims(node.inputs[1])
-    if node.op_type != "NhwcConv" or shape is None or list(shape[1:3]) != [3, 3]:
-        return "its kernel in 8 bits has channels-last images and filters of 3x3"
-    defaults = {"strides": [1, 1], "dilations": [1, 1], "pads": [0, 0, 0, 0]}
-    for name, value in _ATTRIBUTES.items():
-        if list(node.attributes.get_ints(name) or defaults[name]) != value:
-            return f"its kernel in 8 bits has {name} of {value[0]}"
-    if node.attributes.get_int("group", 1) != 1 or node.attributes.get_int("relu", 0) != 0:
-        return "its kernel in 8 bits has one group and no Relu"
-    return None
+    if node.op_type != "NhwcConv":
+        return "its kernel in 8 bits reads channels-last images"
+    if node.attributes.get_int("relu", 0):
+        return "its kernel in 8 bits has no Relu"
+    return same_size_3x3_reject_reason(node)
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
@@ -48,7 +42,8 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     filters = values.size(elements, 0)
     assert filters is not None
     last, (bias, skip) = node, (*node.inputs[2:4], None, None)[:2]
-    if bias is None and skip is None and (add := _image_add(node)) is not None:
+    add = linear.only_consumer(node, "BiasAdd")
+    if bias is None and skip is None and add is not None and len(add.inputs) == 3:
         last, (_, bias, skip) = add, add.inputs
     output = last.outputs[0]
     if bias is None:
@@ -62,14 +57,3 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     graph.remove(last, safe=True)
     if last is not node:
         graph.remove(node, safe=True)
-
-
-def _image_add(node: ir.Node) -> ir.Node | None:
-    """Return the BiasAdd that alone consumes a convolution and adds a bias and an image to it, or None."""
-    output = node.outputs[0]
-    consumers = values.consumers(output)
-    if len(consumers) != 1 or output.is_graph_output():
-        return None
-    (add,) = consumers
-    adds_image = add.op_type == "BiasAdd" and len(add.inputs) == 3 and add.inputs[0] is output
-    return add if adds_image and None not in add.inputs else None

@@ -40,13 +40,14 @@ def _reject_reason(upsample: ir.Node) -> str | None:
     conv, index = uses[0]
     if conv.op_type != "NhwcConv" or index != 0:
         return f"the consumer of the upsampled image is {conv.op_type}, not a convolution"
-    return _conv_reject_reason(conv)
-
-
-def _conv_reject_reason(conv: ir.Node) -> str | None:
-    weight, attributes = conv.inputs[1], conv.attributes
-    if not values.is_constant(weight):
+    if not values.is_constant(conv.inputs[1]):
         return "the convolution's weight is not constant"
+    return same_size_3x3_reject_reason(conv)
+
+
+def same_size_3x3_reject_reason(conv: ir.Node) -> str | None:
+    """Return why an NhwcConv has not 3 x 3 filters, pads, strides and dilations of 1 and one group, or None."""
+    weight, attributes = conv.inputs[1], conv.attributes
     if [values.size(weight, axis) for axis in (1, 2)] != [3, 3]:
         return "the convolution's filters are not 3 x 3"
     if attributes.get_int("group", 1) != 1:

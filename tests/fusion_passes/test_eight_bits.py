@@ -437,6 +437,7 @@ NHWC_IMAGES = "float[N,H,W,64] sample, float[N,H,W,48] image"
         (f"y = {NHWC} (sample, k, b, image)", 5),
         (f"c = {NHWC} (sample, k)  y = sd_ort.BiasAdd (c, b, image)", 5),
         (f"c = {NHWC} (sample, k)  d = sd_ort.BiasAdd (c, b, image)  y = Add (c, d)", 4),  # read elsewhere
+        (f"c = {NHWC} (sample, k)  y = sd_ort.BiasAdd (c, b, c)", 4),  # adds itself
         (f"c = {NHWC} (sample, k)  y = sd_ort.BiasAdd (image, b, c)", 4),  # the convolution is the image
         (f"c = {NHWC} (sample, k, b)  y = sd_ort.BiasAdd (c, b, image)", 4),  # two biases
     ],
@@ -466,7 +467,7 @@ def test_channels_last_convolutions_between_qdq_are_lowered(body: str, inputs: i
         ("pads", "", "3,3"),
         ("pads", "<pads = [0, 0, 2, 2]>", "3,3"),
         ("dilations", "<pads = [1, 1, 1, 1], dilations = [2, 2]>", "3,3"),
-        ("filters of 3x3", "<pads = [0, 0, 0, 0]>", "1,1"),
+        ("filters are not 3 x 3", "<pads = [0, 0, 0, 0]>", "1,1"),
         ("no Relu", "<pads = [1, 1, 1, 1], relu = 1>", "3,3"),
     ],
 )
