@@ -146,4 +146,27 @@ inline bool describe_pixels(Matrix* matrix, const void* data, const int64_t (&sh
 }  // namespace bulk
 }  // namespace sd_ort
 #endif
+namespace sd_ort {
+namespace bulk {
+
+// Current one of kStages stages in shared memory that are filled and emptied in turn, and the phase parity of its
+// barriers.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  __device__ void skip(int count) {
+    stage += count;
+    const int rounds = stage / kStages;
+    stage -= rounds * kStages;
+    parity ^= rounds & 1;
+  }
+};
+
+}  // namespace bulk
+}  // namespace sd_ort
 #endif

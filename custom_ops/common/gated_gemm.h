@@ -42,17 +42,7 @@ struct Tiles {
   }
 };
 
-// Current stage of the ring, and the phase parity of its barriers.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-  __device__ void skip(int count) {
-    for (int i = 0; i < count; ++i) next();
-  }
-};
+using Ring = bulk::Ring<kStages>;
 
 // Addresses in shared memory.
 struct Lds {

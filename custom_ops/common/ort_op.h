@@ -227,6 +227,10 @@ struct Tensor {
   bool has_shape(std::initializer_list<int64_t> expected) const {
     return shape.size() == expected.size() && std::equal(shape.begin(), shape.end(), expected.begin());
   }
+  // Whether it is one float32 number, or one for each of `channels`.
+  bool is_scale_of(int64_t channels) const {
+    return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && (size() == 1 || size() == channels);
+  }
   // Element count; 0 for an empty tensor, whose other sizes may overflow.
   int64_t size() const {
     int64_t count = 1;

@@ -20,9 +20,7 @@ struct QuantizedConvBinding : TileConvBinding<QuantizedConvBinding> {
             "QuantizedConv: X and W must be int8");
     params.weight_dtype = DType::kInt8;
     bind_images(tensors, params);
-    require(
-        scale.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && (scale.size() == 1 || scale.size() == params.filter_count),
-        "QuantizedConv: scale must be one float32 number, or one a filter");
+    require(scale.is_scale_of(params.filter_count), "QuantizedConv: scale must be one float32 number, or one a filter");
     params.scale = static_cast<const float*>(scale.data);
     params.scales = scale.size() == 1;
   }

@@ -47,8 +47,7 @@ struct QuantizedLinearBinding {
             "QuantizedLinear: W must be (N, K), K the last axis of X");
     params.columns = weight.shape[0];
     params.inner = weight.shape[1];
-    require(scale.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && (scale.size() == 1 || scale.size() == params.columns),
-            "QuantizedLinear: scale must be one float32 number, or one a row of W");
+    require(scale.is_scale_of(params.columns), "QuantizedLinear: scale must be one float32 number, or one a row of W");
     params.scales = scale.size() == 1;
     require(bias.has_shape({params.columns}), "QuantizedLinear: bias must have one element a row of W");
     require(!params.gated || params.columns % 2 == 0, "QuantizedLinear: gated, W must have an even number of rows");

@@ -32,9 +32,8 @@ struct QuantizedNhwcConvBinding : BindingBase<QuantizedNhwcConvParams, quantized
     require(filters.shape.size() == 4 && filters.has_shape({filters.shape[0], 3, 3, params.channels}),
             "QuantizedNhwcConv: W must be (M, 3, 3, C), with the channels of X");
     params.filter_count = filters.shape[0];
-    require(
-        scale.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && (scale.size() == 1 || scale.size() == params.filter_count),
-        "QuantizedNhwcConv: scale must be one float32 number, or one a filter");
+    require(scale.is_scale_of(params.filter_count),
+            "QuantizedNhwcConv: scale must be one float32 number, or one a filter");
     params.scales = scale.size() == 1;
     const std::vector<int64_t> shape = {params.batch, params.height, params.width, params.filter_count};
     require(bias.has_shape({params.filter_count}), "QuantizedNhwcConv: B must have one element a filter");

@@ -58,22 +58,6 @@ struct Tile {
   }
 };
 
-// Current stage of the ring, and the phase parity of its barriers.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-  __device__ void skip(int count) {
-    stage += count;
-    const int rounds = stage / kStages;
-    stage -= rounds * kStages;
-    parity ^= rounds & 1;
-  }
-};
-
 // Addresses in shared memory: tiles, then barriers.
 template <int kColumns>
 struct Lds {
@@ -107,7 +91,7 @@ struct Lds {
 template <int kColumns>
 __device__ void load_operands(const Lds<kColumns>& lds, const bulk::Matrix& x, const bulk::Matrix& filters,
                               const Tiles& tiles) {
-  Ring<Sizes<kColumns>::kStages> ring;
+  bulk::Ring<Sizes<kColumns>::kStages> ring;
   for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
     const Tile tile(tiles, index, kColumns);
     for (int step = 0; step < tiles.steps; ++step, ring.next()) {
@@ -283,7 +267,7 @@ class Group {
   const Tiles& tiles_;
   const int wave_;
   mma::Accumulator sums_[kBlocks][kColumns / mma::kTile];
-  Ring<S::kStages> ring_;
+  bulk::Ring<S::kStages> ring_;
 };
 
 }  // namespace
