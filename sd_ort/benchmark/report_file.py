@@ -58,8 +58,7 @@ class ReportFile:
         """Raise OutputError if a file in `out` would be lost: a report, a page, or one of `images`."""
         self.settings, self.out = settings, results_folder(out, overwrite)
         self.out.check(f"{kind}.json", f"{kind}.csv", PAGE, *images)
-        # Of an earlier run, until this one is written. A profile writes its traces before itself.
-        self.earlier_images = () if kind == "profile" else tuple(images)
+        self.images = set(images)
         self.workers: list[Worker] = []
         self.report: dict[str, Any] = {
             "format": FORMAT,
@@ -115,8 +114,7 @@ class ReportFile:
         """
         if not (self.report["finished"] or self._is_measured()):
             return False
-        self.out.remove(*self.earlier_images)
-        self.earlier_images = ()
+        self.out.remove(*(self.images - self.out.written))  # of an earlier run
         self.out.write(f"{self.report['kind']}.json", files.json_bytes(self.report))
         return True
 

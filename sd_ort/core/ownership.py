@@ -97,6 +97,7 @@ class SharedFolder:
 
     def __init__(self, folder: Path, overwrite: bool, is_older: Callable[[Path], bool]) -> None:
         self.folder, self.overwrite, self.is_older = folder, overwrite, is_older
+        self.written: set[str] = set()  # names, by this object
 
     def check(self, *names: str) -> None:
         """Raise OutputError if writing files would replace one that sd-ort did not write, or that was changed."""
@@ -116,6 +117,7 @@ class SharedFolder:
         self.check(name)
         path = self.folder / name
         write_bytes(path, data)
+        self.written.add(name)
         try:
             self.record(name)
         except BaseException:  # a full disk: without its record the file would be taken for the user's
