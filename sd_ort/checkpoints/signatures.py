@@ -62,15 +62,18 @@ def join_axis(name: str, times: int, divisor: int) -> str:
     return name + (f"*{times}" if times > 1 else "") + (f"/{divisor}" if divisor > 1 else "")
 
 
-def size(axis: Axis, sizes: Mapping[str, int]) -> int:
-    """Return the size of an axis: `size("height/4", {"height": 16})` is 4. Raises ValueError for a remainder."""
+def size(axis: Axis, sizes: Mapping[str, int], round_up: bool = False) -> int:
+    """Return the size of an axis: `size("height/4", {"height": 16})` is 4.
+
+    A remainder raises ValueError, or rounds up, as the levels of a UNet do: 3 for a height of 9.
+    """
     if isinstance(axis, int):
         return axis
     name, times, divisor = split_axis(axis)
     size, remainder = divmod(sizes[name] * times, divisor)
-    if remainder:
+    if remainder and not round_up:
         raise ValueError(f"{name}={sizes[name]} is not a multiple of {divisor}")
-    return size
+    return size + bool(remainder)
 
 
 def levels(unet: Mapping[str, Any]) -> int:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from sd_ort.checkpoints.signatures import latent_multiple, residual_axes, split_axis
+from sd_ort.checkpoints.signatures import latent_multiple, residual_axes, size
 from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent
-from sd_ort.checkpoints.unet_inputs import Axis
 from sd_ort.core.errors import InputError
 from sd_ort.integrations.denoiser import DenoiserRunner
 from sd_ort.integrations.models import TorchComponentSessions
@@ -90,18 +89,9 @@ class UNetRunner(DenoiserRunner):
         sizes = {"batch": len(sample), "height": sample.shape[2], "width": sample.shape[3]}
         axes = residual_axes(self.models.unet_config)
         dtype = self.models.dtype("unet")
-        zeros = [
-            torch.zeros([_size_rounded_up(a, sizes) for a in each], dtype=dtype, device=sample.device) for each in axes
-        ]
+        shapes = [[size(axis, sizes, round_up=True) for axis in each] for each in axes]
+        zeros = [torch.zeros(shape, dtype=dtype, device=sample.device) for shape in shapes]
         return {**dict(zip(self.residual_names, zeros, strict=True)), MIDDLE: torch.zeros_like(zeros[-1])}
-
-
-def _size_rounded_up(axis: Axis, sizes: Mapping[str, int]) -> int:
-    """Return the size of an axis of a UNet, whose levels round up: `height/4` is 3 for a height of 9."""
-    if isinstance(axis, int):
-        return axis
-    name, times, divisor = split_axis(axis)
-    return -(-sizes[name] * times // divisor)
 
 
 def reject_patches(options: Mapping[str, Any]) -> None:
