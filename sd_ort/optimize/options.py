@@ -132,12 +132,12 @@ class OptimizeOptions:
                 f"--convolutions is an option of targets {', '.join(sorted(CONVOLUTION_TARGETS))} alone: leave it out."
             )
         has_convolutions = target in QDQ_TARGETS or uses_int8_tiles(target, self.eight_bits) or self.convolutions
+        if self.vae_decoder and not has_convolutions and target in CONVOLUTION_TARGETS:
+            raise InputError("a VAE decoder is made of convolutions: give --convolutions, or leave out --vae-decoder.")
         if self.vae_decoder and not has_convolutions:
             raise InputError(
                 f"target {target} has no convolutions for {option}, of which a VAE decoder is made: leave out "
                 f"--vae-decoder, or use a target of {', '.join(sorted(QDQ_TARGETS))}; cpu has those for --int8."
-                if target not in CONVOLUTION_TARGETS
-                else "a VAE decoder is made of convolutions: give --convolutions, or leave out --vae-decoder."
             )
         if self.dtype == "bfloat16" and not uses_int8_tiles(target, self.eight_bits):
             raise InputError(

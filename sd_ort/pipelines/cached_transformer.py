@@ -1,4 +1,4 @@
-"""Transformer cut into two graphs, of which steps that reuse tensors of an earlier step run only one."""
+"""Transformer split into two graphs, so that a step that reuses cached tensors runs only one of them."""
 
 from __future__ import annotations
 
