@@ -65,7 +65,7 @@ def test_special_files_in_a_folder(sd_ort: Cli, source: Path, optimized: Path, n
         result = sd_ort(*arguments(command, source, source.parent / "out", optimized))
         if result[0]:
             check(result, source.parent, names)
-        for output in ("out", "out.png"):
+        for output in ("out", "out.onnx", "out.png"):
             path = source.parent / output
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

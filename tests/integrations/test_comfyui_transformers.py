@@ -293,7 +293,7 @@ def test_z_image(transformers: Any, recorded: type[Recorded]) -> None:
     x, context = torch.randn(2, 16, 10, 14, generator=generator), torch.randn(2, 37, 2560, generator=generator)
     assert torch.equal(net._forward(x, torch.full((2,), 0.25), context, num_tokens=37), -x)
     ((_, expected),) = transformer_z_image.token_groups(list(context.numpy()), 5, 7)
-    expected["hidden_states"] = transformer_z_image.padded(transformer_z_image.patches(x.numpy()))
+    expected["hidden_states"] = transformer_z_image.pad_tokens(transformer_z_image.patches(x.numpy()))
     expected["timestep"] = np.full(2, 0.75, np.float32)
     inputs = models.inputs_seen
     assert inputs.keys() - {"key"} == expected.keys()
