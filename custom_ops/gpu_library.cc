@@ -7,6 +7,7 @@
 #include "common/tunable.h"
 #include "common/tuner.h"
 #include "interface.h"
+#include "operators/nhwc_conv/op.h"
 
 namespace sd_ort {
 
@@ -36,9 +37,9 @@ const std::vector<const GpuOp*>& operators() {
 const GpuOp& at(int op) { return *operators().at(op); }
 
 const char* thread_string(std::string text) {
-  static thread_local std::string is_input;
-  is_input = std::move(text);
-  return is_input.c_str();
+  static thread_local std::string last;
+  last = std::move(text);
+  return last.c_str();
 }
 
 }  // namespace
@@ -104,3 +105,4 @@ SD_ORT_EXPORT const char* sd_ort_gpu_arch() { return thread_string(sd_ort::gpu_a
 SD_ORT_EXPORT const char* sd_ort_gpu_versions() { return thread_string(sd_ort::gpu_versions()); }
 SD_ORT_EXPORT const char* sd_ort_missing_runtime() { return sd_ort::missing_runtime(); }
 SD_ORT_EXPORT const char* sd_ort_runtime_path() { return thread_string(sd_ort::runtime_path()); }
+SD_ORT_EXPORT int sd_ort_multiplies_float8() { return sd_ort::nhwc_conv_has_float8(); }

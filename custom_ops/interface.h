@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define SD_ORT_INTERFACE_VERSION 3
+#define SD_ORT_INTERFACE_VERSION 4
 
 /* Marks exported functions, which are looked up by name. */
 #if defined(_WIN32)
@@ -80,6 +80,9 @@ SD_ORT_API void sd_ort_replace_memsets(void* graph);
  * one. CUDA's is linked. Since version 3. */
 SD_ORT_API const char* sd_ort_missing_runtime(void);
 SD_ORT_API const char* sd_ort_runtime_path(void);
+
+/* Returns whether the library has matrix instructions of float8 for the current device. Since version 4. */
+SD_ORT_API int sd_ort_multiplies_float8(void);
 
 /* ---- libsd_ort_ops.so ---- */
 

@@ -38,6 +38,7 @@ _GPU_FUNCTIONS: _Functions = {
     "replace_memsets": (None, [_POINTER]),
     "missing_runtime": (_TEXT, []),
     "runtime_path": (_TEXT, []),
+    "multiplies_float8": (ctypes.c_int, []),
 }
 # A thread pool as sd_ort_parallel_for: (pool, body, count, context) -> None.
 ParallelFor = ctypes.CFUNCTYPE(

@@ -113,6 +113,19 @@ inline const char* launch_error() {
   return error == gpuSuccess ? nullptr : SD_ORT_GPU_NAME(GetErrorString)(error);
 }
 
+#if !defined(SD_ORT_EMULATED)
+// Host: whether a kernel has static LDS, which one whose body is empty on the current device has not.
+template <class... Parameters>
+bool has_static_lds(void (*kernel)(Parameters...)) {
+  SD_ORT_GPU_NAME(FuncAttributes) attributes{};
+  if (SD_ORT_GPU_NAME(FuncGetAttributes)(&attributes, reinterpret_cast<const void*>(kernel)) == gpuSuccess) {
+    return attributes.sharedSizeBytes > 0;
+  }
+  static_cast<void>(SD_ORT_GPU_NAME(GetLastError)());
+  return false;
+}
+#endif
+
 // Device: declares `name` as T* to the dynamic LDS of the block.
 #if defined(SD_ORT_EMULATED)
 #define SD_ORT_DYNAMIC_LDS(T, name) T* const name = reinterpret_cast<T*>(emulator::dynamic_lds())

@@ -1,6 +1,9 @@
 // Matrix instructions of AMD and NVIDIA GPUs under one set of names: D[16 x 16] += A[16 x 16] B[16 x 16]^T with fp16 or
 // bf16 operands and fp32 accumulation, one wave at a time. Device code.
 //
+// An element can also be a pair of float8 numbers, where SD_ORT_MMA_FLOAT8 is defined: a step then multiplies 32
+// numbers of each row, with v_mfma_f32_16x16x32_fp8_fp8, two v_wmma_f32_16x16x16_fp8_fp8 or two mma.sync.m16n8k32.e4m3.
+//
 //   CDNA (gfx90a, gfx942)     v_mfma_f32_16x16x16_{f16,bf16_1k}, wave64; gfx908 v_mfma_f32_16x16x8_bf16 twice
 //   RDNA3 (gfx11)             v_wmma_f32_16x16x16_{f16,bf16}, wave32, both halves of a wave hold the same operand
 //   RDNA4 (gfx12)             v_wmma_f32_16x16x16_{f16,bf16}, wave32, operands divided over the wave
@@ -71,7 +74,29 @@ struct Registers {
 #endif
 };
 
-// A 16 x 16 operand of T (half_t or bf16_t), two elements per register, the even one in the low half.
+// Two float8 numbers (common/float8.h), adjacent in the depth, as one element of an operand.
+struct float8x2_t {
+  uint16_t bits;
+};
+
+// Whether the target multiplies operands of T.
+#if defined(SD_ORT_MMA_FLOAT8)
+template <class T>
+constexpr bool kMultiplies = true;
+#else
+template <class T>
+constexpr bool kMultiplies = !std::is_same_v<T, float8x2_t>;
+#endif
+
+// What the product of two float8 numbers is multiplied by: gfx942 reads them in AMD's FNUZ format, in which the same
+// bits mean half of the value.
+#if defined(__gfx942__)
+constexpr float kFloat8ProductFactor = 4.f;
+#else
+constexpr float kFloat8ProductFactor = 1.f;
+#endif
+
+// A 16 x 16 operand of T (half_t, bf16_t or float8x2_t), two elements per register, the even one in the low half.
 template <class T>
 struct Operand {
   typename Registers<uint32_t, kOperandRegisters>::type r;
@@ -212,6 +237,12 @@ __device__ inline void multiply_add_8_columns(float* d, const Registers<uint32_t
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else if constexpr (std::is_same_v<T, float8x2_t>) {
+#if defined(SD_ORT_MMA_FLOAT8)
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
   } else {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -275,6 +306,25 @@ __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& 
 #else
 typedef _Float16 HalfOperand __attribute__((ext_vector_type(kOperandSize)));
 typedef short ShortOperand __attribute__((ext_vector_type(kOperandSize)));
+
+#if defined(SD_ORT_MMA_FLOAT8)
+__device__ inline void multiply_add(Accumulator& accumulator, const Operand<float8x2_t>& a,
+                                    const Operand<float8x2_t>& b) {
+  auto& d = accumulator.x;
+#if defined(SD_ORT_MMA_CDNA)
+  d = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(__builtin_bit_cast(long, b.r), __builtin_bit_cast(long, a.r), d, 0, 0,
+                                                 0);
+#else  // two halves of the depth: a lane's registers are the same in both operands
+  typedef int HalfDepth __attribute__((ext_vector_type(2)));
+#pragma unroll
+  for (int i = 0; i < kOperandRegisters; i += 2) {
+    const HalfDepth left{static_cast<int>(b.r[i]), static_cast<int>(b.r[i + 1])};
+    const HalfDepth right{static_cast<int>(a.r[i]), static_cast<int>(a.r[i + 1])};
+    d = __builtin_amdgcn_wmma_f32_16x16x16_fp8_fp8_w32_gfx12(left, right, d);
+  }
+#endif
+}
+#endif
 
 template <class T>
 __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {

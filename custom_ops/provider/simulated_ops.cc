@@ -85,4 +85,6 @@ std::vector<Candidate<WinogradFiltersParams>> launched_candidates() {
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
 
+bool nhwc_conv_has_float8() { return true; }
+
 }  // namespace sd_ort

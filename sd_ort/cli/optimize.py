@@ -75,7 +75,7 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 @click.option(
     "--convolutions",
     is_flag=True,
-    help="With --float8 for hip and gpu: 3x3 convolutions too. Faster on Hopper; other GPUs run them in 16 bits.",
+    help="With --float8 for hip and gpu: 3x3 convolutions too. Measured on Hopper; GPUs without float8 use 16 bits.",
 )
 @click.option(
     "--prompts",

@@ -240,16 +240,17 @@ def warn_of_missing_units(model_path: Path, provider: str) -> None:
     if provider == "cpu" and is_bfloat16 and not multiplies_bfloat16():
         warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
     if provider_named(provider).vendor and options.get("eight_bits") == "float8":
-        architecture = GpuLibrary(plugin_library(provider)).c.sd_ort_gpu_arch().decode()
+        library = GpuLibrary(plugin_library(provider)).c
+        architecture = library.sd_ort_gpu_arch().decode()
         if not _has_float8_units(architecture):
             warn_once(
                 f"{architecture} has no matrix units for float8: without --float8 a folder is faster here, and "
                 "--weights int8 saves the memory."
             )
-        elif options.get("convolutions") and architecture != "sm_90":
+        elif options.get("convolutions") and not library.sd_ort_multiplies_float8():
             warn_once(
-                f"{architecture} has no kernel for convolutions in float8, which become 16 bits in each call: "
-                "without --convolutions a folder is faster here."
+                f"the library has no kernel for convolutions in float8 on {architecture}, which become 16 bits in each "
+                "call: without --convolutions a folder is faster here."
             )
 
 

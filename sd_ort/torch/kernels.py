@@ -16,7 +16,7 @@ from custom_ops.libraries import CpuLibrary, GpuLibrary, ParallelFor
 from sd_ort.runtime import tuning
 from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY, LIBRARY, library_path
 
-INTERFACE_VERSION = 3  # custom_ops/interface.h
+INTERFACE_VERSION = 4  # custom_ops/interface.h
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # common/op.h: DType
 
 

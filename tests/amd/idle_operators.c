@@ -30,3 +30,4 @@ const char* sd_ort_gpu_versions(void) { return "idle"; }
 void sd_ort_replace_memsets(void* graph) {}
 const char* sd_ort_missing_runtime(void) { return 0; }
 const char* sd_ort_runtime_path(void) { return ""; }
+int sd_ort_multiplies_float8(void) { return 0; }

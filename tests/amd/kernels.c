@@ -62,6 +62,26 @@ KERNEL void load_halves(GLOBAL unsigned* out, GLOBAL const unsigned char* bytes)
   out[lane] = ((GLOBAL const struct Half*)(bytes + lane))->value;
 }
 
+#if defined(__gfx942__) || defined(__gfx1201__)
+// out[16][16] = x[16][16] times the transposed y[16][16], of float8 numbers. One wave.
+KERNEL void multiply_float8(GLOBAL float* out, GLOBAL const unsigned char* x, GLOBAL const unsigned char* y) {
+  const unsigned lane = __builtin_amdgcn_workitem_id_x(), at = lane % 16 * 16 + lane / 16 * 8;
+#ifdef __gfx942__  // 32 numbers of each row: lanes 32 and on have zeros
+  typedef float Sums __attribute__((ext_vector_type(4)));
+  const long left = lane < 32 ? *(GLOBAL const long*)(x + at) : 0,
+             right = lane < 32 ? *(GLOBAL const long*)(y + at) : 0;
+  const Sums sums = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(left, right, (Sums)(0), 0, 0, 0);
+#else
+  typedef float Sums __attribute__((ext_vector_type(8)));
+  typedef int Eight __attribute__((ext_vector_type(2)));
+  const Eight left = *(GLOBAL const Eight*)(x + at), right = *(GLOBAL const Eight*)(y + at);
+  const Sums sums = __builtin_amdgcn_wmma_f32_16x16x16_fp8_fp8_w32_gfx12(left, right, (Sums)(0));
+#endif
+  const unsigned size = sizeof(sums) / sizeof(float);
+  for (unsigned i = 0; i < size; ++i) out[(lane / 16 * size + i) * 16 + lane % 16] = sums[i];
+}
+#endif
+
 #ifdef __gfx1100__
 // out[i] += x of lane 5 of the lane's 16 times that of the lane, in two forms: halves and floats.
 KERNEL void share_rows(GLOBAL float* out, GLOBAL const unsigned* halves, GLOBAL const float* x) {

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hip_client import RELAXED, Hip
@@ -137,6 +138,28 @@ def test_rows_are_broadcast(code_object: Callable[..., Path]) -> None:
     """DPP of gfx9: the last lane of a row goes to the next row, lane 31 to rows 2 and 3."""
     values = run_client(run_broadcasts, "gfx942", code_object("gfx942"))
     assert values == [max(16 * row - 1, -1) for row in range(4) for _ in range(16)] + [-1] * 32 + [31] * 32
+
+
+def run_float8(hip: Hip, image: str, wave: str, one: str) -> list:
+    """Results of multiply_float8 for all 256 numbers and the identity matrix."""
+    out = hip.upload((ctypes.c_float * 256)())
+    identity = [int(one) * (i % 17 == 0) for i in range(256)]
+    numbers, ones = (hip.upload((ctypes.c_ubyte * 256)(*values)) for values in (range(256), identity))
+    hip.launch(hip.function(image, "multiply_float8"), (1, 1, 1), (int(wave), 1, 1), out, numbers, ones)
+    return hip.download(out, (ctypes.c_float * 256)())
+
+
+@pytest.mark.parametrize(
+    ("target", "wave", "format_"),
+    [("gfx942", 64, ml_dtypes.float8_e4m3fnuz), ("gfx1201", 32, ml_dtypes.float8_e4m3fn)],
+)
+def test_float8_numbers(target: str, wave: int, format_: type, code_object: Callable[..., Path]) -> None:
+    """Each GPU's format. A row of 16 with a NaN is NaN, since it is times 0 too."""
+    one = int(np.ones((), format_).view(np.uint8))
+    values = run_client(run_float8, target, code_object(target), wave, one)
+    numbers = np.arange(256, dtype=np.uint8).view(format_).astype(np.float32).reshape(16, 16)
+    numbers[np.isnan(numbers).any(1)] = np.nan
+    assert np.array_equal(np.array(values).reshape(16, 16), numbers, equal_nan=True)
 
 
 def run_shared_rows(hip: Hip, image: str) -> list:

@@ -5,6 +5,7 @@
 //   NVIDIA  PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type", and ldmatrix
 #pragma once
 
+#include "common/float8.h"
 #include "emulator.h"
 
 namespace sd_ort {
@@ -15,6 +16,29 @@ float element(uint32_t packed, int half) {
   T pair[2];
   std::memcpy(pair, &packed, sizeof(pair));
   return to_float(pair[half]);
+}
+
+// The product of two elements, each one of the two in a register.
+template <class T>
+double product(uint32_t packed_a, uint32_t packed_b, int half) {
+  return double(element<T>(packed_a, half)) * element<T>(packed_b, half);
+}
+
+// Of pairs of float8 the sum of two products: their depth is twice that of the tables, in the same bytes. CDNA3 reads
+// FNUZ, whose bits mean half of OCP's value.
+template <>
+inline double product<float8x2_t>(uint32_t packed_a, uint32_t packed_b, int half) {
+  double sum = 0;
+  for (int byte = 2 * half; byte < 2 * half + 2; ++byte) {
+    const auto a = static_cast<uint8_t>(packed_a >> 8 * byte), b = static_cast<uint8_t>(packed_b >> 8 * byte);
+#if defined(SD_ORT_MMA_CDNA)
+    if (a == 0x80 || b == 0x80) return NAN;
+    sum += double(float8_to_float(a)) * float8_to_float(b) / 4;
+#else
+    sum += double(float8_to_float(a)) * float8_to_float(b);
+#endif
+  }
+  return sum;
 }
 
 struct OperandPair {
@@ -41,7 +65,7 @@ void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T
             const int thread = k % 8 / 2;
             const uint32_t from_a = lanes[m % 8 * 4 + thread].a[m / 8 + 2 * (k / 8)];
             const uint32_t from_b = lanes[n * 4 + thread].b[n_tile + 2 * (k / 8)];
-            sum += double(element<T>(from_a, k % 2)) * element<T>(from_b, k % 2);
+            sum += product<T>(from_a, from_b, k % 2);
           }
           // C: c0,c1 (g, 2t), c2,c3 (g + 8, 2t)
           const int lane = m % 8 * 4 + n / 2, at = n_tile * 4 + m / 8 * 2 + n % 2;
@@ -104,7 +128,7 @@ void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T
         const OperandPair& shared = lanes[lane / 16 * 16 + n];
         double sum = 0;
         for (int k = 0; k < 16; ++k) {
-          sum += double(element<T>(lanes[lane].a[k / 2], k % 2)) * element<T>(shared.b[k / 2], k % 2);
+          sum += product<T>(lanes[lane].a[k / 2], shared.b[k / 2], k % 2);
         }
         d[lane].x[n] = static_cast<float>(lanes[lane].c[n] + sum);
       }
@@ -155,8 +179,8 @@ void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T
       for (int n = 0; n < 16; ++n) {
         double sum = 0;
         for (int k = 0; k < 16; ++k) {
-          sum += double(element<T>(lanes[operand_lane(m, k)].a[operand_register(k)], k % 2)) *
-                 element<T>(lanes[operand_lane(n, k)].b[operand_register(k)], k % 2);
+          sum += product<T>(lanes[operand_lane(m, k)].a[operand_register(k)],
+                            lanes[operand_lane(n, k)].b[operand_register(k)], k % 2);
         }
         const int lane = result_lane(m, n), at = result_register(m);
         d[lane].x[at] = static_cast<float>(lanes[lane].c[at] + sum);

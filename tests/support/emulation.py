@@ -16,7 +16,7 @@ from sd_ort.core.cache import cache_folder
 ROOT = Path(__file__).parents[2]
 # Architecture -> preprocessor definitions. CDNA has wavefronts of 64 lanes; RDNA has 32 and other matrix instructions.
 DEVICES = {
-    "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
+    "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__", "-D__gfx942__"],
     "rdna2": ["-D__HIP_PLATFORM_AMD__", "-D__gfx1030__"],
     "rdna3": ["-D__HIP_PLATFORM_AMD__", "-D__GFX11__"],
     "rdna4": ["-D__HIP_PLATFORM_AMD__", "-D__GFX12__"],

@@ -28,6 +28,9 @@
 #if defined(SD_ORT_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define SD_ORT_WGMMA 1
 #endif
+#if defined(SD_ORT_EMULATED) || SD_ORT_CUDA_CODE >= 890
+#define SD_ORT_MMA_FLOAT8 1
+#endif
 
 namespace sd_ort {
 

@@ -50,6 +50,10 @@
 #define SD_ORT_WAVE_SIZE 32
 #define SD_ORT_MMA_NVIDIA 1  // parsed in the host pass
 #endif
+// gfx9-4-generic has no float8, whose format differs between gfx942 and gfx950.
+#if defined(__gfx942__) || defined(__gfx950__) || defined(__GFX12__)
+#define SD_ORT_MMA_FLOAT8 1
+#endif
 
 namespace sd_ort {
 

@@ -66,13 +66,13 @@ std::vector<Module*>& modules() {
   return *all;
 }
 
-// Registers all kernels with the runtime, which is as it were linked: kernels of libraries that are loaded late are
-// registered late too. The runtime selects the code object of the device, of its target or a generic one.
-void register_kernels() {
+// Registers all kernels with the runtime, once, which is as it were linked: kernels of libraries that are loaded late
+// are registered late too. The runtime selects the code object of the device, of its target or a generic one.
+void register_all_kernels() {
   static HipFunction<void**(const void*)> register_binary("__hipRegisterFatBinary");
   static HipFunction<void(void**, const void*, char*, const char*, unsigned, void*, void*, void*, void*, int*)>
       register_function("__hipRegisterFunction");
-  platform::keep_library(&register_kernels);
+  platform::keep_library(&register_all_kernels);
   for (const Module* module : modules()) {
     void** const handle = register_binary(module->binary);
     for (const auto& [function, name] : module->kernels) {
@@ -81,10 +81,15 @@ void register_kernels() {
     }
   }
 }
+void register_kernels() {
+  static std::once_flag registered;
+  std::call_once(registered, register_all_kernels);
+}
 
 HipFunction<decltype(::__hipPushCallConfiguration)> push_configuration("__hipPushCallConfiguration");
 HipFunction<decltype(::__hipPopCallConfiguration)> pop_configuration("__hipPopCallConfiguration");
 HipFunction<decltype(::hipLaunchKernel)> launch_kernel("hipLaunchKernel");
+HipFunction<hipError_t(hipFuncAttributes*, const void*)> get_attributes("hipFuncGetAttributes");
 
 }  // namespace
 
@@ -126,9 +131,13 @@ hipError_t __hipPopCallConfiguration(dim3* grid, dim3* block, size_t* lds_bytes,
 
 hipError_t hipLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t lds_bytes,
                            hipStream_t stream) {
-  static std::once_flag registered;
-  std::call_once(registered, sd_ort::register_kernels);
+  sd_ort::register_kernels();
   return sd_ort::launch_kernel(function, grid, block, arguments, lds_bytes, stream);
+}
+
+hipError_t hipFuncGetAttributes(hipFuncAttributes* attributes, const void* function) {
+  sd_ort::register_kernels();
+  return sd_ort::get_attributes(attributes, function);
 }
 
 }  // extern "C"

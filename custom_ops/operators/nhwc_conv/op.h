@@ -80,6 +80,12 @@ struct NhwcConvShape {
 };
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
 
+// Factors of the sums of a convolution in float8: one number (step 0) or one a filter (step 1).
+struct NhwcConvScale {
+  const float* factors;
+  int32_t step;
+};
+
 // Whether transformed filters are worth their memory, 16/9 of the filters. NhwcWinograd saves multiplications in
 // proportion to channels * filters, and its transforms cost their sum. On an H200 (results/gpu_experiments.md), with
 // bias and skip, us of cuDNN and NhwcWinograd: 2 x 32 x 32 x 1280 to 1280 112 and 67, 2 x 64 x 64 x 640 to 640 127 and
@@ -109,6 +115,13 @@ int64_t nhwc_conv_target_blocks();                       // that fill the curren
 int64_t nhwc_conv_splits(const NhwcConvParams& params);  // enough for these; 1 if tiles suffice
 size_t nhwc_conv_tiles_workspace(const NhwcConvParams& params, int64_t splits);
 const char* nhwc_conv_tiles_launch(const NhwcConvParams& params, int64_t splits, void* workspace, void* stream);
+
+// The same of X and W in float8 (e4m3fn), with Y = conv(X, W) * scale + bias + skip, and GELU of it if `gelu`. In
+// `params` two adjacent channels count as one, and dtype is that of bias, skip and Y. Not every device has such
+// instructions, nor the library code for them.
+bool nhwc_conv_has_float8();
+const char* nhwc_conv_float8_launch(const NhwcConvParams& params, NhwcConvScale scale, bool gelu, int64_t splits,
+                                    void* workspace, void* stream);
 
 // The product of x (rows, inner) and a weight (columns, inner) as a 1 x 1 convolution.
 NhwcConvParams nhwc_conv_product(DType dtype, const void* x, const void* weight, void* y, int64_t rows, int64_t inner,

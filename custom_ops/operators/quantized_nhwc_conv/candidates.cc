@@ -1,5 +1,5 @@
-// Candidates of QuantizedNhwcConv: the generic kernel, warpgroup instructions on Hopper, and NhwcConv's tile kernel of
-// X and W in 16 bits where there are none.
+// Candidates of QuantizedNhwcConv: the generic kernel, warpgroup instructions on Hopper, NhwcConv's tile kernel of
+// float8 on other GPUs that multiply it, and of X and W in 16 bits on all others.
 #include "common/check.h"
 #include "common/tunable.h"
 #include "common/vendors/which.h"
@@ -17,24 +17,48 @@ size_t aligned(int64_t elements, DType type) { return ceil_div(elements * size_o
 size_t x_bytes(const Params& p) { return aligned(p.pixels() * p.channels, p.dtype); }
 size_t filter_bytes(const Params& p) { return aligned(p.filter_count * p.inner(), p.dtype); }
 
-// The call for X and W in p.dtype, at the beginning of the workspace.
-NhwcConvParams dequantized(const Params& p, void* workspace) {
+NhwcConvParams convolution(const Params& p, const void* x, const void* filters, int64_t channels) {
   NhwcConvParams conv{};
   conv.dtype = p.dtype;
-  conv.x = workspace;
-  conv.filters = static_cast<char*>(workspace) + x_bytes(p);
+  conv.x = x;
+  conv.filters = filters;
   conv.bias = p.bias;
   conv.skip = p.skip;
   conv.y = p.y;
   conv.batch = p.batch;
   conv.height = conv.out_height = p.height;
   conv.width = conv.out_width = p.width;
-  conv.channels = p.channels;
+  conv.channels = channels;
   conv.filter_count = p.filter_count;
   conv.kernel_height = conv.kernel_width = 3;
   conv.stride_height = conv.stride_width = conv.dilation_height = conv.dilation_width = conv.groups = 1;
   conv.pad_top = conv.pad_left = conv.pad_bottom = conv.pad_right = 1;
   return conv;
+}
+
+// The call for X and W in p.dtype, at the beginning of the workspace.
+NhwcConvParams dequantized(const Params& p, void* workspace) {
+  return convolution(p, workspace, static_cast<char*>(workspace) + x_bytes(p), p.channels);
+}
+
+// The call for pairs of channels.
+NhwcConvParams paired(const Params& p) { return convolution(p, p.x, p.filters, p.channels / 2); }
+
+Candidate<Params> float8_tiles() {
+  const auto supports = [](const Params& p) {
+    return p.pixels() > 0 && p.channels % 2 == 0 && are_aligned<2>(p.x, p.filters) &&
+           nhwc_conv_tiles_supports(paired(p)) && nhwc_conv_has_float8();
+  };
+  const auto run = [](const Params& p, void* workspace, void* stream) {
+    const NhwcConvParams conv = paired(p);
+    return nhwc_conv_float8_launch(conv, {p.scale, p.scales == 1 ? 0 : 1}, false, nhwc_conv_splits(conv), workspace,
+                                   stream);
+  };
+  const auto bytes = [](const Params& p) {
+    const NhwcConvParams conv = paired(p);
+    return nhwc_conv_tiles_workspace(conv, nhwc_conv_splits(conv));
+  };
+  return {"float8_tiles", supports, run, bytes};
 }
 
 Candidate<Params> tiles() {
@@ -66,6 +90,7 @@ Candidate<Params> warpgroups(int columns) {
 std::vector<Candidate<Params>> candidates() {
   std::vector<Candidate<Params>> all;
   all.push_back(generic_candidate(quantized_nhwc_conv_launch));
+  all.push_back(float8_tiles());
   all.push_back(tiles());
 #if !SD_ORT_HIP
   for (int columns : {128, 160}) all.push_back(warpgroups(columns));
@@ -79,6 +104,7 @@ std::string default_name(const Params& p) {
   const Candidate<Params> fast = warpgroups(p.filter_count % 160 == 0 ? 160 : 128);
   if (fast.is_supported(p)) return fast.name;
 #endif
+  if (float8_tiles().is_supported(p)) return "float8_tiles";
   return tiles().is_supported(p) ? "tiles" : "generic";
 }
 

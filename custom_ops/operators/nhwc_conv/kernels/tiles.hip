@@ -1,16 +1,19 @@
-// NhwcConv for fp16 and bf16 as an implicit GEMM by matrix instructions: pixels of Y by filters, summed over the taps
-// and channels of the window ("depth"), which are contiguous in a filter and, per tap, in X. No window is written to
-// memory.
+// NhwcConv for fp16, bf16 and pairs of float8 as an implicit GEMM by matrix instructions: pixels of Y by filters,
+// summed over the taps and channels of the window ("depth"), which are contiguous in a filter and, per tap, in X. No
+// window is written to memory.
 //
-// nhwc_conv_tiles_kernel<T, kVec, kMatrix>
+// nhwc_conv_tiles_kernel<T, Y, kVec, kMatrix>
 //   A block computes kPixels pixels and kFilters filters in depth steps of kDepth. With several splits each block
-//   computes a part of the depth and writes float32 sums. kVec is 8 if the channel count is a multiple of 8, else 1.
-//   With kMatrix the filters are a matrix (depth, filters), which is transposed on its way to LDS; kVec also needs a
-//   multiple of 8 filters.
+//   computes a part of the depth and writes float32 sums. X and filters are T, all else is Y; a pair of float8 numbers
+//   is one channel, and its sums are scaled. kVec is 8 if the channel count is a multiple of 8, else 1. With kMatrix
+//   the filters are a matrix (depth, filters), which is transposed on its way to LDS; kVec also needs a multiple of 8
+//   filters.
 //   Launch: block (256, 1, 1), grid (ceil(pixels / 128), ceil(filter_count / 64), splits), no dynamic LDS.
 // nhwc_conv_sum_kernel<T>
 //   Adds the sums of the splits, bias and skip, and applies the activation. Launch: block (256, 1, 1), grid
 //   (ceil(elements / 256), 1, 1).
+#include <type_traits>
+
 #include "common/gpu.h"
 #include "common/math.h"
 #include "common/mma.h"
@@ -183,11 +186,9 @@ __device__ inline float activate(float sum, NhwcConvActivation activation) {
 
 }  // namespace
 
-template <class T, int kVec, bool kMatrix>
-__global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const T* filters, const T* bias,
-                                                              const T* skip, T* y, float* sums, int32_t pixels,
-                                                              int32_t split_depth, NhwcConvShape s) {
-  wait_for_predecessor();
+template <class T, class Y, int kVec, bool kMatrix>
+__device__ inline void convolve_tile(const T* x, const T* filters, NhwcConvScale scale, const Y* bias, const Y* skip,
+                                     Y* y, float* sums, int32_t pixels, int32_t split_depth, const NhwcConvShape& s) {
   using namespace mma;
   // Waves compute rows of 32 pixels; with 8 waves (of 32 lanes) two share the filters, with 4 (of 64) each has all.
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE, kWaveRows = kPixels / 32;
@@ -281,17 +282,31 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
         if (pixel >= pixels || filter >= s.filter_count) continue;
         const int at = pixel * s.filter_count + filter;
         float sum = out[m][n].x[i];
+        if constexpr (std::is_same_v<T, float8x2_t>) {
+          sum *= scale.factors[filter * scale.step] * kFloat8ProductFactor;
+        }
         if (sums != nullptr) {
           sums[static_cast<int64_t>(blockIdx.z) * pixels * s.filter_count + at] = sum;
           continue;
         }
         if (bias != nullptr) sum += to_float(bias[filter]);
         if (skip != nullptr) sum += to_float(skip[at]);
-        // A convolution has no GELU.
-        if (kMatrix || s.activation == NhwcConvActivation::kRelu) sum = activate(sum, s.activation);
-        y[at] = from_float<T>(sum);
+        constexpr bool kMayBeGelu = kMatrix || std::is_same_v<T, float8x2_t>;
+        if (kMayBeGelu || s.activation == NhwcConvActivation::kRelu) sum = activate(sum, s.activation);
+        y[at] = from_float<Y>(sum);
       }
     }
+  }
+}
+
+// Empty where the target does not multiply T.
+template <class T, class Y, int kVec, bool kMatrix>
+__global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const T* filters, NhwcConvScale scale,
+                                                              const Y* bias, const Y* skip, Y* y, float* sums,
+                                                              int32_t pixels, int32_t split_depth, NhwcConvShape s) {
+  wait_for_predecessor();
+  if constexpr (mma::kMultiplies<T>) {
+    convolve_tile<T, Y, kVec, kMatrix>(x, filters, scale, bias, skip, y, sums, pixels, split_depth, s);
   }
 }
 
@@ -311,38 +326,49 @@ __global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, c
 
 namespace {
 
-template <class T, int kVec, bool kMatrix>
-const char* launch_vectors(const NhwcConvParams& p, const NhwcConvShape& shape, int64_t splits, float* sums,
-                           void* stream) {
-  const int64_t pixels = p.batch * p.out_height * p.out_width;
-  const int64_t depth = p.kernel_height * p.kernel_width * p.channels;
-  const int64_t split_depth = ceil_div(ceil_div(depth, kDepth), splits) * kDepth;
-  const dim3 grid(ceil_div(pixels, kPixels), ceil_div(p.filter_count, kFilters), splits);
-  return launch(nhwc_conv_tiles_kernel<T, kVec, kMatrix>, grid, dim3(kThreads), 0, stream, static_cast<const T*>(p.x),
-                static_cast<const T*>(p.filters), static_cast<const T*>(p.bias), static_cast<const T*>(p.skip),
-                static_cast<T*>(p.y), sums, pixels, split_depth, shape);
-}
+// A launch of the kernel for `p`, whose X and filters are of T; null or an error message.
+struct TileLaunch {
+  const NhwcConvParams& p;
+  NhwcConvShape shape;
+  NhwcConvScale scale;
+  int64_t splits;
+  void* workspace;
+  void* stream;
 
-template <class T, bool kMatrix>
-const char* launch_type(const NhwcConvParams& p, const NhwcConvShape& shape, int64_t splits, void* workspace,
-                        void* stream) {
-  const int64_t elements = p.batch * p.out_height * p.out_width * p.filter_count;
-  if (elements == 0) return nullptr;
-  float* const sums = splits == 1 ? nullptr : static_cast<float*>(workspace);
-  const bool vectors = p.channels % 8 == 0 && (!kMatrix || p.filter_count % 8 == 0) && are_aligned<16>(p.x, p.filters);
-  const char* error = vectors ? launch_vectors<T, 8, kMatrix>(p, shape, splits, sums, stream)
-                              : launch_vectors<T, 1, kMatrix>(p, shape, splits, sums, stream);
-  if (error != nullptr || sums == nullptr) return error;
-  return launch(nhwc_conv_sum_kernel<T>, dim3(ceil_div(elements, 256)), dim3(256), 0, stream, sums,
-                static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), elements, splits,
-                p.filter_count, shape.activation);
-}
+  template <class T, class Y, int kVec, bool kMatrix>
+  const char* vectors(float* sums) const {
+    const int64_t pixels = p.batch * p.out_height * p.out_width;
+    const int64_t depth = p.kernel_height * p.kernel_width * p.channels;
+    const int64_t split_depth = ceil_div(ceil_div(depth, kDepth), splits) * kDepth;
+    const dim3 grid(ceil_div(pixels, kPixels), ceil_div(p.filter_count, kFilters), splits);
+    return launch(nhwc_conv_tiles_kernel<T, Y, kVec, kMatrix>, grid, dim3(kThreads), 0, stream,
+                  static_cast<const T*>(p.x), static_cast<const T*>(p.filters), scale, static_cast<const Y*>(p.bias),
+                  static_cast<const Y*>(p.skip), static_cast<Y*>(p.y), sums, pixels, split_depth, shape);
+  }
 
-template <bool kMatrix>
-const char* launch_shape(const NhwcConvParams& p, const NhwcConvShape& shape, int64_t splits, void* workspace,
-                         void* stream) {
-  return p.dtype == DType::kFloat16 ? launch_type<half_t, kMatrix>(p, shape, splits, workspace, stream)
-                                    : launch_type<bf16_t, kMatrix>(p, shape, splits, workspace, stream);
+  template <class T, class Y, bool kMatrix>
+  const char* elements() const {
+    const int64_t count = p.batch * p.out_height * p.out_width * p.filter_count;
+    if (count == 0) return nullptr;
+    float* const sums = splits == 1 ? nullptr : static_cast<float*>(workspace);
+    const bool whole = p.channels % 8 == 0 && (!kMatrix || p.filter_count % 8 == 0) && are_aligned<16>(p.x, p.filters);
+    const char* error = whole ? vectors<T, Y, 8, kMatrix>(sums) : vectors<T, Y, 1, kMatrix>(sums);
+    if (error != nullptr || sums == nullptr) return error;
+    return launch(nhwc_conv_sum_kernel<Y>, dim3(ceil_div(count, 256)), dim3(256), 0, stream, sums,
+                  static_cast<const Y*>(p.bias), static_cast<const Y*>(p.skip), static_cast<Y*>(p.y), count, splits,
+                  p.filter_count, shape.activation);
+  }
+
+  template <bool kMatrix>
+  const char* run() const {
+    return p.dtype == DType::kFloat16 ? elements<half_t, half_t, kMatrix>() : elements<bf16_t, bf16_t, kMatrix>();
+  }
+};
+
+NhwcConvShape product_shape(const NhwcConvParams& p, bool gelu) {
+  NhwcConvShape shape = nhwc_conv_shape(p);
+  shape.activation = gelu ? NhwcConvActivation::kGelu : NhwcConvActivation::kNone;
+  return shape;
 }
 
 }  // namespace
@@ -353,14 +379,28 @@ int64_t nhwc_conv_target_blocks() {
 }
 
 const char* nhwc_conv_tiles_launch(const NhwcConvParams& p, int64_t splits, void* workspace, void* stream) {
-  return launch_shape<false>(p, nhwc_conv_shape(p), splits, workspace, stream);
+  return TileLaunch{p, nhwc_conv_shape(p), {}, splits, workspace, stream}.run<false>();
 }
 
 const char* nhwc_conv_product_launch(const NhwcConvParams& p, bool gelu, int64_t splits, void* workspace,
                                      void* stream) {
-  NhwcConvShape shape = nhwc_conv_shape(p);
-  shape.activation = gelu ? NhwcConvActivation::kGelu : NhwcConvActivation::kNone;
-  return launch_shape<true>(p, shape, splits, workspace, stream);
+  return TileLaunch{p, product_shape(p, gelu), {}, splits, workspace, stream}.run<true>();
+}
+
+bool nhwc_conv_has_float8() {
+#if defined(SD_ORT_EMULATED)
+  return mma::kMultiplies<mma::float8x2_t>;
+#else
+  static const bool has_code = has_static_lds(nhwc_conv_tiles_kernel<mma::float8x2_t, half_t, 8, false>);
+  return has_code;
+#endif
+}
+
+const char* nhwc_conv_float8_launch(const NhwcConvParams& p, NhwcConvScale scale, bool gelu, int64_t splits,
+                                    void* workspace, void* stream) {
+  const TileLaunch tiles{p, product_shape(p, gelu), scale, splits, workspace, stream};
+  return p.dtype == DType::kFloat16 ? tiles.elements<mma::float8x2_t, half_t, false>()
+                                    : tiles.elements<mma::float8x2_t, bf16_t, false>();
 }
 
 }  // namespace sd_ort

@@ -138,7 +138,7 @@ def _write(path: Path, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tinygrad", type=Path, required=True, help="a checkout of github.com/tinygrad/tinygrad")
-    parser.add_argument("--isa", required=True, choices=("rdna3", "rdna4", "cdna"))
+    parser.add_argument("--isa", required=True, choices=("rdna3", "rdna4", "cdna", "cdna4"))
     parser.add_argument("--folder", type=Path, required=True, help="cache folder")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)

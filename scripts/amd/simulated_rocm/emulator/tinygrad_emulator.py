@@ -45,7 +45,7 @@ class TinygradEmulator:
     """Translator from machine code to C, by the emulator of a tinygrad checkout."""
 
     def __init__(self, checkout: Path, isa: str) -> None:
-        """`isa` is the emulator's name of an instruction set: rdna3, rdna4 or cdna."""
+        """`isa` is the emulator's name of an instruction set, rdna3, rdna4 or cdna, or cdna4 for that of gfx950."""
         os.environ["DEV"] = "CPU"
         os.environ["CACHELEVEL"] = "0"
         sys.path.insert(0, str(checkout))
@@ -61,6 +61,9 @@ class TinygradEmulator:
         _share_rows(emu)
         _load_halves_from_odd_addresses()
         if isa == "cdna":
+            _read_fnuz(emu)
+        if isa.startswith("cdna"):
+            isa = "cdna"
             _ignore_scalar_address_of_flat(emu)
             _read_half_constants(emu)
             _broadcast_rows(emu)
@@ -134,6 +137,31 @@ _HALF_TO_FLOAT = "return exp.eq(_c(0)).where(_c(0), f32_bits)"
 _HALF_TO_FLOAT_WITH_SUBNORMALS = """return exp.eq(_c(0)).where(
       (sign << _c(31)) | (mant.cast(dtypes.float32) * UOp.const(2.0**-24, dtypes.float32)).bitcast(dtypes.uint32),
       exp.eq(_c(31)).where((sign << _c(31)) | _c(0x7F800000) | (mant << _c(13)), f32_bits))"""
+
+
+_WMMA_CONVERSION = "cvt = _FUNCS['bf16_to_f32' if is_bf16 else 'f16_to_f32']"
+_WMMA_CONVERSION_OF_FLOAT8 = (
+    "cvt = _FUNCS['bf16_to_f32' if is_bf16 else 'fp8_to_f32' if 'FP8_FP8' in op_name else 'f16_to_f32']"
+)
+
+
+def _read_fnuz(emu: Any) -> None:
+    """Make float8 numbers (e4m3) FNUZ, as gfx942 has them: bias 8, no -0 and no infinities, and NaN is 0x80 alone.
+
+    The emulator's are OCP's, as on gfx950.
+    """
+    dtypes = emu.dtypes
+
+    def to_float(value: Any) -> Any:
+        byte = value.cast(dtypes.uint32) & emu._c(0xFF)
+        sign, exponent, mantissa = (byte >> emu._c(7)) << emu._c(31), (byte >> emu._c(3)) & emu._c(15), byte & emu._c(7)
+        scale = emu.UOp.const(2.0**-10, dtypes.float32)
+        subnormal = sign | (mantissa.cast(dtypes.float32) * scale).bitcast(dtypes.uint32)
+        normal = sign | ((exponent + emu._c(119)) << emu._c(23)) | (mantissa << emu._c(20))
+        bits = exponent.eq(emu._c(0)).where(subnormal, normal)
+        return byte.eq(emu._c(0x80)).where(emu._c(0x7FC00000), bits).bitcast(dtypes.float32)
+
+    emu._FUNCS["fp8_to_f32"] = to_float
 
 
 def _ignore_scalar_address_of_flat(emu: Any) -> None:
@@ -220,20 +248,22 @@ def _share_rows(emu: Any) -> None:
 
 
 def _import_emulator() -> ModuleType:
-    """Import test.mockgpu.amd.emu of the checkout, with one line of a nested function replaced.
+    """Import test.mockgpu.amd.emu of the checkout, with a line of two nested functions replaced.
 
     Its MFMA takes subnormal halves for 0 and infinity for 65536. gfx942 and newer do neither; gfx90a does flush
-    subnormals, which is not simulated.
+    subnormals, which is not simulated. Its WMMA takes float8 for halves.
     """
     spec = importlib.util.find_spec("test.mockgpu.amd.emu")
     assert spec is not None
     path = Path(str(spec.origin))
     source = path.read_text()
-    if _HALF_TO_FLOAT not in source:
-        raise RuntimeError(f"{path} converts halves in an unknown way: the correction of MFMA needs an update")
+    for line in (_HALF_TO_FLOAT, _WMMA_CONVERSION):
+        if line not in source:
+            raise RuntimeError(f"{path} converts operands in an unknown way: correct MFMA and WMMA anew")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     source = source.replace(_HALF_TO_FLOAT, _HALF_TO_FLOAT_WITH_SUBNORMALS)
+    source = source.replace(_WMMA_CONVERSION, _WMMA_CONVERSION_OF_FLOAT8)
     exec(compile(source, path, "exec"), vars(module))
     return module
 

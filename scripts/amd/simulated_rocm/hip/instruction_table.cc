@@ -29,7 +29,7 @@ InstructionCompilerUse use;
 const char* isa_name() {
   switch (settings().isa) {
     case Isa::kCdna:
-      return "cdna";
+      return settings().target == "gfx950" ? "cdna4" : "cdna";
     case Isa::kRdna3:
       return "rdna3";
     default:

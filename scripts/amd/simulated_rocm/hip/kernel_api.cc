@@ -130,6 +130,21 @@ hipError_t hipLaunchKernel(const void* host_function, dim3 grid, dim3 block, voi
   });
 }
 
+hipError_t hipFuncGetAttributes(hipFuncAttributes* attributes, const void* host_function) {
+  return call(__func__, [&] {
+    if (attributes == nullptr) return hipErrorInvalidValue;
+    Kernel* kernel = nullptr;
+    const hipError_t status = find_registered_kernel(host_function, &kernel);
+    if (status != hipSuccess) return status;
+    const KernelDescription& description = kernel->description();
+    *attributes = {};
+    attributes->sharedSizeBytes = description.lds_bytes;
+    attributes->localSizeBytes = description.scratch_bytes;
+    attributes->maxThreadsPerBlock = static_cast<int>(description.max_threads);
+    return hipSuccess;
+  });
+}
+
 hipError_t hipModuleLoadData(hipModule_t* module, const void* image) {
   return call(__func__, [&] { return load_module(module, image); });
 }
