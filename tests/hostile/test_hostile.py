@@ -47,7 +47,12 @@ def arguments(command: str, source: Path, out: Path, optimized: Path) -> list[ob
         "optimize": ["optimize", source, out],
         "explain": ["explain", source],
         "verify": ["verify", source, optimized],
-        "extract": ["extract", source, out.with_suffix(".onnx"), "--component", "unet", "--from", "features", "--to", "moved"],
+        "extract": [
+            "extract",
+            source,
+            out.with_suffix(".onnx"),
+            *"--component unet --from features --to moved".split(),
+        ],
         "merge": ["merge", source, out],
         "generate": ["generate", "a cat", "--model", source, "--out", out.with_suffix(".png"), "--steps", 2],
     }[command]
