@@ -12,7 +12,6 @@ from fusion_passes.operators.definition import FusedOperator
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     overload, convolution = bfloat16_conv.convolution_body(node, "B")
     return (
         overload,

@@ -43,7 +43,6 @@ class DenoiserGraphs(Generic[T]):
         self.is_hoisted = self.parts["prompt"] in present
 
     def input_names(self) -> set[str]:
-        """Return the names of all graphs' inputs."""
         parts = self.parts.values() if self.is_hoisted else [self.parts["step"]]
         return {name for part in parts for name in self._inputs(part)}
 

@@ -64,8 +64,6 @@ def test_the_module_equals_diffusers() -> None:
 
 
 class Direct(torch.nn.Module):
-    """diffusers' forward on tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = built(FAMILY, "transformer")
