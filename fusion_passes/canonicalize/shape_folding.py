@@ -41,10 +41,7 @@ def fold_shapes(model: ir.Model) -> None:
         if iteration and not changed:
             break  # the steps below cannot change anything either
         onnxscript.optimizer.fold_constants(
-            model,
-            input_size_limit=FOLD_LIMIT,
-            output_size_limit=FOLD_LIMIT,
-            should_fold=partial(_may_fold, info),
+            model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT, should_fold=partial(_may_fold, info)
         )
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         clean_up(model)

@@ -117,9 +117,7 @@ CASES = [
     ),
     _case(
         "two modulations of one normalization",
-        _graph(
-            "m = Mul (n, scale)  a = Add (m, shift)  k = Mul (n, shift)  c = Add (k, scale)  y = Sub (a, c)",
-        ),
+        _graph("m = Mul (n, scale)  a = Add (m, shift)  k = Mul (n, shift)  c = Add (k, scale)  y = Sub (a, c)"),
         2,
         ops={"LayerNormalization": 2, "Mul": 0, "Add": 0},
     ),

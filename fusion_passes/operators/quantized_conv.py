@@ -27,10 +27,5 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 OPERATOR = FusedOperator(
-    "QuantizedConv",
-    bfloat16_conv.shape,
-    body,
-    ("stride", "x_last", "y_last"),
-    float32_inputs=(2,),
-    dtype_input=3,
+    "QuantizedConv", bfloat16_conv.shape, body, ("stride", "x_last", "y_last"), float32_inputs=(2,), dtype_input=3
 )

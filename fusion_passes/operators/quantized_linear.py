@@ -46,11 +46,5 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
 
 
 OPERATOR = FusedOperator(
-    "QuantizedLinear",
-    shape,
-    body,
-    ("gelu", "gated"),
-    float32_inputs=(2,),
-    dtype_input=3,
-    float8_output=1,
+    "QuantizedLinear", shape, body, ("gelu", "gated"), float32_inputs=(2,), dtype_input=3, float8_output=1
 )

@@ -38,10 +38,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MINGW = "x86_64-w64-mingw32-g++-posix"
 VENDORS = {"hip": ["-D__HIP_PLATFORM_AMD__"], "cuda": []}
 EXPORTS = {  # some of those that others ask for
-    "libsd_ort_ops.dll": {"RegisterCustomOps", "sd_ort_cpu_run", "sd_ort_gpu_status"},
+    "libsd_ort_ops.dll": {"RegisterCustomOps", "sd_ort_cpu_run", "sd_ort_gpu_status"}
 }
 SIMULATED_EXPORTS = {
-    "libsd_ort_ep_simulated.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run", "sd_ort_StreamCreate"},
+    "libsd_ort_ep_simulated.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run", "sd_ort_StreamCreate"}
 }
 HIP_EXPORTS = {"libsd_ort_ep_hip.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run"}}
 SYSTEM = re.compile(r"(?i)(KERNEL32|msvcrt|ntdll|ADVAPI32|api-ms-win-.*|ucrtbase)\.dll")

@@ -58,17 +58,7 @@ def test_values(name: str, symmetric: bool, dtype: str, provider: str) -> None:
 def test_memory(provider: str) -> None:
     """One layer's weight at a time: eight of 2 MiB in float32 run in 5 MiB, stored in 4 bits."""
     weights = [
-        numpy_helper.from_array(
-            0.05
-            * RANDOM.normal(
-                size=(
-                    512,
-                    1024,
-                )
-            ).astype(np.float32),
-            f"w{i}",
-        )
-        for i in range(4)
+        numpy_helper.from_array(0.05 * RANDOM.normal(size=(512, 1024)).astype(np.float32), f"w{i}") for i in range(4)
     ]
     back = [
         numpy_helper.from_array(0.05 * RANDOM.normal(size=(1024, 512)).astype(np.float32), f"v{i}") for i in range(4)

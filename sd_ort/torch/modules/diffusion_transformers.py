@@ -257,11 +257,7 @@ class FastKrea2TransformerBlock(Krea2TransformerBlock):
     """Krea2TransformerBlock with residual sums, norms and modulation as operators."""
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        temb: Tensor,
-        image_rotary_emb: Angles,
-        attention_mask: Tensor | None = None,
+        self, hidden_states: Tensor, temb: Tensor, image_rotary_emb: Angles, attention_mask: Tensor | None = None
     ) -> Tensor:
         modulation = temb.unflatten(-1, (6, -1)) + self.scale_shift_table
         scale, shift, gate, ff_scale, ff_shift, ff_gate = modulation.unbind(-2)
