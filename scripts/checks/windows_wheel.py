@@ -94,8 +94,7 @@ def main() -> None:
     parser.add_argument("--zig", type=Path, help="the program of this name")
     add_hip_option(parser)
     options = parser.parse_args()
-    options.mingw = False
-    print(make(command_of(options), options.out, list(filter(None, options.hip.split(",")))))
+    print(make(command_of(options.zig), options.out, list(filter(None, options.hip.split(",")))))
 
 
 if __name__ == "__main__":
