@@ -103,6 +103,13 @@ def last_axis(axis: int, value: ir.Value | None) -> bool:
     return axis == -1 or (axes is not None and axis == axes - 1)
 
 
+def producer(value: ir.Value | None) -> ir.Node:
+    """Return the node that computes a value; neither an input nor an initializer is one."""
+    node = None if value is None else value.producer()
+    assert node is not None
+    return node
+
+
 def consumers(value: ir.Value) -> Sequence[ir.Node]:
     """Return the nodes that consume a value, without duplicates."""
     return tuple(dict.fromkeys(node for node, _ in value.uses()))

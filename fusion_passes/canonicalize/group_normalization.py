@@ -98,8 +98,7 @@ class FromInstanceNormalization(Rule):
         self, op: Any, x: ir.Value, grouped: ir.Value, normal: ir.Value, shape: ir.Value, restored: ir.Value,
         weight: ir.Value, bias: ir.Value, out: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
-        node, gamma, beta = normal.producer(), values.constant(weight), values.constant(bias)
-        assert node is not None
+        node, gamma, beta = values.producer(normal), values.constant(weight), values.constant(bias)
         assert gamma is not None
         assert beta is not None
         epsilon = node.attributes.get_float("epsilon", 1e-5)
@@ -115,8 +114,7 @@ class FromGroupNormalization(Rule):
         return op.GroupNormalization(x, scale, bias, _outputs=["out"])
 
     def reject_reason(self, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> str | None:
-        channels, node = values.size(x, 1), out.producer()
-        assert node is not None
+        channels, node = values.size(x, 1), values.producer(out)
         groups = node.attributes["num_groups"].as_int()
         if (values.rank(x) or 0) < 3:
             return "its input is not known to be [N,C,...] with positions"
@@ -128,8 +126,7 @@ class FromGroupNormalization(Rule):
         return None
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> Any:
-        node, channels = out.producer(), values.size(x, 1)
-        assert node is not None
+        node, channels = values.producer(out), values.size(x, 1)
         assert channels is not None
         groups = node.attributes["num_groups"].as_int()
         arrays = [a for a in (values.constant(scale), values.constant(bias)) if a is not None]
@@ -151,9 +148,7 @@ class BeforeFlattening(Rule):
     def rewrite(
         self, op: Any, x: ir.Value, shape: ir.Value, gamma: ir.Value, beta: ir.Value, out: ir.Value, **_: Any
     ) -> Any:
-        node = out.producer()
-        assert node is not None
-        attributes = dict(node.attributes)
+        attributes = dict(values.producer(out).attributes)
         return op.Reshape(op.GroupNorm(x, gamma, beta, _domain=DOMAIN, **attributes), shape)
 
 

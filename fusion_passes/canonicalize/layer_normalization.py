@@ -27,8 +27,7 @@ def formula_reject_reason(
     `means`: the outputs of the ReduceMean nodes, and the axes of each.
     """
     for mean, axes in means:
-        node, numbers = mean.producer(), values.ints(axes)
-        assert node is not None
+        node, numbers = values.producer(mean), values.ints(axes)
         if numbers is None or len(numbers) != 1 or not values.last_axis(numbers[0], x):
             return "the mean is not over the last axis"
         if not node.attributes.get_int("keepdims", 1):

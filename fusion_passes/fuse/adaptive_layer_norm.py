@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -25,9 +25,7 @@ class AdaptiveLayerNorm(Rule):
     """LayerNormalization(x, ones) * scale + shift => LayerNormalization(x, scale, shift)"""
 
     scale_first = shift_first = False  # order of the operands of Mul and Add; rules match one order
-
-    def __init__(self, rejections: list[Rejection]) -> None:
-        super().__init__(rejections, remove_nodes=False)  # the normalization may have other modulations
+    remove_nodes = False  # the normalization may have other modulations
 
     def pattern(self, op: Any, x: Any, gamma: Any, scale: Any, shift: Any) -> Any:
         beta = Var("beta", can_match_none=True)
@@ -40,8 +38,7 @@ class AdaptiveLayerNorm(Rule):
         self, x: ir.Value, gamma: ir.Value, scale: ir.Value, shift: ir.Value, normal: ir.Value, beta: ir.Value | None,
         scaled: ir.Value, **_: Any,
     ) -> str | None:  # fmt: skip
-        node, shape = normal.producer(), values.dims(x)
-        assert node is not None
+        node, shape = values.producer(normal), values.dims(x)
         width = values.size(x, -1)
         if shape is None or len(shape) != 3 or width is None:
             return "the normalized values are not [B,S,C] with a known C"
@@ -60,9 +57,7 @@ class AdaptiveLayerNorm(Rule):
         return None if x.dtype == scale.dtype == shift.dtype else "the values and their modulation differ in dtype"
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, shift: ir.Value, normal: ir.Value, **_: Any) -> Any:
-        node = normal.producer()
-        assert node is not None
-        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        epsilon = values.producer(normal).attributes.get_float("epsilon", 1e-5)
         return op.LayerNormalization(x, scale, shift, axis=-1, epsilon=epsilon)
 
 

@@ -30,9 +30,7 @@ class BiasSplitGelu(Rule):
         return self.product(op, left, right)
 
     def reject_reason(self, x: ir.Value, bias: ir.Value, left: ir.Value, right: ir.Value, gelu: ir.Value) -> str | None:
-        width, split, activation = values.size(x, -1), left.producer(), gelu.producer()
-        assert split is not None
-        assert activation is not None
+        width, split, activation = values.size(x, -1), values.producer(left), values.producer(gelu)
         if not values.is_vector(bias, width):
             return "the bias is not a constant vector over the last axis"
         if values.rank(x) != 3 or not values.last_axis(split.attributes.get_int("axis", 0), x):

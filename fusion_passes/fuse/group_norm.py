@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
+from fusion_passes import value_queries as values
 from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
 
@@ -25,14 +26,10 @@ class GroupNormSilu(Rule):
         return op.Mul(y, op.Sigmoid(y))
 
     def reject_reason(self, normal: ir.Value, **_: Any) -> str | None:
-        node = normal.producer()
-        assert node is not None
-        return "it has an activation already" if node.attributes["activation"].as_int() else None
+        return "it has an activation already" if values.producer(normal).attributes["activation"].as_int() else None
 
     def rewrite(self, op: Any, x: ir.Value, gamma: ir.Value, beta: ir.Value, normal: ir.Value) -> Any:
-        node = normal.producer()
-        assert node is not None
-        attributes = dict(node.attributes) | {"activation": 1}
+        attributes = dict(values.producer(normal).attributes) | {"activation": 1}
         return op.GroupNorm(x, gamma, beta, _domain=DOMAIN, **attributes)
 
 

@@ -18,14 +18,13 @@ import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
 
 
 def _reject_reason(x: ir.Value, scale: ir.Value, normal: ir.Value) -> str | None:
     """Return why a norm must not take the scale that its output is multiplied by, or None."""
-    node, shape, width = normal.producer(), values.dims(x), values.size(x, -1)
-    assert node is not None
+    node, shape, width = values.producer(normal), values.dims(x), values.size(x, -1)
     if shape is None or len(shape) != 3 or width is None:
         return "the normalized values are not [B,S,C] with a known C"
     if not values.last_axis(node.attributes.get_int("axis", -1), x):
@@ -42,8 +41,7 @@ def _reject_reason(x: ir.Value, scale: ir.Value, normal: ir.Value) -> str | None
 class ModulatedRMSNorm(Rule):
     """RMSNormalization(x, gamma) * scale => RMSNormalization(x, scale * gamma)"""
 
-    def __init__(self, rejections: list[Rejection]) -> None:
-        super().__init__(rejections, remove_nodes=False)  # so that other consumers are a reason to reject
+    remove_nodes = False  # so that other consumers are a reason to reject
 
     def pattern(self, op: Any, x: Any, gamma: Any, scale: Any) -> Any:
         return op.Mul(op.RMSNormalization(x, gamma, _outputs=["normal"]), scale)
@@ -54,9 +52,7 @@ class ModulatedRMSNorm(Rule):
         return _reject_reason(x, scale, normal)
 
     def rewrite(self, op: Any, x: ir.Value, gamma: ir.Value, scale: ir.Value, normal: ir.Value, **_: Any) -> Any:
-        node = normal.producer()
-        assert node is not None
-        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        epsilon = values.producer(normal).attributes.get_float("epsilon", 1e-5)
         return op.RMSNormalization(x, op.Mul(scale, gamma), axis=-1, epsilon=epsilon, stash_type=1)
 
 
@@ -70,8 +66,7 @@ class SwappedModulatedRMSNorm(ModulatedRMSNorm):
 class ScaledLayerNorm(Rule):
     """LayerNormalization(x, ones) * scale => LayerNormalization(x, scale)"""
 
-    def __init__(self, rejections: list[Rejection]) -> None:
-        super().__init__(rejections, remove_nodes=False)  # so that other consumers are a reason to reject
+    remove_nodes = False  # so that other consumers are a reason to reject
 
     def pattern(self, op: Any, x: Any, gamma: Any, scale: Any) -> Any:
         beta = Var("beta", can_match_none=True)
@@ -89,8 +84,7 @@ class ScaledLayerNorm(Rule):
         return _reject_reason(x, scale, normal)
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, normal: ir.Value, **_: Any) -> Any:
-        node = normal.producer()
-        assert node is not None
+        node = values.producer(normal)
         return op.LayerNormalization(x, scale, axis=-1, epsilon=node.attributes.get_float("epsilon", 1e-5))
 
 

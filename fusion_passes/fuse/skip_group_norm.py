@@ -40,8 +40,7 @@ class SkipGroupNorm(Rule):
     def rewrite(
         self, op: Any, x: ir.Value, skip: ir.Value, gamma: ir.Value, beta: ir.Value, total: ir.Value, normal: ir.Value
     ) -> Any:
-        node = normal.producer()
-        assert node is not None
+        node = values.producer(normal)
         if not values.same_shape(x, total):
             x, skip = skip, x
         attributes = dict(node.attributes)

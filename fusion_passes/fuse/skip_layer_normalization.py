@@ -33,8 +33,7 @@ class SkipLayerNorm(Rule):
         self, x: ir.Value, skip: ir.Value, bias: ir.Value | None, gamma: ir.Value, beta: ir.Value, normal: ir.Value,
         total: ir.Value,
     ) -> str | None:  # fmt: skip
-        node, width = normal.producer(), values.size(total, -1)
-        assert node is not None
+        node, width = values.producer(normal), values.size(total, -1)
         if values.rank(total) != 3 or not values.last_axis(node.attributes.get_int("axis", -1), total):
             return "not over the last axis of [B,S,C]"
         if not (values.same_shape(x, total) and values.same_shape(skip, total)):
@@ -49,8 +48,7 @@ class SkipLayerNorm(Rule):
         self, op: Any, x: ir.Value, skip: ir.Value, bias: ir.Value | None, gamma: ir.Value, beta: ir.Value,
         normal: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
-        node = normal.producer()
-        assert node is not None
+        node = values.producer(normal)
         inputs = [x, skip, gamma, beta] + ([] if bias is None else [bias])
         epsilon = node.attributes.get_float("epsilon", 1e-5)
         y, _, _, total = op.SkipLayerNormalization(*inputs, epsilon=epsilon, _domain=DOMAIN, _outputs=4)

@@ -35,9 +35,7 @@ class BiasGelu(Rule):
         return op.Gelu(op.Add(x, bias), _outputs=["out"])
 
     def reject_reason(self, x: ir.Value, bias: ir.Value, out: ir.Value) -> str | None:
-        node = out.producer()
-        assert node is not None
-        if node.attributes.get_string("approximate", "none") != "none":
+        if values.producer(out).attributes.get_string("approximate", "none") != "none":
             return "Gelu is approximated by tanh"
         vector = values.is_vector(bias, values.size(x, -1)) and x.dtype == bias.dtype == ir.DataType.FLOAT
         return None if vector else "the bias is not a constant vector over the last axis"
@@ -56,8 +54,7 @@ class SkipRMSNormalization(Rule):
     def reject_reason(
         self, x: ir.Value, skip: ir.Value, gamma: ir.Value, total: ir.Value, normal: ir.Value
     ) -> str | None:
-        node = normal.producer()
-        assert node is not None
+        node = values.producer(normal)
         if values.rank(total) != 3 or not values.last_axis(node.attributes.get_int("axis", -1), total):
             return "not over the last axis of [B,S,C]"
         if not (values.same_shape(x, total) and values.same_shape(skip, total)):
@@ -66,9 +63,7 @@ class SkipRMSNormalization(Rule):
         return None if vector else "gamma is not a constant vector over the last axis"
 
     def rewrite(self, op: Any, x: ir.Value, skip: ir.Value, gamma: ir.Value, normal: ir.Value, **_: Any) -> Any:
-        node = normal.producer()
-        assert node is not None
-        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        epsilon = values.producer(normal).attributes.get_float("epsilon", 1e-5)
         y, _, _, total = op.SkipSimplifiedLayerNormalization(
             x, skip, gamma, epsilon=epsilon, _domain=CONTRIB, _outputs=4
         )

@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_value, unique_name
+from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_nodes, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower import nhwc_layout
 
@@ -173,8 +173,7 @@ def _zero_skip(graph: ir.Graph, x: ir.Value, width: int, zero_skips: ZeroSkips) 
     for node, count in ((size, 1), (shape, 4)):
         node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([count])
     skip.outputs[0].type, skip.outputs[0].shape = x.type, ir.Shape([batch, 1, 1, width])
-    producer = x.producer()
-    assert producer is not None
+    producer = values.producer(x)
     graph.insert_after(producer, [size, shape, skip])
     if is_shared and producer.op_type == "NhwcConv":
         zero_skips[key] = skip.outputs[0]
@@ -219,9 +218,7 @@ def _add_bias(graph: ir.Graph, consumer: ir.Node, index: int, bias: ir.Value) ->
 def _to_bias_add(graph: ir.Graph, add: ir.Node, index: int, bias: ir.Value) -> None:
     """Add(x, y) => BiasAdd(x, bias, y), with the name of the old output."""
     node = ir.node("BiasAdd", [add.inputs[index], bias, add.inputs[1 - index]], domain=DOMAIN)
-    node.metadata_props.update(add.metadata_props)
-    replace_value(graph, add, node, add.outputs[0])
-    graph.remove(add, safe=True)
+    replace_nodes(graph, node, add, add)
 
 
 def _case(name: str, body: str, rewrites: int = 1, rejection: str | None = None, **ops: int) -> PassCase:

@@ -42,7 +42,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import new_derived_initializer, replace_value
+from fusion_passes.graph_edits import new_derived_initializer, replace_nodes, replace_value
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower import fold_bias, linear_split_gelu, nhwc_layout, pack_qkv, split_concat
 
@@ -205,10 +205,7 @@ def _fuse_gelu(graph: ir.Graph, node: ir.Node) -> bool:
     if len(list(x.uses())) != 1 or x.is_graph_output():
         return False
     new = ir.node("LinearAdd", linear.inputs, {"gelu": 1}, domain=DOMAIN)
-    new.metadata_props.update(linear.metadata_props)
-    replace_value(graph, node, new, node.outputs[0])
-    graph.remove(node, safe=True)
-    graph.remove(linear, safe=True)
+    replace_nodes(graph, new, linear, node, linear)
     return True
 
 
@@ -231,14 +228,10 @@ def _fuse_skip_group_norm(graph: ir.Graph, node: ir.Node, constraint: Constraint
         gemm = _single_use_gemm(value, constraint)
         if gemm is None or not values.same_shape(value, other):
             continue
-        normal, total = node.outputs
-        summed = _insert_linear_add(graph, node, gemm, total, bias, other)
+        summed = _insert_linear_add(graph, node, gemm, node.outputs[1], bias, other)
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         norm = ir.node("GroupNorm", [summed, gamma, beta], attributes, domain=DOMAIN)
-        norm.metadata_props.update(node.metadata_props)
-        replace_value(graph, node, norm, normal)
-        graph.remove(node, safe=True)
-        graph.remove(gemm.node, safe=True)
+        replace_nodes(graph, norm, node, node, gemm.node)
         return True
     return False
 

@@ -168,8 +168,7 @@ class _NhwcConverter:
         if not output.is_graph_output() and all(consumer in converted for consumer, _ in output.uses()):
             return
         counterpart = self.nhwc[output]
-        transpose, producer = self._transposed(counterpart, TO_NCHW), counterpart.producer()
-        assert producer is not None
+        transpose, producer = self._transposed(counterpart, TO_NCHW), values.producer(counterpart)
         nchw = transpose.outputs[0]
         nchw.shape, nchw.type = output.shape, output.type
         self.graph.insert_after(producer, transpose)

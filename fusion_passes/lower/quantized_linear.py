@@ -20,7 +20,7 @@ import onnx_ir as ir
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.cleanup import remove_unused
-from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_value, unique_name
+from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_nodes, unique_name
 from fusion_passes.graph_pass import PassOutcome, rewrite_nodes
 
 LINEARS = ("MatMul", "LinearAdd", "LinearSplitGelu")
@@ -95,11 +95,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     )
     inputs = [quantized, rows, scale_of_sums(graph, node, output, columns), bias, *([] if skip is None else [skip])]
     new = ir.node("QuantizedLinear", inputs, {"gelu": int(bool(gelu)), "gated": int(gated)}, domain=DOMAIN)
-    new.metadata_props.update(node.metadata_props)
-    replace_value(graph, last, new, output)
-    graph.remove(last, safe=True)
-    if last is not node:
-        graph.remove(node, safe=True)
+    replace_nodes(graph, new, node, last, node)
 
 
 def quantized_operands(node: ir.Node) -> tuple[ir.Value, ir.Value]:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_edits import replace_nodes
 from fusion_passes.graph_pass import PassOutcome
 from fusion_passes.lower import quantized_linear as linear
 from fusion_passes.lower.subpixel_conv import same_size_3x3_reject_reason
@@ -52,8 +52,4 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     new = ir.node(
         "QuantizedNhwcConv", [quantized, elements, scale, bias, *([] if skip is None else [skip])], domain=DOMAIN
     )
-    new.metadata_props.update(node.metadata_props)
-    replace_value(graph, last, new, output)
-    graph.remove(last, safe=True)
-    if last is not node:
-        graph.remove(node, safe=True)
+    replace_nodes(graph, new, node, last, node)

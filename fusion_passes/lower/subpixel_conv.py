@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import new_derived_initializer, replace_value, unique_name
+from fusion_passes.graph_edits import new_derived_initializer, replace_nodes, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.lower import nhwc_layout, upsample_nearest
 
@@ -78,12 +78,9 @@ def _rewrite(graph: ir.Graph, upsample: ir.Node) -> None:
     if x.shape is not None:
         phases.shape = ir.Shape([x.shape[0], *(_one_more(x.shape[axis]) for axis in (1, 2)), 4 * count])
     shuffle = ir.node("SubpixelShuffle", [phases, *conv.inputs[2:]], domain=DOMAIN)
-    for node in (conv2x2, shuffle):
-        node.metadata_props.update(conv.metadata_props)
+    conv2x2.metadata_props.update(conv.metadata_props)
     graph.insert_before(conv, conv2x2)
-    replace_value(graph, conv, shuffle, y)
-    graph.remove(conv, safe=True)
-    graph.remove(upsample, safe=True)
+    replace_nodes(graph, shuffle, conv, conv, upsample)
 
 
 def _one_more(size: int | ir.SymbolicDim) -> int | None:

@@ -160,8 +160,7 @@ def _separate_upsampling(graph: ir.Graph, shuffle: ir.Node) -> ir.Value:
     """
     phases = shuffle.inputs[0]
     assert phases is not None
-    conv = phases.producer()
-    assert conv is not None
+    conv = value_queries.producer(phases)
     x, weight = conv.inputs[:2]
     assert x is not None
     assert weight is not None

@@ -38,9 +38,7 @@ class Sdpa(Rule):
         self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, mask: ir.Value | None,
         zero: ir.Value | None, weights: ir.Value, out: ir.Value | None = None, **_: Any,
     ) -> str | None:  # fmt: skip
-        node = weights.producer()
-        assert node is not None
-        if not values.last_axis(node.attributes.get_int("axis", -1), weights):
+        if not values.last_axis(values.producer(weights).attributes.get_int("axis", -1), weights):
             return "the Softmax is not over the last axis"
         shapes = [values.dims(x) or [] for x in (q, k_t, v)]
         if any(len(d) != 4 for d in shapes):

@@ -15,15 +15,13 @@ from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import mask_mismatch
 from fusion_passes.canonicalize.attention.matmul_softmax import Sdpa
-from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.graph_pass import PassCase
 
 
 class Sdpa3D(Sdpa):
     """MatMul, Softmax and MatMul on [B*H,S,D], between Reshapes from and to [B,H,S,D] => SDPA"""
 
-    def __init__(self, rejections: list[Rejection]) -> None:
-        # A Shape of the flat query may be the target of the flat key's Reshape. Unused nodes are removed later.
-        super().__init__(rejections, remove_nodes=False)
+    remove_nodes = False  # a Shape of the flat query may be the target of the flat key's Reshape
 
     def pattern(
         self,

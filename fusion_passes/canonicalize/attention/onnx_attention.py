@@ -31,8 +31,7 @@ class FromAttention(Rule):
         return op.Attention(q, k, v, Var("mask", can_match_none=True), _outputs=["out"])
 
     def reject_reason(self, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> str | None:
-        node = out.producer()
-        assert node is not None
+        node = values.producer(out)
         if any(x is not None for x in node.inputs[4:]) or len(node.outputs) > 1:
             return "it has a key-value cache"
         shapes = [_heads(node, index) for index in range(3)]
@@ -54,8 +53,7 @@ class FromAttention(Rule):
         return None
 
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
-        node = out.producer()
-        assert node is not None
+        node = values.producer(out)
         query, key, value = (_heads(node, index) or [] for index in range(3))
 
         def ints(numbers: list[Any], name: str) -> ir.Value:

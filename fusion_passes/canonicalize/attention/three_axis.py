@@ -35,9 +35,7 @@ def _split(op: Any, x: Any, heads: int, size: int, out: ir.Value, name: str) -> 
 
 
 def _softmax_reject_reason(weights: ir.Value, s: ir.Value | None) -> str | None:
-    node = weights.producer()
-    assert node is not None
-    if not values.last_axis(node.attributes.get_int("axis", -1), weights):
+    if not values.last_axis(values.producer(weights).attributes.get_int("axis", -1), weights):
         return "the Softmax is not over the last axis"
     return "the scale is not a constant scalar" if s is not None and values.scalar(s) is None else None
 
