@@ -126,8 +126,7 @@ class FromGroupNormalization(Rule):
         return None
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> Any:
-        node, channels = values.producer(out), values.size(x, 1)
-        assert channels is not None
+        node, channels = values.producer(out), values.static_size(x, 1)
         groups = node.attributes["num_groups"].as_int()
         arrays = [a for a in (values.constant(scale), values.constant(bias)) if a is not None]
         times = [channels // a.size for a in arrays]

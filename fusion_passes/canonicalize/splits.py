@@ -37,9 +37,8 @@ def _reject_reason(node: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     old = [consumer for output in node.outputs for consumer in values.consumers(output)]
-    perm, x = values.perm(old[0].outputs[0]), node.inputs[0]
+    perm, x = values.perm(old[0].outputs[0]), values.operand(node, 0)
     assert perm is not None
-    assert x is not None
     transpose = ir.node("Transpose", [x], {"perm": perm})
     transpose.metadata_props.update(node.metadata_props)
     value = transpose.outputs[0]
@@ -54,8 +53,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
         first = values.consumers(output)[0].outputs[0]
         output.shape = first.shape
     for consumer in old:
-        source = consumer.inputs[0]
-        assert source is not None
+        source = values.operand(consumer, 0)
         ir.convenience.replace_all_uses_with(consumer.outputs[0], source, replace_graph_outputs=True)
         graph.remove(consumer, safe=True)
 

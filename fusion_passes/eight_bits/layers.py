@@ -39,16 +39,12 @@ class Layer:
     @property
     def x(self) -> ir.Value:
         """The activations."""
-        value = self.node.inputs[0]
-        assert value is not None
-        return value
+        return values.operand(self.node, 0)
 
     @property
     def weight(self) -> ir.Value:
         """The weight, an initializer."""
-        value = self.node.inputs[1]
-        assert value is not None
-        return value
+        return values.operand(self.node, 1)
 
 
 @dataclass

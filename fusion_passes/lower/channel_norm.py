@@ -53,8 +53,7 @@ class ChannelNorm(Rule):
     def rewrite(
         self, op: Any, x: ir.Value, least: ir.Value, gamma: ir.Value, norm: ir.Value, out: ir.Value, **_: Any
     ) -> Any:
-        channels, minimum = values.size(x, 1), values.scalar(least)
-        assert channels is not None
+        channels, minimum = values.static_size(x, 1), values.scalar(least)
         assert minimum is not None
         graph = out.graph
         assert graph is not None

@@ -116,8 +116,7 @@ def _add_bias_input(graph: ir.Graph, consumer: ir.Node, index: int, bias: ir.Val
     """Add `bias` to the input `index` of `consumer`, which may be missing."""
     present = consumer.inputs[index] if len(consumer.inputs) > index else None
     if present is not None:
-        width = values.size(bias, 0)
-        assert width is not None
+        width = values.static_size(bias, 0)
         bias = new_derived_initializer(graph, f"{consumer.outputs[0].name}.bias", [present, bias], [width], "add")
     if len(consumer.inputs) <= index:
         consumer.resize_inputs(index + 1)
@@ -130,9 +129,8 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value, zero_ski
     Other consumers of x add the bias themselves. If one of them cannot, all of them read SkipGroupNorm's sum.
     """
     x, gamma, beta = norm.inputs[:3]
-    old, width = norm.outputs[0], values.size(bias, 0)
+    old, width = norm.outputs[0], values.static_size(bias, 0)
     assert x is not None
-    assert width is not None
     others = [(consumer, index) for consumer, index in x.uses() if consumer is not norm]  # may precede the norm
     attributes = dict(norm.attributes)
     skip = _zero_skip(graph, x, width, zero_skips)
@@ -207,9 +205,7 @@ def _add_bias(graph: ir.Graph, consumer: ir.Node, index: int, bias: ir.Value) ->
     elif consumer.op_type == "Add":
         _to_bias_add(graph, consumer, index, bias)
     else:
-        filters, width = consumer.inputs[1], values.size(consumer.inputs[1], 0)
-        assert filters is not None
-        assert width is not None
+        filters, width = values.operand(consumer, 1), values.static_size(consumer.inputs[1], 0)
         name = unique_name(consumer.outputs[0], "through")
         product = new_derived_initializer(graph, name, [filters, bias], [width], "conv1x1_bias")
         _add_bias_input(graph, consumer, 2, product)

@@ -119,8 +119,7 @@ def _reject_reason(node: ir.Node, constraint: Constraint) -> str | None:
 def _match_gemm(node: ir.Node | None, constraint: Constraint) -> _Gemm | None:
     if node is None or node.op_type not in ("MatMul", "NhwcConv") or _reject_reason(node, constraint) is not None:
         return None
-    x = node.inputs[0]
-    assert x is not None
+    x = values.operand(node, 0)
     has_bias = node.op_type == "NhwcConv" and len(node.inputs) > 2
     return _Gemm(node, x, node.inputs[2] if has_bias else None)
 
@@ -251,13 +250,10 @@ def _insert_linear_add(
 
 def _weight_matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """Return the weight as (K, N)."""
-    weight = node.inputs[1]
-    assert weight is not None
+    weight = values.operand(node, 1)
     if node.op_type == "MatMul":
         return weight
-    filters, channels = values.size(weight, 0), values.size(weight, 3)
-    assert filters is not None
-    assert channels is not None
+    filters, channels = values.static_size(weight, 0), values.static_size(weight, 3)
     name = f"{node.outputs[0].name}.matrix"
     return new_derived_initializer(graph, name, [weight], [channels, filters], "matrix", filters)
 

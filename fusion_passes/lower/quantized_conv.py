@@ -35,8 +35,7 @@ def kernel_reject_reason(node: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     quantized, elements = linear.quantized_operands(node)
-    (output,), filters = node.outputs, values.size(elements, 0)
-    assert filters is not None
+    (output,), filters = node.outputs, values.static_size(elements, 0)
     bias = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2] is not None else None
     inputs = [
         quantized,

@@ -79,9 +79,7 @@ def reject_reason(node: ir.Node, rank: int, axis: int) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     quantized, elements = quantized_operands(node)
-    inner, columns = values.size(elements, 0), values.size(elements, 1)
-    assert inner is not None
-    assert columns is not None
+    inner, columns = values.static_size(elements, 0), values.static_size(elements, 1)
     last, bias = node, node.inputs[2] if len(node.inputs) > 2 else None
     skip = node.inputs[3] if len(node.inputs) > 3 else None
     gelu, gated = node.attributes.get_int("gelu", 0), node.op_type == "LinearSplitGelu"
@@ -113,8 +111,7 @@ def scale_of_sums(graph: ir.Graph, node: ir.Node, output: ir.Value, channels: in
     x, weight = (dequantize(value) for value in node.inputs[:2])
     assert x is not None
     assert weight is not None
-    scales = weight.inputs[1]
-    assert scales is not None
+    scales = values.operand(weight, 1)
     count = [] if values.rank(scales) == 0 else [channels]
     factor = values.scalar(x.inputs[1])
     return new_derived_initializer(graph, unique_name(output, "scale"), [scales], count, "times", factor)

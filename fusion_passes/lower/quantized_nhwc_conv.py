@@ -39,8 +39,7 @@ def kernel_reject_reason(node: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     quantized, elements = linear.quantized_operands(node)
-    filters = values.size(elements, 0)
-    assert filters is not None
+    filters = values.static_size(elements, 0)
     last, (bias, skip) = node, (*node.inputs[2:4], None, None)[:2]
     add = linear.only_consumer(node, "BiasAdd")
     if bias is None and skip is None and add is not None and len(add.inputs) == 3:

@@ -63,12 +63,8 @@ def same_size_3x3_reject_reason(conv: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, upsample: ir.Node) -> None:
     conv = next(iter(upsample.outputs[0].uses()))[0]
-    x, weight, y = upsample.inputs[0], conv.inputs[1], conv.outputs[0]
-    assert x is not None
-    assert weight is not None
-    count, channels = values.size(weight, 0), values.size(weight, 3)
-    assert count is not None
-    assert channels is not None
+    x, weight, y = values.operand(upsample, 0), values.operand(conv, 1), conv.outputs[0]
+    count, channels = values.static_size(weight, 0), values.static_size(weight, 3)
     name, shape = unique_name(y, "phases_weight"), [4 * count, 2, 2, channels]
     filters = new_derived_initializer(graph, name, [weight], shape, "subpixel_phases")
     lists = {"dilations": [1, 1], "kernel_shape": [2, 2], "pads": [1, 1, 1, 1], "strides": [1, 1]}

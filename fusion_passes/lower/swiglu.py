@@ -69,8 +69,7 @@ def _halves(gate: ir.Value, up: ir.Value) -> ir.Node | None:
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node, activation: ir.Node, up: ir.Value) -> None:
-    gate = activation.inputs[0]
-    assert gate is not None
+    gate = values.operand(activation, 0)
     split = _halves(gate, up)
     fused = ir.node("SwiGlu", [gate, up] if split is None else [split.inputs[0]], domain=DOMAIN)
     replace_nodes(graph, fused, node, node, activation, *([] if split is None else [split]))
