@@ -11,7 +11,6 @@ Kernels and function bodies support 4-D images only. The order of positions does
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import onnx_ir as ir
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import unique_name
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 from fusion_passes.weight_recipes import record_recipe
 
@@ -178,8 +177,7 @@ def _operator(opset: int, size: int) -> str:
 
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("instance normalization", _instance(), ops={"GroupNorm": 1, "InstanceNormalization": 0, "Shape": 0}),
     _case("affine with a batch axis", _instance(affine="1,8,1,1"), ops={"GroupNorm": 1}),

@@ -8,12 +8,10 @@ on tokens. Rejected: outputs with other consumers, different permutations.
 
 from __future__ import annotations
 
-from functools import partial
-
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
+from fusion_passes.graph_pass import Pass, PassOutcome, case_makers, rewrite_nodes
 from fusion_passes.shapes.infer import annotate
 
 
@@ -68,8 +66,7 @@ def _graph(body: str, outputs: str = "float[B,S,4] a, float[B,S,4] b") -> str:
 
 _SIZES = {"B": 2, "S": 5}
 _BOTH = "lt = Transpose <perm = [0, 2, 1]> (l)  rt = Transpose <perm = [0, 2, 1]> (r)  a = Relu (lt)  b = Relu (rt)"
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("both halves", _graph(_BOTH), ops={"Transpose": 1, "Split": 1}),
     _rejected(

@@ -10,14 +10,13 @@ becomes one node for each. Rejected: a gamma other than ones, a beta other than 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -101,8 +100,7 @@ def _graph(
 
 
 _ONE = {"LayerNormalization": 1, "Mul": 0, "Add": 0}
-_case = partial(PassCase, sizes={"B": 2, "S": 5})
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers({"B": 2, "S": 5})
 CASES = [
     _case("no affine", _graph(), ops=_ONE),
     _case("scale first", _graph("m = Mul (scale, n)  y = Add (m, shift)"), ops=_ONE),

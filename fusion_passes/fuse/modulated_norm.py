@@ -11,14 +11,13 @@ scales of tokens, one scale for all images, and a normalized value that somethin
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -112,8 +111,7 @@ def _graph(
 
 
 _LAYER = "LayerNormalization <epsilon = 0.01> (x, ones)"
-_case = partial(PassCase, sizes={"B": 2, "S": 5})
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers({"B": 2, "S": 5})
 _RMS_OPS, _LAYER_OPS = {"RMSNormalization": 1, "Mul": 1}, {"LayerNormalization": 1, "Mul": 0}
 _GATED = "t = Tanh (scale)  m = Mul (t, n)  y = Add (x, m)"
 CASES = [

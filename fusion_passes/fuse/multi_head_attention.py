@@ -14,7 +14,6 @@ along S or L is expanded.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -24,7 +23,7 @@ from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import expand_mask
 from fusion_passes.graph_edits import unique_name
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -143,8 +142,7 @@ def _shared(more: str = "", outputs: str = "") -> str:
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"MultiHeadAttention": 1, "Transpose": 0, "Reshape": 0, "Softmax": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("cross-attention", _graph(), ops=_ONE),
     _case("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE),

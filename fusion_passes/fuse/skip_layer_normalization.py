@@ -8,14 +8,13 @@ Rejected: a skip of another shape, an axis other than the last, constants that a
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -84,8 +83,7 @@ def _graph(total: str, bias: str = "8", skip: str = "B,S,8", axis: int = -1, rea
 
 _SIZES = {"B": 2, "S": 6}
 _ONE = {"SkipLayerNormalization": 1, "LayerNormalization": 0, "Add": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("bias and skip", _graph("a = Add (x, b)  s = Add (a, k)"), ops=_ONE),
     _case("skip first, bias first", _graph("a = Add (b, x)  s = Add (k, a)", axis=2), ops=_ONE),

@@ -15,7 +15,6 @@ Runtime's kernel crashes without one).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -24,7 +23,7 @@ from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.cleanup import remove_unused
 from fusion_passes.graph_edits import new_derived_initializer
-from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
+from fusion_passes.graph_pass import Pass, PassOutcome, case_makers, rewrite_nodes
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -196,8 +195,7 @@ _SUMS = "qb = Add (q, b)  kb = Add (p, c)  vb = Add (v, d)  "
 _PACKED = "m = MatMul (x, packed)  s = Add (m, wide)  q, p, v = Split <axis = -1, num_outputs = 3> (s)  "
 _NORM = "s = Add (x, k)  y = RMSNormalization <epsilon = 0.01> (s, b)  z = Relu (s)"
 _Z = ", float[B,S,8] z"
-_case = partial(PassCase, sizes={"B": 2, "S": 5})
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers({"B": 2, "S": 5})
 CASES = [
     _case("Gelu of a bias", _graph("a = Add (x, b)  y = Gelu (a)"), ops={"BiasGelu": 1, "Add": 0}),
     _rejected("Gelu by tanh", _graph('a = Add (x, b)  y = Gelu <approximate = "tanh"> (a)'), rejection="tanh"),

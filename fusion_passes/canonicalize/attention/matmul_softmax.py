@@ -10,7 +10,6 @@ together with a NaN guard, other consumers of the probabilities.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -19,7 +18,7 @@ from onnxscript.rewriter.pattern import OrValue
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import batch_mismatch, is_finite_mask, mask_mismatch
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule
 
 
@@ -110,8 +109,7 @@ _PLAIN = "c = MatMul (q, kt)  d = Mul (c, a)  w = Softmax <axis = -1> (d)  y = M
 _GUARD = "n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)"
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("scale after the product", case_graph(_PLAIN), ops=_ONE),
     _case("no scale", case_graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE),

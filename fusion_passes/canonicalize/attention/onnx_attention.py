@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +14,7 @@ from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import ZERO_ROWS, mask_mismatch
 from fusion_passes.canonicalize.attention.matmul_softmax import case_graph
 from fusion_passes.graph_edits import unique_name
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -151,8 +150,7 @@ RULES = (FromAttention, MergeHeadsFirst)
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case(
         "operator with a float mask",
