@@ -182,8 +182,6 @@ def main() -> None:
     work = cache_folder() / "windows"
     work.mkdir(parents=True, exist_ok=True)
     compiler, headers = command_of(options.zig), find_headers(api=build.PROVIDER_API)
-    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-        os.environ[name] = str(cache_folder() / "zig")
     wine = Wine(work / "prefix")
     lines = check_hip(wine, compiler, options.hip_headers or windows_sources.hip_headers(), work)
     libraries = options.build or work / "build"

@@ -48,7 +48,7 @@ SYSTEM = re.compile(r"(?i)(KERNEL32|msvcrt|ntdll|ADVAPI32|api-ms-win-.*|ucrtbase
 
 
 def command_of(zig: Path | None, mingw: bool = False) -> list[str]:
-    """The compiler and what makes it compile for Windows."""
+    """The compiler and what makes it compile for Windows; zig's own files lie in the cache."""
     if mingw:
         if shutil.which(MINGW) is None:
             sys.exit(f"{MINGW} is not on PATH: apt-get install g++-mingw-w64-x86-64-posix")
@@ -57,6 +57,8 @@ def command_of(zig: Path | None, mingw: bool = False) -> list[str]:
     program = zig or (Path(str(package.origin)).with_name("zig") if package else shutil.which("zig"))
     if program is None:
         sys.exit("no zig: pip install ziglang, or give --zig PATH or --mingw")
+    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+        os.environ[name] = str(cache_folder() / "zig")
     return [str(program), "c++", "-target", "x86_64-windows-gnu"]
 
 
@@ -188,8 +190,6 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="write what was compiled there too")
     options = parser.parse_args()
     compiler, headers = command_of(options.zig, options.mingw), find_headers(api=build.PROVIDER_API)
-    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-        os.environ[name] = str(cache_folder() / "zig")
     version = run([compiler[0], "--version" if options.mingw else "version"]).splitlines()[0]
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
