@@ -90,3 +90,13 @@ def replace_value(graph: ir.Graph, before: ir.Node, new: ir.Node, old: ir.Value)
     output.name, output.type, output.shape = old.name, old.type, old.shape
     graph.insert_before(before, new)
     ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+
+
+def replace_nodes(graph: ir.Graph, new: ir.Node, like: ir.Node, *old: ir.Node) -> None:
+    """Replace the nodes `old` by `new`, at the place of the first, whose first output it takes over.
+
+    `new` gets the metadata of `like`. Nothing else may read the outputs of `old`, which may name a node twice.
+    """
+    new.metadata_props.update(like.metadata_props)
+    replace_value(graph, old[0], new, old[0].outputs[0])
+    graph.remove(dict.fromkeys(old), safe=True)

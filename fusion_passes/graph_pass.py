@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import onnx_ir as ir
 
@@ -56,6 +57,11 @@ class PassCase:
     ops: dict[str, int] = field(default_factory=dict)
     rejection: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
+
+
+def case_makers(sizes: dict[str, int]) -> tuple[partial[PassCase], partial[PassCase]]:
+    """Return PassCase with these sizes, and the same for rejected cases, without rewrites."""
+    return partial(PassCase, sizes=sizes), partial(PassCase, sizes=sizes, rewrites=0)
 
 
 @dataclass(frozen=True)

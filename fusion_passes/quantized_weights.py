@@ -80,7 +80,6 @@ StoredArgument = tuple[str, int, int, bool]
 
 
 def stored(argument: StoredArgument) -> WeightQuantization:
-    """Return the quantization of a stored weight."""
     name, axis, block, symmetric = argument
     return WeightQuantization((SYMMETRIC if symmetric else ASYMMETRIC)[name], axis, block)
 

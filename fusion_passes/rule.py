@@ -31,11 +31,14 @@ class Rule(RewriteRuleClassBase):
     """A rewrite rule that records why it rejects a match.
 
     Subclasses define `pattern` (the subgraph to match), `reject_reason` (why a match must stay, or None) and `rewrite`
-    (the replacement).
+    (the replacement). `remove_nodes`: False leaves the matched nodes to a later pass, so that they may have other
+    consumers.
     """
 
-    def __init__(self, rejections: list[Rejection], *, remove_nodes: bool = True) -> None:
-        super().__init__(remove_nodes=remove_nodes)
+    remove_nodes = True
+
+    def __init__(self, rejections: list[Rejection]) -> None:
+        super().__init__(remove_nodes=self.remove_nodes)
         self.rejections = rejections
 
     @classmethod

@@ -62,6 +62,13 @@ def size(value: ir.Value | None, axis: int) -> int | None:
     return dim if isinstance(dim, int) else _report_unknown(value)
 
 
+def static_size(value: ir.Value | None, axis: int) -> int:
+    """Return the size of an axis, which must be known."""
+    known_size = size(value, axis)
+    assert known_size is not None
+    return known_size
+
+
 def same_shape(a: ir.Value | None, b: ir.Value | None) -> bool:
     """Return whether two shapes are known and equal, symbol by symbol."""
     if dims(a) is not None and dims(a) == dims(b):
@@ -101,6 +108,20 @@ def last_axis(axis: int, value: ir.Value | None) -> bool:
     """Return whether `axis` is the last axis of `value`."""
     axes = rank(value)
     return axis == -1 or (axes is not None and axis == axes - 1)
+
+
+def producer(value: ir.Value | None) -> ir.Node:
+    """Return the node that computes a value; neither an input nor an initializer is one."""
+    node = None if value is None else value.producer()
+    assert node is not None
+    return node
+
+
+def operand(node: ir.Node, index: int) -> ir.Value:
+    """Return an input of a node, which must be there."""
+    value = node.inputs[index]
+    assert value is not None
+    return value
 
 
 def consumers(value: ir.Value) -> Sequence[ir.Node]:

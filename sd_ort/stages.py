@@ -241,11 +241,7 @@ def _optimize_checkpoint(
     missing = [name for name in names if name not in paths]
     manifest = _manifest(
         {"model": checkpoint.name, "random_weights": checkpoint.random_weights},
-        {
-            **options.manifest_entry(),
-            **export_options,
-            "templates": {name: path.name for name, path in paths.items()},
-        },
+        {**options.manifest_entry(), **export_options, "templates": {name: path.name for name, path in paths.items()}},
     )
     with pipeline_folder.staged(output, *checkpoint.paths, overwrite=overwrite, on_progress=on_progress) as work:
         for line in filter(None, (note, checkpoint.detection_note)):

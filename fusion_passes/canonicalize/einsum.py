@@ -10,12 +10,10 @@ diagonal, and batch axes whose sizes may differ: Einsum broadcasts a 1 on any ax
 
 from __future__ import annotations
 
-from functools import partial
-
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
+from fusion_passes.graph_pass import Pass, PassOutcome, case_makers, rewrite_nodes
 from fusion_passes.shapes.indexing_rules import einsum_labels
 
 
@@ -118,8 +116,7 @@ def _graph(equation: str, a: str = "B,S,2,4", b: str = "B,L,2,4", y: str = "B,2,
 
 _SIZES = {"B": 2, "S": 5, "L": 3, "D": 4}
 _ONE = {"MatMul": 1, "Einsum": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("heads last", _graph("bthd,bshd->bhts"), ops=_ONE),
     _case("with spaces", _graph("b t h d, b s h d -> b h t s"), ops=_ONE),

@@ -9,14 +9,13 @@ The two are different functions (largest difference 1e-3).
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -91,8 +90,7 @@ _CONSTANTS = "float c = {0.044715}, float q = {0.7978845608}, float three = {3.0
 _TANH = """h = Mul (x, half)  p = Pow (x, three)  k = Mul (p, c)  s = Add (x, k)  m = Mul (s, q)  t = Tanh (m)
             a = Add (t, one)  y = Mul (h, a)"""
 _SIZES = {"N": 3}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("half last", _graph(_LAST), ops={"Gelu": 1, "Erf": 0}),
     _case(

@@ -11,7 +11,6 @@ Kernels and function bodies support 4-D images only. The order of positions does
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import onnx_ir as ir
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import unique_name
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 from fusion_passes.weight_recipes import record_recipe
 
@@ -98,8 +97,7 @@ class FromInstanceNormalization(Rule):
         self, op: Any, x: ir.Value, grouped: ir.Value, normal: ir.Value, shape: ir.Value, restored: ir.Value,
         weight: ir.Value, bias: ir.Value, out: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
-        node, gamma, beta = normal.producer(), values.constant(weight), values.constant(bias)
-        assert node is not None
+        node, gamma, beta = values.producer(normal), values.constant(weight), values.constant(bias)
         assert gamma is not None
         assert beta is not None
         epsilon = node.attributes.get_float("epsilon", 1e-5)
@@ -115,8 +113,7 @@ class FromGroupNormalization(Rule):
         return op.GroupNormalization(x, scale, bias, _outputs=["out"])
 
     def reject_reason(self, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> str | None:
-        channels, node = values.size(x, 1), out.producer()
-        assert node is not None
+        channels, node = values.size(x, 1), values.producer(out)
         groups = node.attributes["num_groups"].as_int()
         if (values.rank(x) or 0) < 3:
             return "its input is not known to be [N,C,...] with positions"
@@ -128,9 +125,7 @@ class FromGroupNormalization(Rule):
         return None
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> Any:
-        node, channels = out.producer(), values.size(x, 1)
-        assert node is not None
-        assert channels is not None
+        node, channels = values.producer(out), values.static_size(x, 1)
         groups = node.attributes["num_groups"].as_int()
         arrays = [a for a in (values.constant(scale), values.constant(bias)) if a is not None]
         times = [channels // a.size for a in arrays]
@@ -151,9 +146,7 @@ class BeforeFlattening(Rule):
     def rewrite(
         self, op: Any, x: ir.Value, shape: ir.Value, gamma: ir.Value, beta: ir.Value, out: ir.Value, **_: Any
     ) -> Any:
-        node = out.producer()
-        assert node is not None
-        attributes = dict(node.attributes)
+        attributes = dict(values.producer(out).attributes)
         return op.Reshape(op.GroupNorm(x, gamma, beta, _domain=DOMAIN, **attributes), shape)
 
 
@@ -184,8 +177,7 @@ def _operator(opset: int, size: int) -> str:
 
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("instance normalization", _instance(), ops={"GroupNorm": 1, "InstanceNormalization": 0, "Shape": 0}),
     _case("affine with a batch axis", _instance(affine="1,8,1,1"), ops={"GroupNorm": 1}),

@@ -9,13 +9,12 @@ internally. Rejected: another axis or power; an epsilon, gamma or beta that is n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -27,8 +26,7 @@ def formula_reject_reason(
     `means`: the outputs of the ReduceMean nodes, and the axes of each.
     """
     for mean, axes in means:
-        node, numbers = mean.producer(), values.ints(axes)
-        assert node is not None
+        node, numbers = values.producer(mean), values.ints(axes)
         if numbers is None or len(numbers) != 1 or not values.last_axis(numbers[0], x):
             return "the mean is not over the last axis"
         if not node.attributes.get_int("keepdims", 1):
@@ -104,8 +102,7 @@ def _graph(
 
 _SIZES = {"B": 2, "S": 8}
 _ONE = {"LayerNormalization": 1, "ReduceMean": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("opset 14", _graph(), ops=_ONE),
     _case("opset 17", _graph(axis=2, opset=17), ops=_ONE),

@@ -41,10 +41,7 @@ def fold_shapes(model: ir.Model) -> None:
         if iteration and not changed:
             break  # the steps below cannot change anything either
         onnxscript.optimizer.fold_constants(
-            model,
-            input_size_limit=FOLD_LIMIT,
-            output_size_limit=FOLD_LIMIT,
-            should_fold=partial(_may_fold, info),
+            model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT, should_fold=partial(_may_fold, info)
         )
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         clean_up(model)
@@ -159,8 +156,7 @@ def _reshape_target(before: Shape, after: Shape) -> list[int]:
 def _simplify_target(
     graph: ir.Graph, node: ir.Node, info: ShapeInfo, by_shape: dict[tuple[Dim, ...], ir.Value]
 ) -> None:
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+    x, y = values.operand(node, 0), node.outputs[0]
     before, after = info.shapes.get(x), info.shapes.get(y)
     if before is None or after is None or any(dim.value == 0 for dim in after):
         return
@@ -181,8 +177,7 @@ def _simplify_target(
 
 def _replace_by_reshape(graph: ir.Graph, node: ir.Node, info: ShapeInfo) -> None:
     """Replace a Squeeze or Unsqueeze by a Reshape if at most one size is unknown: [N, C] -> [N, C, 1, 1]."""
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+    x, y = values.operand(node, 0), node.outputs[0]
     before, after = info.shapes.get(x), info.shapes.get(y)
     if before is None or after is None or x.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
         return

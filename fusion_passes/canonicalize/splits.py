@@ -8,12 +8,10 @@ on tokens. Rejected: outputs with other consumers, different permutations.
 
 from __future__ import annotations
 
-from functools import partial
-
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
+from fusion_passes.graph_pass import Pass, PassOutcome, case_makers, rewrite_nodes
 from fusion_passes.shapes.infer import annotate
 
 
@@ -37,9 +35,8 @@ def _reject_reason(node: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     old = [consumer for output in node.outputs for consumer in values.consumers(output)]
-    perm, x = values.perm(old[0].outputs[0]), node.inputs[0]
+    perm, x = values.perm(old[0].outputs[0]), values.operand(node, 0)
     assert perm is not None
-    assert x is not None
     transpose = ir.node("Transpose", [x], {"perm": perm})
     transpose.metadata_props.update(node.metadata_props)
     value = transpose.outputs[0]
@@ -54,8 +51,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
         first = values.consumers(output)[0].outputs[0]
         output.shape = first.shape
     for consumer in old:
-        source = consumer.inputs[0]
-        assert source is not None
+        source = values.operand(consumer, 0)
         ir.convenience.replace_all_uses_with(consumer.outputs[0], source, replace_graph_outputs=True)
         graph.remove(consumer, safe=True)
 
@@ -70,8 +66,7 @@ def _graph(body: str, outputs: str = "float[B,S,4] a, float[B,S,4] b") -> str:
 
 _SIZES = {"B": 2, "S": 5}
 _BOTH = "lt = Transpose <perm = [0, 2, 1]> (l)  rt = Transpose <perm = [0, 2, 1]> (r)  a = Relu (lt)  b = Relu (rt)"
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("both halves", _graph(_BOTH), ops={"Transpose": 1, "Split": 1}),
     _rejected(

@@ -69,8 +69,7 @@ class FlattenSpatial(Rule):
         return None if isinstance(before[1], int) else "the number of channels is unknown"
 
     def rewrite(self, op: Any, x: ir.Value, flat: ir.Value, **_: Any) -> Any:
-        channels = values.size(x, 1)
-        assert channels is not None
+        channels = values.static_size(x, 1)
         shape = op.initializer(ir.tensor([0, -1, channels], dtype=ir.DataType.INT64), name=unique_name(flat, "nhwc"))
         return op.Reshape(op.Transpose(x, perm=[0, 2, 3, 1]), shape)
 

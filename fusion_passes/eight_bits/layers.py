@@ -39,16 +39,12 @@ class Layer:
     @property
     def x(self) -> ir.Value:
         """The activations."""
-        value = self.node.inputs[0]
-        assert value is not None
-        return value
+        return values.operand(self.node, 0)
 
     @property
     def weight(self) -> ir.Value:
         """The weight, an initializer."""
-        value = self.node.inputs[1]
-        assert value is not None
-        return value
+        return values.operand(self.node, 1)
 
 
 @dataclass
@@ -115,17 +111,13 @@ def _reject_reason(
         return f"its channels are no multiples of {CHANNEL_MULTIPLE}"
     if is_convolution and node.attributes.get_int("group", 1) != 1:
         return "it has groups"
-    if outputs != inputs and _is_image(x) and (not is_convolution or _edges(node, shape) == [1, 1]):
+    if outputs != inputs and values.rank(x) == 4 and (not is_convolution or _edges(node, shape) == [1, 1]):
         return "it is a shortcut: a 1x1 convolution that changes the number of channels"
     if node.op_type == "Gemm" and not _is_linear(node):
         return "it is a Gemm with factors or a transposed input"
     if node.op_type not in operators:
         return "the target has no kernel in 8 bits for it"
     return None
-
-
-def _is_image(x: ir.Value) -> bool:
-    return values.rank(x) == 4
 
 
 def _is_linear(node: ir.Node) -> bool:

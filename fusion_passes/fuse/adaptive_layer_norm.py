@@ -10,14 +10,13 @@ becomes one node for each. Rejected: a gamma other than ones, a beta other than 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -25,9 +24,7 @@ class AdaptiveLayerNorm(Rule):
     """LayerNormalization(x, ones) * scale + shift => LayerNormalization(x, scale, shift)"""
 
     scale_first = shift_first = False  # order of the operands of Mul and Add; rules match one order
-
-    def __init__(self, rejections: list[Rejection]) -> None:
-        super().__init__(rejections, remove_nodes=False)  # the normalization may have other modulations
+    remove_nodes = False  # the normalization may have other modulations
 
     def pattern(self, op: Any, x: Any, gamma: Any, scale: Any, shift: Any) -> Any:
         beta = Var("beta", can_match_none=True)
@@ -40,8 +37,7 @@ class AdaptiveLayerNorm(Rule):
         self, x: ir.Value, gamma: ir.Value, scale: ir.Value, shift: ir.Value, normal: ir.Value, beta: ir.Value | None,
         scaled: ir.Value, **_: Any,
     ) -> str | None:  # fmt: skip
-        node, shape = normal.producer(), values.dims(x)
-        assert node is not None
+        node, shape = values.producer(normal), values.dims(x)
         width = values.size(x, -1)
         if shape is None or len(shape) != 3 or width is None:
             return "the normalized values are not [B,S,C] with a known C"
@@ -60,9 +56,7 @@ class AdaptiveLayerNorm(Rule):
         return None if x.dtype == scale.dtype == shift.dtype else "the values and their modulation differ in dtype"
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, shift: ir.Value, normal: ir.Value, **_: Any) -> Any:
-        node = normal.producer()
-        assert node is not None
-        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        epsilon = values.producer(normal).attributes.get_float("epsilon", 1e-5)
         return op.LayerNormalization(x, scale, shift, axis=-1, epsilon=epsilon)
 
 
@@ -106,8 +100,7 @@ def _graph(
 
 
 _ONE = {"LayerNormalization": 1, "Mul": 0, "Add": 0}
-_case = partial(PassCase, sizes={"B": 2, "S": 5})
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers({"B": 2, "S": 5})
 CASES = [
     _case("no affine", _graph(), ops=_ONE),
     _case("scale first", _graph("m = Mul (scale, n)  y = Add (m, shift)"), ops=_ONE),
@@ -117,9 +110,7 @@ CASES = [
     ),
     _case(
         "two modulations of one normalization",
-        _graph(
-            "m = Mul (n, scale)  a = Add (m, shift)  k = Mul (n, shift)  c = Add (k, scale)  y = Sub (a, c)",
-        ),
+        _graph("m = Mul (n, scale)  a = Add (m, shift)  k = Mul (n, shift)  c = Add (k, scale)  y = Sub (a, c)"),
         2,
         ops={"LayerNormalization": 2, "Mul": 0, "Add": 0},
     ),

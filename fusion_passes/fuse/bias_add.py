@@ -7,14 +7,13 @@ Rejected: a bias that is not a vector over the last axis, a skip of another shap
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -52,8 +51,7 @@ def _graph(body: str, bias: str = "8", skip: str = "B,S,8", outputs: str = "") -
 
 _SIZES = {"B": 2, "S": 6}
 _ONE = {"BiasAdd": 1, "Add": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("projection", _graph("a = Add (x, b)  y = Add (a, k)"), ops=_ONE),
     _case("operands swapped", _graph("a = Add (b, x)  y = Add (k, a)"), ops=_ONE),

@@ -8,14 +8,13 @@ element per channel.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -30,9 +29,7 @@ class BiasSplitGelu(Rule):
         return self.product(op, left, right)
 
     def reject_reason(self, x: ir.Value, bias: ir.Value, left: ir.Value, right: ir.Value, gelu: ir.Value) -> str | None:
-        width, split, activation = values.size(x, -1), left.producer(), gelu.producer()
-        assert split is not None
-        assert activation is not None
+        width, split, activation = values.size(x, -1), values.producer(left), values.producer(gelu)
         if not values.is_vector(bias, width):
             return "the bias is not a constant vector over the last axis"
         if values.rank(x) != 3 or not values.last_axis(split.attributes.get_int("axis", 0), x):
@@ -74,8 +71,7 @@ def _graph(
 
 
 _SIZES = {"N": 2, "S": 6}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}),
     _case("operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}),

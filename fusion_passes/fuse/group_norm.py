@@ -7,13 +7,13 @@ Rejected: another consumer of y, a Sigmoid of another tensor, a GroupNorm that h
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
-from fusion_passes.graph_pass import PassCase
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -25,14 +25,10 @@ class GroupNormSilu(Rule):
         return op.Mul(y, op.Sigmoid(y))
 
     def reject_reason(self, normal: ir.Value, **_: Any) -> str | None:
-        node = normal.producer()
-        assert node is not None
-        return "it has an activation already" if node.attributes["activation"].as_int() else None
+        return "it has an activation already" if values.producer(normal).attributes["activation"].as_int() else None
 
     def rewrite(self, op: Any, x: ir.Value, gamma: ir.Value, beta: ir.Value, normal: ir.Value) -> Any:
-        node = normal.producer()
-        assert node is not None
-        attributes = dict(node.attributes) | {"activation": 1}
+        attributes = dict(values.producer(normal).attributes) | {"activation": 1}
         return op.GroupNorm(x, gamma, beta, _domain=DOMAIN, **attributes)
 
 
@@ -57,8 +53,7 @@ def _graph(tail: str, outputs: str = "") -> str:
 
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("SiLU", _graph("y = Mul (n, s)"), ops={"GroupNorm": 1, "Sigmoid": 0, "Mul": 0}),
     _case("operands swapped", _graph("y = Mul (s, n)"), ops={"GroupNorm": 1, "Sigmoid": 0}),

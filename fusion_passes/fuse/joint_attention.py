@@ -59,8 +59,7 @@ def _not_tokens(value: ir.Value | None) -> str | None:
 def _tokens(graph: ir.Graph, value: ir.Value | None, before: ir.Node) -> ir.Value:
     """Return a value [B,N,S,D], for which `_not_tokens` is None, as [B,S,N,D]; new nodes are inserted at `before`."""
     assert value is not None
-    node = value.producer()
-    assert node is not None
+    node = values.producer(value)
     if values.perm(value) == SWAP:
         assert node.inputs[0] is not None
         return node.inputs[0]

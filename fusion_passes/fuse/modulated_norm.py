@@ -11,21 +11,19 @@ scales of tokens, one scale for all images, and a normalized value that somethin
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
 def _reject_reason(x: ir.Value, scale: ir.Value, normal: ir.Value) -> str | None:
     """Return why a norm must not take the scale that its output is multiplied by, or None."""
-    node, shape, width = normal.producer(), values.dims(x), values.size(x, -1)
-    assert node is not None
+    node, shape, width = values.producer(normal), values.dims(x), values.size(x, -1)
     if shape is None or len(shape) != 3 or width is None:
         return "the normalized values are not [B,S,C] with a known C"
     if not values.last_axis(node.attributes.get_int("axis", -1), x):
@@ -42,8 +40,7 @@ def _reject_reason(x: ir.Value, scale: ir.Value, normal: ir.Value) -> str | None
 class ModulatedRMSNorm(Rule):
     """RMSNormalization(x, gamma) * scale => RMSNormalization(x, scale * gamma)"""
 
-    def __init__(self, rejections: list[Rejection]) -> None:
-        super().__init__(rejections, remove_nodes=False)  # so that other consumers are a reason to reject
+    remove_nodes = False  # so that other consumers are a reason to reject
 
     def pattern(self, op: Any, x: Any, gamma: Any, scale: Any) -> Any:
         return op.Mul(op.RMSNormalization(x, gamma, _outputs=["normal"]), scale)
@@ -54,9 +51,7 @@ class ModulatedRMSNorm(Rule):
         return _reject_reason(x, scale, normal)
 
     def rewrite(self, op: Any, x: ir.Value, gamma: ir.Value, scale: ir.Value, normal: ir.Value, **_: Any) -> Any:
-        node = normal.producer()
-        assert node is not None
-        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        epsilon = values.producer(normal).attributes.get_float("epsilon", 1e-5)
         return op.RMSNormalization(x, op.Mul(scale, gamma), axis=-1, epsilon=epsilon, stash_type=1)
 
 
@@ -70,8 +65,7 @@ class SwappedModulatedRMSNorm(ModulatedRMSNorm):
 class ScaledLayerNorm(Rule):
     """LayerNormalization(x, ones) * scale => LayerNormalization(x, scale)"""
 
-    def __init__(self, rejections: list[Rejection]) -> None:
-        super().__init__(rejections, remove_nodes=False)  # so that other consumers are a reason to reject
+    remove_nodes = False  # so that other consumers are a reason to reject
 
     def pattern(self, op: Any, x: Any, gamma: Any, scale: Any) -> Any:
         beta = Var("beta", can_match_none=True)
@@ -89,8 +83,7 @@ class ScaledLayerNorm(Rule):
         return _reject_reason(x, scale, normal)
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, normal: ir.Value, **_: Any) -> Any:
-        node = normal.producer()
-        assert node is not None
+        node = values.producer(normal)
         return op.LayerNormalization(x, scale, axis=-1, epsilon=node.attributes.get_float("epsilon", 1e-5))
 
 
@@ -118,8 +111,7 @@ def _graph(
 
 
 _LAYER = "LayerNormalization <epsilon = 0.01> (x, ones)"
-_case = partial(PassCase, sizes={"B": 2, "S": 5})
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers({"B": 2, "S": 5})
 _RMS_OPS, _LAYER_OPS = {"RMSNormalization": 1, "Mul": 1}, {"LayerNormalization": 1, "Mul": 0}
 _GATED = "t = Tanh (scale)  m = Mul (t, n)  y = Add (x, m)"
 CASES = [

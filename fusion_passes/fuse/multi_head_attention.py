@@ -14,7 +14,6 @@ along S or L is expanded.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -24,15 +23,14 @@ from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import expand_mask
 from fusion_passes.graph_edits import unique_name
-from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
 class MultiHeadAttention(Rule):
     """Head split, SDPA and head merge => MultiHeadAttention"""
 
-    def __init__(self, rejections: list[Rejection]) -> None:
-        super().__init__(rejections, remove_nodes=False)
+    remove_nodes = False
 
     def pattern(self, op: Any, q: Any, k: Any, v: Any, q4: Any, k4: Any, v4: Any, merged: Any) -> Any:
         query = op.Transpose(op.Reshape(q, q4, _outputs=["q_heads"]), perm=[0, 2, 1, 3])
@@ -46,8 +44,7 @@ class MultiHeadAttention(Rule):
         self, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, k_heads: ir.Value, v_heads: ir.Value,
         sdpa: ir.Value, out: ir.Value, mask: ir.Value | None, **_: Any,
     ) -> str | None:  # fmt: skip
-        heads, node = values.size(q_heads, 2), sdpa.producer()
-        assert node is not None
+        heads, node = values.size(q_heads, 2), values.producer(sdpa)
         if node.attributes.get_float("softcap", 0.0):
             return "it caps its scores"
         if heads is None:
@@ -77,8 +74,7 @@ class MultiHeadAttention(Rule):
         self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, sdpa: ir.Value,
         mask: ir.Value | None, out: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
-        node = sdpa.producer()
-        assert node is not None
+        node = values.producer(sdpa)
         inputs = [q, k, v] + ([] if mask is None else [None, None, expand_mask(op, mask, q, k, sdpa)])
         attention = op.MultiHeadAttention(
             *inputs,
@@ -146,8 +142,7 @@ def _shared(more: str = "", outputs: str = "") -> str:
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"MultiHeadAttention": 1, "Transpose": 0, "Reshape": 0, "Softmax": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("cross-attention", _graph(), ops=_ONE),
     _case("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE),

@@ -9,7 +9,6 @@ another tensor does not match.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -17,7 +16,7 @@ from onnxscript.rewriter.pattern import OrValue
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -82,8 +81,7 @@ def _swiglu(body: str, shape: str = "N,S,8", outputs: str = "") -> str:
 
 _ONE = {"QuickGelu": 1, "Sigmoid": 0, "Mul": 1}
 _TOKENS = {"N": 2, "S": 3, "H": 4, "W": 5}
-_case = partial(PassCase, sizes=_TOKENS)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_TOKENS)
 CASES = [
     _case("SwiGLU", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)"), ops=_ONE),
     _case("SwiGLU swapped", _swiglu("s = Sigmoid (x)  g = Mul (s, x)  y = Mul (z, g)"), ops=_ONE),

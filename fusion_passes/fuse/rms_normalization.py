@@ -9,7 +9,6 @@ constant or of another size.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -17,7 +16,7 @@ from onnxscript.rewriter.pattern import OrValue
 
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.layer_normalization import formula_reject_reason
-from fusion_passes.graph_pass import Pass, PassCase, PassOutcome
+from fusion_passes.graph_pass import Pass, PassOutcome, case_makers
 from fusion_passes.rule import Rule, apply_rules
 
 OPSET = 23
@@ -65,8 +64,7 @@ def _graph(body: str = "", power: float = 2.0, axis: int = -1, outputs: str = ""
 
 
 _ONE = {"RMSNormalization": 1, "ReduceMean": 0}
-_case = partial(PassCase, sizes={"B": 2, "S": 8})
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers({"B": 2, "S": 8})
 CASES = [
     _case("torch.rms_norm below opset 23", _graph(), ops=_ONE),
     _case("T5, gamma first", _graph("s = Sqrt (e)  n = Div (x, s)  y = Mul (w, n)", axis=2), ops=_ONE),

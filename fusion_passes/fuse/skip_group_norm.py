@@ -7,14 +7,13 @@ Rejected: a skip of another shape, a sum that is not of feature maps, a constant
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -40,8 +39,7 @@ class SkipGroupNorm(Rule):
     def rewrite(
         self, op: Any, x: ir.Value, skip: ir.Value, gamma: ir.Value, beta: ir.Value, total: ir.Value, normal: ir.Value
     ) -> Any:
-        node = normal.producer()
-        assert node is not None
+        node = values.producer(normal)
         if not values.same_shape(x, total):
             x, skip = skip, x
         attributes = dict(node.attributes)
@@ -63,8 +61,7 @@ def _graph(skip: str, add: str = "s = Add (x, k)", reads: str = "s") -> str:
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
 _ONE = {"SkipGroupNorm": 1, "GroupNorm": 0, "Add": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("residual", _graph("N,8,H,W"), ops=_ONE),
     _case("time embedding", _graph("N,8,1,1"), ops=_ONE),

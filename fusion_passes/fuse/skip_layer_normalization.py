@@ -8,14 +8,13 @@ Rejected: a skip of another shape, an axis other than the last, constants that a
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -33,8 +32,7 @@ class SkipLayerNorm(Rule):
         self, x: ir.Value, skip: ir.Value, bias: ir.Value | None, gamma: ir.Value, beta: ir.Value, normal: ir.Value,
         total: ir.Value,
     ) -> str | None:  # fmt: skip
-        node, width = normal.producer(), values.size(total, -1)
-        assert node is not None
+        node, width = values.producer(normal), values.size(total, -1)
         if values.rank(total) != 3 or not values.last_axis(node.attributes.get_int("axis", -1), total):
             return "not over the last axis of [B,S,C]"
         if not (values.same_shape(x, total) and values.same_shape(skip, total)):
@@ -49,8 +47,7 @@ class SkipLayerNorm(Rule):
         self, op: Any, x: ir.Value, skip: ir.Value, bias: ir.Value | None, gamma: ir.Value, beta: ir.Value,
         normal: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
-        node = normal.producer()
-        assert node is not None
+        node = values.producer(normal)
         inputs = [x, skip, gamma, beta] + ([] if bias is None else [bias])
         epsilon = node.attributes.get_float("epsilon", 1e-5)
         y, _, _, total = op.SkipLayerNormalization(*inputs, epsilon=epsilon, _domain=DOMAIN, _outputs=4)
@@ -86,8 +83,7 @@ def _graph(total: str, bias: str = "8", skip: str = "B,S,8", axis: int = -1, rea
 
 _SIZES = {"B": 2, "S": 6}
 _ONE = {"SkipLayerNormalization": 1, "LayerNormalization": 0, "Add": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("bias and skip", _graph("a = Add (x, b)  s = Add (a, k)"), ops=_ONE),
     _case("skip first, bias first", _graph("a = Add (b, x)  s = Add (k, a)", axis=2), ops=_ONE),

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.cleanup import clean_up
-from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_edits import replace_nodes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.shapes.infer import annotate_new
 
@@ -112,11 +112,8 @@ def _lower(graph: ir.Graph, node: ir.Node) -> None:
         inputs = [y, scale, shift[0] if shift else None, gate, skip]
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5), "rms": rms}
     fused = ir.node("AdaptiveNorm", inputs, attributes, domain=DOMAIN, num_outputs=2)
-    fused.metadata_props.update(node.metadata_props)
     fused.outputs[1].name = f"{last.outputs[0].name}.sum"
-    replace_value(graph, last, fused, last.outputs[0])
-    for each in dict.fromkeys((last, node)):
-        graph.remove(each, safe=True)
+    replace_nodes(graph, fused, node, last, node)
     if addends is not None and x is not None:
         add = x.producer()
         total = fused.outputs[1]

@@ -54,16 +54,14 @@ class Convolution(Rule):
         return op.Conv(x, weight, _allow_other_attributes=True, _allow_other_inputs=True, _outputs=["y"])
 
     def reject_reason(self, weight: ir.Value, y: ir.Value, **_: Any) -> str | None:
-        node = y.producer()
-        assert node is not None
+        node = values.producer(y)
         shape = values.dims(weight)
         if shape is None or not values.is_constant(weight):
             return "its filters are not constant"
         return tiles_reject_reason(node, shape) or _channels_reject_reason(shape[:2])
 
     def rewrite(self, op: Any, weight: ir.Value, y: ir.Value, **_: Any) -> Any:
-        node = y.producer()
-        assert node is not None
+        node = values.producer(y)
         stride = (node.attributes.get_ints("strides") or (1,))[0]
         return op.Bfloat16Conv(*node.inputs, stride=stride, x_last=0, y_last=0, _domain=DOMAIN)
 

@@ -36,8 +36,7 @@ class ChannelNorm(Rule):
     def reject_reason(
         self, x: ir.Value, axes: ir.Value, least: ir.Value, factor: ir.Value, gamma: ir.Value, norm: ir.Value, **_: Any
     ) -> str | None:
-        node, channels = norm.producer(), values.size(x, 1)
-        assert node is not None
+        node, channels = values.producer(norm), values.size(x, 1)
         if values.rank(x) != 4 or channels is None:
             return "it is no image [N,C,H,W] with a known number of channels"
         if values.ints(axes) not in ([1], [-3]) or not node.attributes.get_int("keepdims", 1):
@@ -54,8 +53,7 @@ class ChannelNorm(Rule):
     def rewrite(
         self, op: Any, x: ir.Value, least: ir.Value, gamma: ir.Value, norm: ir.Value, out: ir.Value, **_: Any
     ) -> Any:
-        channels, minimum = values.size(x, 1), values.scalar(least)
-        assert channels is not None
+        channels, minimum = values.static_size(x, 1), values.scalar(least)
         assert minimum is not None
         graph = out.graph
         assert graph is not None

@@ -15,7 +15,6 @@ Runtime's kernel crashes without one).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -24,7 +23,7 @@ from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.cleanup import remove_unused
 from fusion_passes.graph_edits import new_derived_initializer
-from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
+from fusion_passes.graph_pass import Pass, PassOutcome, case_makers, rewrite_nodes
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -35,9 +34,7 @@ class BiasGelu(Rule):
         return op.Gelu(op.Add(x, bias), _outputs=["out"])
 
     def reject_reason(self, x: ir.Value, bias: ir.Value, out: ir.Value) -> str | None:
-        node = out.producer()
-        assert node is not None
-        if node.attributes.get_string("approximate", "none") != "none":
+        if values.producer(out).attributes.get_string("approximate", "none") != "none":
             return "Gelu is approximated by tanh"
         vector = values.is_vector(bias, values.size(x, -1)) and x.dtype == bias.dtype == ir.DataType.FLOAT
         return None if vector else "the bias is not a constant vector over the last axis"
@@ -56,8 +53,7 @@ class SkipRMSNormalization(Rule):
     def reject_reason(
         self, x: ir.Value, skip: ir.Value, gamma: ir.Value, total: ir.Value, normal: ir.Value
     ) -> str | None:
-        node = normal.producer()
-        assert node is not None
+        node = values.producer(normal)
         if values.rank(total) != 3 or not values.last_axis(node.attributes.get_int("axis", -1), total):
             return "not over the last axis of [B,S,C]"
         if not (values.same_shape(x, total) and values.same_shape(skip, total)):
@@ -66,9 +62,7 @@ class SkipRMSNormalization(Rule):
         return None if vector else "gamma is not a constant vector over the last axis"
 
     def rewrite(self, op: Any, x: ir.Value, skip: ir.Value, gamma: ir.Value, normal: ir.Value, **_: Any) -> Any:
-        node = normal.producer()
-        assert node is not None
-        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        epsilon = values.producer(normal).attributes.get_float("epsilon", 1e-5)
         y, _, _, total = op.SkipSimplifiedLayerNormalization(
             x, skip, gamma, epsilon=epsilon, _domain=CONTRIB, _outputs=4
         )
@@ -201,8 +195,7 @@ _SUMS = "qb = Add (q, b)  kb = Add (p, c)  vb = Add (v, d)  "
 _PACKED = "m = MatMul (x, packed)  s = Add (m, wide)  q, p, v = Split <axis = -1, num_outputs = 3> (s)  "
 _NORM = "s = Add (x, k)  y = RMSNormalization <epsilon = 0.01> (s, b)  z = Relu (s)"
 _Z = ", float[B,S,8] z"
-_case = partial(PassCase, sizes={"B": 2, "S": 5})
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers({"B": 2, "S": 5})
 CASES = [
     _case("Gelu of a bias", _graph("a = Add (x, b)  y = Gelu (a)"), ops={"BiasGelu": 1, "Add": 0}),
     _rejected("Gelu by tanh", _graph('a = Add (x, b)  y = Gelu <approximate = "tanh"> (a)'), rejection="tanh"),

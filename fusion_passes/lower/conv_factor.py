@@ -103,11 +103,7 @@ CASES = [
         sizes=SIZES,
     ),
     PassCase(
-        "read twice",
-        case_graph(f"h = {_CONV}  y = Mul (h, c)  z = Neg (h)", _FACTOR, _Z),
-        0,
-        {"Mul": 1},
-        sizes=SIZES,
+        "read twice", case_graph(f"h = {_CONV}  y = Mul (h, c)  z = Neg (h)", _FACTOR, _Z), 0, {"Mul": 1}, sizes=SIZES
     ),
     PassCase("an output", case_graph(f"z = {_CONV}  y = Mul (z, c)", _FACTOR, _Z), 0, {"Mul": 1}, sizes=SIZES),
     PassCase(

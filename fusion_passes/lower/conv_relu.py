@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_edits import replace_nodes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.lower import fold_bias, linear_add, nhwc_layout, subpixel_conv, upsample_nearest
 
@@ -70,11 +70,7 @@ def _rewrite(graph: ir.Graph, relu: ir.Node) -> None:
         skips = [value for value in _images(add) if value is not None and value is not conv.outputs[0]]
         inputs += [add.inputs[1], *skips]
     new = ir.node("NhwcConv", inputs, {**conv.attributes, "relu": ir.AttrInt64("relu", 1)}, domain=DOMAIN)
-    new.metadata_props.update(conv.metadata_props)
-    replace_value(graph, relu, new, relu.outputs[0])
-    for node in (relu, add, conv):
-        if node is not None:
-            graph.remove(node, safe=True)
+    replace_nodes(graph, new, conv, relu, *([] if add is None else [add]), conv)
 
 
 def _case(

@@ -72,8 +72,7 @@ def _reject_reason(node: ir.Node, y: ir.Value | None, reshapes: list[ir.Node]) -
 
 def _rewrite(graph: ir.Graph, node: ir.Node, y: ir.Value, reshapes: list[ir.Node]) -> None:
     """Replace a QuantizeLinear by an output of the node of `y`, followed by copies of `reshapes`."""
-    producer, before = y.producer(), node.outputs[0]
-    assert producer is not None
+    producer, before = values.producer(y), node.outputs[0]
     index = BY_NAME[producer.op_type].float8_output
     assert index is not None
     scale = values.scalar(node.inputs[1])

@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_value, unique_name
+from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_nodes, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower import nhwc_layout
 
@@ -116,8 +116,7 @@ def _add_bias_input(graph: ir.Graph, consumer: ir.Node, index: int, bias: ir.Val
     """Add `bias` to the input `index` of `consumer`, which may be missing."""
     present = consumer.inputs[index] if len(consumer.inputs) > index else None
     if present is not None:
-        width = values.size(bias, 0)
-        assert width is not None
+        width = values.static_size(bias, 0)
         bias = new_derived_initializer(graph, f"{consumer.outputs[0].name}.bias", [present, bias], [width], "add")
     if len(consumer.inputs) <= index:
         consumer.resize_inputs(index + 1)
@@ -130,9 +129,8 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value, zero_ski
     Other consumers of x add the bias themselves. If one of them cannot, all of them read SkipGroupNorm's sum.
     """
     x, gamma, beta = norm.inputs[:3]
-    old, width = norm.outputs[0], values.size(bias, 0)
+    old, width = norm.outputs[0], values.static_size(bias, 0)
     assert x is not None
-    assert width is not None
     others = [(consumer, index) for consumer, index in x.uses() if consumer is not norm]  # may precede the norm
     attributes = dict(norm.attributes)
     skip = _zero_skip(graph, x, width, zero_skips)
@@ -173,8 +171,7 @@ def _zero_skip(graph: ir.Graph, x: ir.Value, width: int, zero_skips: ZeroSkips) 
     for node, count in ((size, 1), (shape, 4)):
         node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([count])
     skip.outputs[0].type, skip.outputs[0].shape = x.type, ir.Shape([batch, 1, 1, width])
-    producer = x.producer()
-    assert producer is not None
+    producer = values.producer(x)
     graph.insert_after(producer, [size, shape, skip])
     if is_shared and producer.op_type == "NhwcConv":
         zero_skips[key] = skip.outputs[0]
@@ -208,9 +205,7 @@ def _add_bias(graph: ir.Graph, consumer: ir.Node, index: int, bias: ir.Value) ->
     elif consumer.op_type == "Add":
         _to_bias_add(graph, consumer, index, bias)
     else:
-        filters, width = consumer.inputs[1], values.size(consumer.inputs[1], 0)
-        assert filters is not None
-        assert width is not None
+        filters, width = values.operand(consumer, 1), values.static_size(consumer.inputs[1], 0)
         name = unique_name(consumer.outputs[0], "through")
         product = new_derived_initializer(graph, name, [filters, bias], [width], "conv1x1_bias")
         _add_bias_input(graph, consumer, 2, product)
@@ -219,9 +214,7 @@ def _add_bias(graph: ir.Graph, consumer: ir.Node, index: int, bias: ir.Value) ->
 def _to_bias_add(graph: ir.Graph, add: ir.Node, index: int, bias: ir.Value) -> None:
     """Add(x, y) => BiasAdd(x, bias, y), with the name of the old output."""
     node = ir.node("BiasAdd", [add.inputs[index], bias, add.inputs[1 - index]], domain=DOMAIN)
-    node.metadata_props.update(add.metadata_props)
-    replace_value(graph, add, node, add.outputs[0])
-    graph.remove(add, safe=True)
+    replace_nodes(graph, node, add, add)
 
 
 def _case(name: str, body: str, rewrites: int = 1, rejection: str | None = None, **ops: int) -> PassCase:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import new_initializer, replace_value
+from fusion_passes.graph_edits import new_initializer, replace_nodes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 
 
@@ -39,11 +39,9 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     zeros = new_initializer(graph, f"{old.name}.zeros", np.zeros(width or 0, np.float32))
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     new = ir.node("SkipLayerNormalization", [x, zeros, gamma, beta], {"epsilon": epsilon}, domain=DOMAIN, num_outputs=4)
-    new.metadata_props.update(node.metadata_props)
     for index, output in enumerate(new.outputs[1:]):
         output.name = f"{old.name}.unread{index}"
-    replace_value(graph, node, new, old)
-    graph.remove(node, safe=True)
+    replace_nodes(graph, new, node, node)
 
 
 def _case(name: str, call: str, rejection: str | None = None, inputs: str = "", outputs: str = "") -> PassCase:

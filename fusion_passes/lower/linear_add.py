@@ -42,7 +42,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import new_derived_initializer, replace_value
+from fusion_passes.graph_edits import new_derived_initializer, replace_nodes, replace_value
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower import fold_bias, linear_split_gelu, nhwc_layout, pack_qkv, split_concat
 
@@ -119,8 +119,7 @@ def _reject_reason(node: ir.Node, constraint: Constraint) -> str | None:
 def _match_gemm(node: ir.Node | None, constraint: Constraint) -> _Gemm | None:
     if node is None or node.op_type not in ("MatMul", "NhwcConv") or _reject_reason(node, constraint) is not None:
         return None
-    x = node.inputs[0]
-    assert x is not None
+    x = values.operand(node, 0)
     has_bias = node.op_type == "NhwcConv" and len(node.inputs) > 2
     return _Gemm(node, x, node.inputs[2] if has_bias else None)
 
@@ -205,10 +204,7 @@ def _fuse_gelu(graph: ir.Graph, node: ir.Node) -> bool:
     if len(list(x.uses())) != 1 or x.is_graph_output():
         return False
     new = ir.node("LinearAdd", linear.inputs, {"gelu": 1}, domain=DOMAIN)
-    new.metadata_props.update(linear.metadata_props)
-    replace_value(graph, node, new, node.outputs[0])
-    graph.remove(node, safe=True)
-    graph.remove(linear, safe=True)
+    replace_nodes(graph, new, linear, node, linear)
     return True
 
 
@@ -231,14 +227,10 @@ def _fuse_skip_group_norm(graph: ir.Graph, node: ir.Node, constraint: Constraint
         gemm = _single_use_gemm(value, constraint)
         if gemm is None or not values.same_shape(value, other):
             continue
-        normal, total = node.outputs
-        summed = _insert_linear_add(graph, node, gemm, total, bias, other)
+        summed = _insert_linear_add(graph, node, gemm, node.outputs[1], bias, other)
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         norm = ir.node("GroupNorm", [summed, gamma, beta], attributes, domain=DOMAIN)
-        norm.metadata_props.update(node.metadata_props)
-        replace_value(graph, node, norm, normal)
-        graph.remove(node, safe=True)
-        graph.remove(gemm.node, safe=True)
+        replace_nodes(graph, norm, node, node, gemm.node)
         return True
     return False
 
@@ -258,13 +250,10 @@ def _insert_linear_add(
 
 def _weight_matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """Return the weight as (K, N)."""
-    weight = node.inputs[1]
-    assert weight is not None
+    weight = values.operand(node, 1)
     if node.op_type == "MatMul":
         return weight
-    filters, channels = values.size(weight, 0), values.size(weight, 3)
-    assert filters is not None
-    assert channels is not None
+    filters, channels = values.static_size(weight, 0), values.static_size(weight, 3)
     name = f"{node.outputs[0].name}.matrix"
     return new_derived_initializer(graph, name, [weight], [channels, filters], "matrix", filters)
 

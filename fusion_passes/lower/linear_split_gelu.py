@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_edits import replace_nodes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 
 
@@ -35,13 +35,9 @@ def _reject_reason(node: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     x, bias = node.inputs
-    matmul = None if x is None else x.producer()
-    assert matmul is not None
+    matmul = values.producer(x)
     new = ir.node("LinearSplitGelu", [*matmul.inputs, bias], domain=DOMAIN)
-    new.metadata_props.update(node.metadata_props)
-    replace_value(graph, node, new, node.outputs[0])
-    graph.remove(node, safe=True)
-    graph.remove(matmul, safe=True)
+    replace_nodes(graph, new, node, node, matmul)
 
 
 _BIASED = "a = Add (m, b)"

@@ -168,8 +168,7 @@ class _NhwcConverter:
         if not output.is_graph_output() and all(consumer in converted for consumer, _ in output.uses()):
             return
         counterpart = self.nhwc[output]
-        transpose, producer = self._transposed(counterpart, TO_NCHW), counterpart.producer()
-        assert producer is not None
+        transpose, producer = self._transposed(counterpart, TO_NCHW), values.producer(counterpart)
         nchw = transpose.outputs[0]
         nchw.shape, nchw.type = output.shape, output.type
         self.graph.insert_after(producer, transpose)
@@ -186,8 +185,7 @@ class _NhwcConverter:
             output.shape = ir.Shape([like.shape[axis] for axis in TO_NHWC])
 
     def _transpose(self, node: ir.Node) -> None:
-        x, y = node.inputs[0], node.outputs[0]
-        assert x is not None
+        x, y = values.operand(node, 0), node.outputs[0]
         if values.perm(y) == TO_NHWC and x in self.nhwc and not y.is_graph_output():
             self.output_transposes[node] = x
         elif values.perm(y) == TO_NCHW:
@@ -232,8 +230,7 @@ class _NhwcConverter:
         x: ir.Value | None = value
         if source is not None and source.op_type == "Reshape":
             x = source.inputs[0] if values.dims(source.inputs[0]) == (values.dims(value) or [])[:2] else value
-        channels = values.size(value, 1)
-        assert channels is not None
+        channels = values.static_size(value, 1)
         shape = new_initializer(self.graph, f"{before.outputs[0].name}.{value.name}.nhwc_shape", [0, 1, 1, channels])
         node = ir.node("Reshape", [x, shape])
         self._set_metadata(node.outputs[0], value)
@@ -291,8 +288,7 @@ class _NhwcConverter:
 
     def _pool(self, node: ir.Node) -> None:
         """Convert a 2-D pool to a 3-D pool over [H,W,C] with windows of one channel."""
-        x, y, name = node.inputs[0], node.outputs[0], node.outputs[0].name
-        assert x is not None
+        x, y, name = values.operand(node, 0), node.outputs[0], node.outputs[0].name
         axis = new_initializer(self.graph, f"{name}.nhwc_axis", [1])
         volume = ir.node("Unsqueeze", [self.nhwc_of(x, node), axis])
         attributes = {key: a.value for key, a in node.attributes.items()}

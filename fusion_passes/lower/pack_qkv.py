@@ -74,9 +74,7 @@ def _projection(value: ir.Value | None) -> Projection | None:
 
 def _pack(graph: ir.Graph, node: ir.Node, sources: Sequence[Projection]) -> ir.Value:
     x, heads, parts = sources[0][0], node.attributes["num_heads"].as_int(), len(sources)
-    rows, width = values.size(sources[0][1], 0), values.size(sources[0][1], 1)
-    assert rows is not None
-    assert width is not None
+    rows, width = values.static_size(sources[0][1], 0), values.static_size(sources[0][1], 1)
     name = f"{node.outputs[0].name}.{'qkv' if parts == 3 else 'kv'}"
 
     weight = new_derived_initializer(

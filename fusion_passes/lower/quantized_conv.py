@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_edits import replace_nodes
 from fusion_passes.graph_pass import PassOutcome
 from fusion_passes.lower import quantized_linear as linear
 from fusion_passes.lower.bfloat16_matmul_conv import tiles_reject_reason
@@ -35,8 +35,7 @@ def kernel_reject_reason(node: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     quantized, elements = linear.quantized_operands(node)
-    (output,), filters = node.outputs, values.size(elements, 0)
-    assert filters is not None
+    (output,), filters = node.outputs, values.static_size(elements, 0)
     bias = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2] is not None else None
     inputs = [
         quantized,
@@ -46,6 +45,4 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     ]
     attributes = {"stride": (node.attributes.get_ints("strides") or (1,))[0], "x_last": 0, "y_last": 0}
     new = ir.node("QuantizedConv", inputs, attributes, domain=DOMAIN)
-    new.metadata_props.update(node.metadata_props)
-    replace_value(graph, node, new, output)
-    graph.remove(node, safe=True)
+    replace_nodes(graph, new, node, node)

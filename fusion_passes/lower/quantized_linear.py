@@ -20,7 +20,7 @@ import onnx_ir as ir
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.cleanup import remove_unused
-from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_value, unique_name
+from fusion_passes.graph_edits import new_derived_initializer, new_initializer, replace_nodes, unique_name
 from fusion_passes.graph_pass import PassOutcome, rewrite_nodes
 
 LINEARS = ("MatMul", "LinearAdd", "LinearSplitGelu")
@@ -79,9 +79,7 @@ def reject_reason(node: ir.Node, rank: int, axis: int) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     quantized, elements = quantized_operands(node)
-    inner, columns = values.size(elements, 0), values.size(elements, 1)
-    assert inner is not None
-    assert columns is not None
+    inner, columns = values.static_size(elements, 0), values.static_size(elements, 1)
     last, bias = node, node.inputs[2] if len(node.inputs) > 2 else None
     skip = node.inputs[3] if len(node.inputs) > 3 else None
     gelu, gated = node.attributes.get_int("gelu", 0), node.op_type == "LinearSplitGelu"
@@ -95,11 +93,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     )
     inputs = [quantized, rows, scale_of_sums(graph, node, output, columns), bias, *([] if skip is None else [skip])]
     new = ir.node("QuantizedLinear", inputs, {"gelu": int(bool(gelu)), "gated": int(gated)}, domain=DOMAIN)
-    new.metadata_props.update(node.metadata_props)
-    replace_value(graph, last, new, output)
-    graph.remove(last, safe=True)
-    if last is not node:
-        graph.remove(node, safe=True)
+    replace_nodes(graph, new, node, last, node)
 
 
 def quantized_operands(node: ir.Node) -> tuple[ir.Value, ir.Value]:
@@ -117,8 +111,7 @@ def scale_of_sums(graph: ir.Graph, node: ir.Node, output: ir.Value, channels: in
     x, weight = (dequantize(value) for value in node.inputs[:2])
     assert x is not None
     assert weight is not None
-    scales = weight.inputs[1]
-    assert scales is not None
+    scales = values.operand(weight, 1)
     count = [] if values.rank(scales) == 0 else [channels]
     factor = values.scalar(x.inputs[1])
     return new_derived_initializer(graph, unique_name(output, "scale"), [scales], count, "times", factor)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_edits import replace_nodes
 from fusion_passes.graph_pass import PassOutcome
 from fusion_passes.lower import quantized_linear as linear
 from fusion_passes.lower.subpixel_conv import same_size_3x3_reject_reason
@@ -39,8 +39,7 @@ def kernel_reject_reason(node: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     quantized, elements = linear.quantized_operands(node)
-    filters = values.size(elements, 0)
-    assert filters is not None
+    filters = values.static_size(elements, 0)
     last, (bias, skip) = node, (*node.inputs[2:4], None, None)[:2]
     add = linear.only_consumer(node, "BiasAdd")
     if bias is None and skip is None and add is not None and len(add.inputs) == 3:
@@ -52,8 +51,4 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     new = ir.node(
         "QuantizedNhwcConv", [quantized, elements, scale, bias, *([] if skip is None else [skip])], domain=DOMAIN
     )
-    new.metadata_props.update(node.metadata_props)
-    replace_value(graph, last, new, output)
-    graph.remove(last, safe=True)
-    if last is not node:
-        graph.remove(node, safe=True)
+    replace_nodes(graph, new, node, last, node)

@@ -52,8 +52,7 @@ def _reject_reason(node: ir.Node, concat: ir.Node) -> str | None:
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node, concat: ir.Node) -> None:
-    product, weight = node.outputs[0], node.inputs[1]
-    assert weight is not None
+    product, weight = node.outputs[0], values.operand(node, 1)
     columns = values.size(weight, 1) or 0
     consumers = values.consumers(product)
     add = consumers[0] if len(list(product.uses())) == 1 and not product.is_graph_output() else None

@@ -131,8 +131,7 @@ def _halved(masks: Masks, value: ir.Value) -> ir.Value:
     """Return a mask of `_choices` with half the lowest float32 in place of it; `masks` has those of earlier calls."""
     if value in masks:
         return masks[value]
-    node = value.producer()
-    assert node is not None
+    node = values.producer(value)
     assert isinstance(node.graph, ir.Graph)
     inputs = list(node.inputs)
     if node.op_type == "Where":

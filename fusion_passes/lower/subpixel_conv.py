@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import new_derived_initializer, replace_value, unique_name
+from fusion_passes.graph_edits import new_derived_initializer, replace_nodes, unique_name
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.lower import nhwc_layout, upsample_nearest
 
@@ -63,12 +63,8 @@ def same_size_3x3_reject_reason(conv: ir.Node) -> str | None:
 
 def _rewrite(graph: ir.Graph, upsample: ir.Node) -> None:
     conv = next(iter(upsample.outputs[0].uses()))[0]
-    x, weight, y = upsample.inputs[0], conv.inputs[1], conv.outputs[0]
-    assert x is not None
-    assert weight is not None
-    count, channels = values.size(weight, 0), values.size(weight, 3)
-    assert count is not None
-    assert channels is not None
+    x, weight, y = values.operand(upsample, 0), values.operand(conv, 1), conv.outputs[0]
+    count, channels = values.static_size(weight, 0), values.static_size(weight, 3)
     name, shape = unique_name(y, "phases_weight"), [4 * count, 2, 2, channels]
     filters = new_derived_initializer(graph, name, [weight], shape, "subpixel_phases")
     lists = {"dilations": [1, 1], "kernel_shape": [2, 2], "pads": [1, 1, 1, 1], "strides": [1, 1]}
@@ -78,12 +74,9 @@ def _rewrite(graph: ir.Graph, upsample: ir.Node) -> None:
     if x.shape is not None:
         phases.shape = ir.Shape([x.shape[0], *(_one_more(x.shape[axis]) for axis in (1, 2)), 4 * count])
     shuffle = ir.node("SubpixelShuffle", [phases, *conv.inputs[2:]], domain=DOMAIN)
-    for node in (conv2x2, shuffle):
-        node.metadata_props.update(conv.metadata_props)
+    conv2x2.metadata_props.update(conv.metadata_props)
     graph.insert_before(conv, conv2x2)
-    replace_value(graph, conv, shuffle, y)
-    graph.remove(conv, safe=True)
-    graph.remove(upsample, safe=True)
+    replace_nodes(graph, shuffle, conv, conv, upsample)
 
 
 def _one_more(size: int | ir.SymbolicDim) -> int | None:

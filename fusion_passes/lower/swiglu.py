@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
-from fusion_passes.graph_edits import new_derived_initializer, replace_value
+from fusion_passes.graph_edits import new_derived_initializer, replace_nodes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection, rewrite_nodes
 
 
@@ -69,14 +69,10 @@ def _halves(gate: ir.Value, up: ir.Value) -> ir.Node | None:
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node, activation: ir.Node, up: ir.Value) -> None:
-    gate = activation.inputs[0]
-    assert gate is not None
+    gate = values.operand(activation, 0)
     split = _halves(gate, up)
     fused = ir.node("SwiGlu", [gate, up] if split is None else [split.inputs[0]], domain=DOMAIN)
-    fused.metadata_props.update(node.metadata_props)
-    replace_value(graph, node, fused, node.outputs[0])
-    for old in (node, activation, *(() if split is None else (split,))):
-        graph.remove(old, safe=True)
+    replace_nodes(graph, fused, node, node, activation, *([] if split is None else [split]))
 
 
 def pack_swiglu(model: ir.Model) -> PassOutcome:

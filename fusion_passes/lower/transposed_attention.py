@@ -35,8 +35,7 @@ class TransposedAttention(Rule):
         return op.ScaledDotProductAttention(q, k, v, mask, _domain=DOMAIN, _outputs=["out"])
 
     def reject_reason(self, q: ir.Value, v: ir.Value, out: ir.Value, **_: Any) -> str | None:
-        node, size = out.producer(), values.size(q, 3)
-        assert node is not None
+        node, size = values.producer(out), values.size(q, 3)
         if node.attributes.get_float("softcap", 0.0):
             return "it caps its scores"
         if size is None or values.size(q, 1) is None or size != values.size(v, 3):
@@ -44,10 +43,7 @@ class TransposedAttention(Rule):
         return f"its kernel has no heads of {size}" if size % 8 or size > MAX_HEAD else None
 
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
-        node, (heads, size) = out.producer(), (values.size(q, 1), values.size(q, 3))
-        assert node is not None
-        assert heads is not None
-        assert size is not None
+        node, (heads, size) = values.producer(out), (values.static_size(q, 1), values.static_size(q, 3))
         flat, split = (
             op.initializer(ir.tensor(target, dtype=ir.DataType.INT64), name=unique_name(out, name))
             for target, name in (([0, 0, -1], "flat"), ([0, 0, heads or 0, size or 0], "split"))

@@ -19,7 +19,7 @@ from math import ceil, floor
 import onnx_ir as ir
 
 from fusion_passes import DOMAIN
-from fusion_passes.graph_edits import replace_value
+from fusion_passes.graph_edits import replace_nodes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.lower import nhwc_layout
 from fusion_passes.shapes.infer import infer
@@ -86,9 +86,7 @@ def _rewrite(info: ShapeInfo, graph: ir.Graph, node: ir.Node) -> None:
     assert scales is not None
     attributes = {"scale_height": scales[1], "scale_width": scales[2]}
     new = ir.node("UpsampleNearest", [node.inputs[0]], attributes, domain=DOMAIN)
-    new.metadata_props.update(node.metadata_props)
-    replace_value(graph, node, new, node.outputs[0])
-    graph.remove(node, safe=True)
+    replace_nodes(graph, new, node, node)
 
 
 # The convolution converts the image and its consumers to NHWC.

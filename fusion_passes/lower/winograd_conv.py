@@ -26,8 +26,7 @@ class WinogradConv(Rule):
         return op.Conv(x, weight, bias, _allow_other_attributes=True, _outputs=["y"])
 
     def reject_reason(self, x: ir.Value, weight: ir.Value, bias: ir.Value, y: ir.Value) -> str | None:
-        node = y.producer()
-        assert node is not None
+        node = values.producer(y)
         shape = values.dims(weight)
         if shape is None or shape[2:] != [3, 3]:
             return "its filters are not 3 x 3"

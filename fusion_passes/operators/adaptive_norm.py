@@ -14,7 +14,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     shift, gate, skip = (has(node, index) for index in (2, 3, 4))
     rms = bool(node.attributes.get_int("rms", 0))
     gated = "gated = Mul (X, gate)" if gate else "gated = Identity (X)"
@@ -29,7 +28,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shapes(node: ir.Node, info: ShapeInfo) -> list[Shape]:
-    """Return the shape of X for each output."""
     return [input_shape(node, 0, info)] * len(node.outputs)
 
 

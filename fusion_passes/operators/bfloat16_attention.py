@@ -13,7 +13,6 @@ from fusion_passes.operators.definition import FusedOperator, never
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     overload, inputs, statements = multi_head_attention.body_parts(node, "_rounded")
     rounded = "".join(
         f"{n}_16 = Cast <to = 16> ({n})  {n}_rounded = Cast <to = 1> ({n}_16)  " for n in inputs.split(", ")

@@ -18,7 +18,6 @@ ROUNDED = """x = Cast <to = 16> (X)  X_rounded = Cast <to = 1> (x)
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     bias = has(node, 2)
     overload, convolution = convolution_body(node, "B" if bias else "")
     return overload, f"(X, W{', B' if bias else ''}) => (Y) {{ {ROUNDED}  {convolution} }}"
@@ -43,7 +42,6 @@ def convolution_body(node: ir.Node, bias: str) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     x, weight = input_shape(node, 0, info), info.shapes.get(node.inputs[1]) if node.inputs[1] else None
     if weight is None or len(x) != 4:
         return None

@@ -16,7 +16,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     words, statements, last = [], "Z = MatMul (X_rounded, W_rounded)", "Z"
     if has(node, 2):
         words, statements, last = ["bias"], f"{statements}  biased = Add (Z, bias)", "biased"
@@ -30,7 +29,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape."""
     shapes = matmul(node, info)
     if not node.attributes.get_int("gated", 0) or shapes is None:
         return shapes

@@ -9,7 +9,6 @@ from fusion_passes.operators.definition import FusedOperator, never
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     if not has(node, 2):
         return "no_skip", "(X, bias) => (Y) { Y = Add (X, bias) }"
     return "", "(X, bias, skip) => (Y) { biased = Add (X, bias)  Y = Add (biased, skip) }"

@@ -12,7 +12,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     return (
         "",
         """(X, bias) => (Y) {
@@ -25,7 +24,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape]:
-    """Return the output shape."""
     x = input_shape(node, 0, info)
     return [(*x[:-1], x[-1] // 2)]
 

@@ -95,7 +95,6 @@ def attention_overload(node: ir.Node, mask: bool) -> str:
 
 
 def same_as_first_input(node: ir.Node, info: ShapeInfo) -> list[Shape]:
-    """Return the shape of the first input."""
     return [input_shape(node, 0, info)]
 
 

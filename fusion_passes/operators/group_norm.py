@@ -12,7 +12,6 @@ from fusion_passes.operators.definition import FusedOperator, never
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     last = node.attributes["channels_last"].as_int()
     enter = "x_nchw = Transpose <perm = [0, 3, 1, 2]> (X)" if last else "x_nchw = Identity (X)"
     leave = "Y = Transpose <perm = [0, 2, 3, 1]> (y_nchw)" if last else "Y = Identity (y_nchw)"

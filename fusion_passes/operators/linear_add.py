@@ -13,7 +13,6 @@ from fusion_passes.shapes.rules import matmul
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     bias, skip = has(node, 2), has(node, 3)
     gelu = bool(node.attributes.get_int("gelu", 0))
     overload = "_".join(word for word, used in (("bias", bias), ("skip", skip), ("gelu", gelu)) if used)

@@ -13,7 +13,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     return (
         "",
         """(X, W, bias) => (Y) {
@@ -27,7 +26,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     product = matmul(node, info)
     return None if product is None else [(*product[0][:-1], product[0][-1] // 2)]
 

@@ -15,7 +15,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     overload, inputs, statements = body_parts(node)
     return overload, f"({inputs}) => (output) {{ {statements} }}"
 
@@ -96,7 +95,6 @@ def is_grouped(node: ir.Node) -> bool:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     q = input_shape(node, 0, info)
     value = node.inputs[2] if len(node.inputs) > 2 else None
     v = info.shapes.get(value) if value is not None else None

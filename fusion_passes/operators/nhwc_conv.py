@@ -11,7 +11,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     bias, skip, relu = has(node, 2), has(node, 3), bool(node.attributes.get_int("relu", 0))
     operand, types = ", B" if bias else "", {"group": "int", "auto_pad": "string"}
     names = sorted(node.attributes.keys() - {"relu"})
@@ -31,7 +30,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     x, weight = input_shape(node, 0, info), info.shapes.get(node.inputs[1]) if node.inputs[1] else None
     if weight is None or len(x) != 4:
         return None

@@ -12,7 +12,6 @@ from fusion_passes.operators.definition import FusedOperator
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     overload, convolution = bfloat16_conv.convolution_body(node, "B")
     return (
         overload,
@@ -28,10 +27,5 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 OPERATOR = FusedOperator(
-    "QuantizedConv",
-    bfloat16_conv.shape,
-    body,
-    ("stride", "x_last", "y_last"),
-    float32_inputs=(2,),
-    dtype_input=3,
+    "QuantizedConv", bfloat16_conv.shape, body, ("stride", "x_last", "y_last"), float32_inputs=(2,), dtype_input=3
 )

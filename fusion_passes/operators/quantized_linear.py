@@ -15,7 +15,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     skip, gelu, gated = has(node, 4), *(bool(node.attributes.get_int(name, 0)) for name in ("gelu", "gated"))
     overload = "_".join(word for word, used in (("skip", skip), ("gelu", gelu), ("gated", gated)) if used)
     inputs = "X, W, scale, bias, skip" if skip else "X, W, scale, bias"
@@ -40,7 +39,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     x, weight = (None if value is None else info.shapes.get(value) for value in node.inputs[:2])
     if x is None or weight is None or len(weight) != 2:
         return None
@@ -48,11 +46,5 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
 
 
 OPERATOR = FusedOperator(
-    "QuantizedLinear",
-    shape,
-    body,
-    ("gelu", "gated"),
-    float32_inputs=(2,),
-    dtype_input=3,
-    float8_output=1,
+    "QuantizedLinear", shape, body, ("gelu", "gated"), float32_inputs=(2,), dtype_input=3, float8_output=1
 )

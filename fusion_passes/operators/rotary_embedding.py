@@ -13,7 +13,6 @@ from fusion_passes.operators.definition import FusedOperator
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     return (
         "",
         """(X, position_ids, cos, sin) => (Y) {

@@ -17,7 +17,6 @@ INPUTS = ("qkv", "other", "q_scale", "k_scale", "other_q_scale", "other_k_scale"
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     rotary = has(node, 6)
     streams = [("qkv", "", 2)] + ([("other", "other_", 4)] if has(node, 1) else [])
     statements = ["three = Constant <value_ints = [3]> ()"]
@@ -55,7 +54,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     qkv = input_shape(node, 0, info)
     if not has(node, 1):
         return [qkv]

@@ -13,7 +13,6 @@ from fusion_passes.shapes.rules import attention
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     mask = has(node, 3)
     inputs = "Q, K, V, mask" if mask else "Q, K, V"
     body = f"({inputs}) => (Y) {{ {attend('Q', 'K', 'V', node, 'mask' if mask else '')} Y = Identity (heads) }}"

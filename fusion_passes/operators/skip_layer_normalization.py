@@ -12,7 +12,6 @@ from fusion_passes.operators.definition import FusedOperator
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     bias = has(node, 4)
     total = "biased = Add (X, bias)  S = Add (biased, skip)" if bias else "S = Add (X, skip)"
     inputs = "X, skip, gamma, beta, bias" if bias else "X, skip, gamma, beta"

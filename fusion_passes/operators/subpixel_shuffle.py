@@ -44,7 +44,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     x, one, two = input_shape(node, 0, info), constant(1), constant(2)
     return [(x[0], (x[1] - one) * two, (x[2] - one) * two, x[3] // 4)] if len(x) == 4 else None
 

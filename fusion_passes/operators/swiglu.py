@@ -10,7 +10,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     product = "sigmoid = Sigmoid (left)  silu = Mul (left, sigmoid)  Y = Mul (silu, right)"
     if has(node, 1):
         return "up", f"(gate, up) => (Y) {{ left = Identity (gate)  right = Identity (up)  {product} }}"
@@ -18,7 +17,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape]:
-    """Return the output shape."""
     gate = input_shape(node, 0, info)
     return [gate if has(node, 1) else (*gate[:-1], gate[-1] // 2)]
 

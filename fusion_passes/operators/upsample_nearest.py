@@ -10,7 +10,6 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     return (
         "",
         """(X) => (Y) {
@@ -29,7 +28,6 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     x, scales = input_shape(node, 0, info), [node.attributes[f"scale_{axis}"].as_int() for axis in ("height", "width")]
     return [(x[0], x[1] * constant(scales[0]), x[2] * constant(scales[1]), x[3])] if len(x) == 4 else None
 

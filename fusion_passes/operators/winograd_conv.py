@@ -9,12 +9,10 @@ from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Return the overload name and the function body in ONNX text."""
     return "", "(X, W, B) => (Y) { Y = Conv <pads = [1, 1, 1, 1]> (X, W, B) }"
 
 
 def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
-    """Return the output shape, or None if it is unknown."""
     x, weight = input_shape(node, 0, info), info.shapes.get(node.inputs[1]) if node.inputs[1] else None
     return None if weight is None or len(x) != 4 else [(x[0], weight[0], *x[2:])]
 

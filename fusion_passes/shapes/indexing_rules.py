@@ -92,16 +92,12 @@ def _same(node: ir.Node, info: ShapeInfo) -> list[Shape]:
     return [input_shape(node, 0, info)]
 
 
-def _scalar(node: ir.Node, info: ShapeInfo) -> list[Shape]:
-    return [()]
-
-
 Rule = Callable[[ir.Node, ShapeInfo], Sequence[tuple[Dim, ...] | None] | None]
 INDEXING: dict[str, Rule] = {
     "Bernoulli": _same, "BitwiseNot": _same, "CastLike": _same, "CumSum": _same, "Einsum": _einsum, "EyeLike": _same,
     "Flatten": _flatten, "GatherElements": _gather_elements, "GatherND": _gather_nd, "Hardmax": _same,
     "Mean": _variadic, "NonZero": _non_zero, "OneHot": _one_hot, "RandomNormalLike": _same, "RandomUniformLike": _same,
     "ReverseSequence": _same,
-    "ScatterElements": _same, "ScatterND": _same, "Shrink": _same, "Size": _scalar,
+    "ScatterElements": _same, "ScatterND": _same, "Shrink": _same, "Size": lambda *_: [()],
     "Sum": _variadic, "Tile": _tile, "TopK": _top_k, "Trilu": _same,
 }  # fmt: skip

@@ -75,7 +75,6 @@ def window_attributes(node: ir.Node, spatial: int) -> tuple[Sequence[int], Seque
 
 
 def product(dims: Sequence[Dim]) -> Dim:
-    """Return the product of sizes."""
     return math.prod(dims, start=constant(1))
 
 

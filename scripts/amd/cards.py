@@ -43,10 +43,7 @@ CARDS = {
 }
 # Targets without kernels and their cards. They have neither matrix instructions nor RDNA2's dot products
 # (custom_ops/common/mma.h); a build for them ends with an error.
-UNSUPPORTED = {
-    "gfx1010 to gfx1012": "Radeon RX 5000",
-    "gfx906": "Radeon VII, Instinct MI50",
-}
+UNSUPPORTED = {"gfx1010 to gfx1012": "Radeon RX 5000", "gfx906": "Radeon VII, Instinct MI50"}
 
 
 def main() -> None:

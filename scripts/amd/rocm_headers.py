@@ -52,7 +52,7 @@ def rocm_headers(*, update: bool = False) -> list[Path]:
         _download(suite, root) if update or not _is_complete(root / suite) else (root / suite).resolve()
         for suite in SUITES
     }
-    return [folder / "include" for folder in sorted(folders, key=lambda folder: _numbers(folder.name))]
+    return [folder / "include" for folder in sorted(folders, key=lambda folder: [*map(int, folder.name.split("."))])]
 
 
 def _is_complete(folder: Path) -> bool:
@@ -83,10 +83,6 @@ def _download(suite: str, root: Path) -> Path:
         (work / "link").symlink_to(version)
         (work / "link").rename(root / suite)
     return folder
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version.split("."))
 
 
 def main() -> None:

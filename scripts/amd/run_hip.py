@@ -190,7 +190,6 @@ class HipRun:
         return self.add("first_numbers", run, note=note)
 
     def case(self, name: str) -> bool:
-        """Run a case by its name."""
         method: Callable[[], bool] = (lambda: self.program(name)) if name in PROGRAMS else getattr(self, name)
         return method()
 

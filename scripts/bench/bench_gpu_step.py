@@ -225,7 +225,6 @@ def half(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def synchronize() -> None:
-    """Wait for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 

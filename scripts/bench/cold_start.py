@@ -100,7 +100,6 @@ def parts(code: str, arguments: list[str], runs: int) -> dict[str, float]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the page."""
     host, ours, theirs = result["machine"], result["parts"]["sd-ort"], result["parts"]["diffusers"]
     lines = [
         "# Cold start",

@@ -72,7 +72,6 @@ def run_ours(folder: Path, runs: Path, out: Path, threads: int, calls: int) -> d
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the Markdown page."""
     machine = report["machine"]
     lines = [
         "# SD 1.5's U-Net on the CPU in int8",
@@ -96,7 +95,6 @@ def page(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("raw", type=Path, help="the exported pipeline folder, or one engine's with --child")
     parser.add_argument("--openvino", type=Path, help="a Python with openvino and nncf")

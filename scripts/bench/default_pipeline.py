@@ -83,7 +83,6 @@ def log(line: str) -> None:
 
 
 def where() -> dict[str, Any]:
-    """Machine, versions and commit."""
     return {"machine": machine.machine(), "versions": machine.versions(), "commit": machine.commit()}
 
 

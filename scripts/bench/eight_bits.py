@@ -465,7 +465,6 @@ def worst_table(work: Path, runs: Path, numbers: Sequence[int]) -> list[str]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return the Markdown page."""
     lines = [
         "# The demo's U-Net in 8 bits",
         "",
@@ -505,7 +504,6 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200, help="unseen prompts (200)")
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES), help="U-Nets in 8 bits")

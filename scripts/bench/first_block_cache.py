@@ -141,7 +141,6 @@ def fit(rows: list[dict[str, Any]], steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "preset", choices=[name for name in presets.PRESETS if name.startswith(("flux-", "qwen-image"))]

@@ -155,7 +155,6 @@ def measure(
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="sdxl", choices=sorted(PRESETS))
     parser.add_argument("--component", default="unet", choices=("unet", "vae_decoder"))

@@ -258,14 +258,7 @@ def table(result: dict[str, Any]) -> str:
 @click.option("--work", type=click.Path(path_type=Path), default=Path("out/lora_swap"), show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results/lora.json"), show_default=True)
 def main(
-    preset: str,
-    provider: str,
-    float8: bool,
-    steps: int | None,
-    side: int | None,
-    rounds: int,
-    work: Path,
-    out: Path,
+    preset: str, provider: str, float8: bool, steps: int | None, side: int | None, rounds: int, work: Path, out: Path
 ) -> None:
     target = "cpu" if provider == "cpu" else target_of(provider)
     model, folder = work / preset, work / f"{preset}-{target}{'-float8' if float8 else ''}"

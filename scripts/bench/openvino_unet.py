@@ -21,7 +21,6 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32", "int8, bfloat16": 
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("runs", type=Path)

@@ -132,7 +132,6 @@ def quality(work: Path, prompts: int) -> list[dict[str, Any]]:
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """Return the page of `--quality`."""
     lines = [
         "# One image in two bands of rows", "",
         f"{report['prompts']} unseen prompts of the demo model at {SIDE} x {SIDE}, {demo.STEPS} steps, guidance "

@@ -102,7 +102,6 @@ def unet_rows(pipeline: Any) -> Iterator[str]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the page of a report."""
     is_unet = "weights" in report
     name, steps = (
         ("DeepCache", demo.STEPS) if is_unet else ("Caches between a transformer's steps", demo.TRANSFORMER_STEPS)

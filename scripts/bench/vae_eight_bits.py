@@ -180,7 +180,6 @@ def all_layers(model: ir.Model) -> tuple[dict[str, Layer], dict[str, str]]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["int8", "float8"], help="formats (both)")
     parser.add_argument("--edges", nargs="*", type=int, choices=SIZES, default=list(SIZES), help="sizes (all)")

@@ -26,7 +26,6 @@ STORAGES = {"float32": None, **{name: WeightStorage(name, vae=True) for name in 
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=40, help="unseen prompts (40)")
     parser.add_argument("--edges", nargs="*", type=int, choices=SIZES, default=list(SIZES), help="sizes (all)")

@@ -31,14 +31,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scripts.checks.comfyui_expected import (
-    MODEL,
-    SIDE,
-    ours,
-    ours_from_picture,
-    ours_inpainted,
-    psnr,
-)
+from scripts.checks.comfyui_expected import MODEL, SIDE, ours, ours_from_picture, ours_inpainted, psnr
 from scripts.checks.comfyui_host import as_prompt, run, start, with_model
 from scripts.checks.demo_files import save_checkpoint, save_loras
 from scripts.report import save_findings

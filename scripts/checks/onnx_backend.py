@@ -154,10 +154,7 @@ def summary(error: BaseException) -> str:
 
 
 def run(
-    quarter: int | None,
-    targets: Iterable[str],
-    on_fault: Callable[[str], None],
-    names: Container[str] | None = None,
+    quarter: int | None, targets: Iterable[str], on_fault: Callable[[str], None], names: Container[str] | None = None
 ) -> Counter[tuple[str, str, str]]:
     """Return how many cases (those of `names` if given) have each (target, verdict, reason)."""
     counts: Counter[tuple[str, str, str]] = Counter()

@@ -34,7 +34,6 @@ runs most of the pairs and compares the signatures.
 
 
 def main() -> None:
-    """Run all pairs and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     out: Path = parser.parse_args().out

@@ -11,27 +11,25 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def _attribute(_: Any, name: str) -> Any:
+    """Return a stub; names of Python's protocols are not there."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return stub(name)
+
+
 class AnyName(type):
     """Of a class whose attributes are such classes too."""
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return stub(name)
+    __getattr__ = _attribute
 
 
 def stub(name: str) -> Any:
     """A class that takes any arguments; its objects have any attribute and are context managers."""
-
-    def anything(self: Any, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return stub(name)
-
     body = {
         "__all__": (),
         "__init__": lambda self, *_, **__: None,
-        "__getattr__": anything,
+        "__getattr__": _attribute,
         "__call__": lambda self, *_, **__: self,
         "__enter__": lambda self: self,
         "__exit__": lambda self, *_: None,
@@ -53,10 +51,7 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: Any) -> types.ModuleType:
         class Stub(types.ModuleType):
-            def __getattr__(self, name: str) -> Any:
-                if name.startswith("__"):
-                    raise AttributeError(name)
-                return stub(name)
+            __getattr__ = _attribute
 
         return Stub(spec.name)
 

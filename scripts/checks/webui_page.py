@@ -160,7 +160,6 @@ def photographed(address: str, out: Path, forge: bool) -> None:
 
 
 def pinned(python: Path) -> dict[str, str]:
-    """Versions in the WebUI's Python."""
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {PINNED!r}}}))"
     answered = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
     report: dict[str, str] = json.loads(answered.stdout)

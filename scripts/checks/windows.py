@@ -179,12 +179,9 @@ def main() -> None:
     parser.add_argument("--build", type=Path, help="build folder, kept for the next time [in the cache]")
     parser.add_argument("--log", type=Path, help="write the report there too")
     options = parser.parse_args()
-    options.mingw = False
     work = cache_folder() / "windows"
     work.mkdir(parents=True, exist_ok=True)
-    compiler, headers = command_of(options), find_headers(api=build.PROVIDER_API)
-    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-        os.environ[name] = str(cache_folder() / "zig")
+    compiler, headers = command_of(options.zig), find_headers(api=build.PROVIDER_API)
     wine = Wine(work / "prefix")
     lines = check_hip(wine, compiler, options.hip_headers or windows_sources.hip_headers(), work)
     libraries = options.build or work / "build"
@@ -200,9 +197,7 @@ def main() -> None:
         *lines,
         "never ran: Windows itself, Python there, kernels of a GPU",
     ]
-    print("\n".join(report))
-    if options.log:
-        options.log.write_text("\n".join(report) + "\n")
+    windows_sources.write_report(report, options.log)
 
 
 if __name__ == "__main__":

@@ -248,8 +248,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="write the report there too")
     windows_wheel.add_hip_option(parser)
     options = parser.parse_args()
-    options.mingw = False
-    compiler = command_of(options)
+    compiler = command_of(options.zig)
     targets = list(filter(None, options.hip.split(",")))
     work = cache_folder() / "windows"
     with tempfile.TemporaryDirectory() as scratch:
@@ -270,9 +269,7 @@ def main() -> None:
         *lines,
         "never ran: Windows itself, an AMD GPU",
     ]
-    print("\n".join(report))
-    if options.log:
-        options.log.write_text("\n".join(report) + "\n")
+    windows_sources.write_report(report, options.log)
 
 
 if __name__ == "__main__":

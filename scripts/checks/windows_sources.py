@@ -38,26 +38,35 @@ ROOT = Path(__file__).resolve().parents[2]
 MINGW = "x86_64-w64-mingw32-g++-posix"
 VENDORS = {"hip": ["-D__HIP_PLATFORM_AMD__"], "cuda": []}
 EXPORTS = {  # some of those that others ask for
-    "libsd_ort_ops.dll": {"RegisterCustomOps", "sd_ort_cpu_run", "sd_ort_gpu_status"},
+    "libsd_ort_ops.dll": {"RegisterCustomOps", "sd_ort_cpu_run", "sd_ort_gpu_status"}
 }
 SIMULATED_EXPORTS = {
-    "libsd_ort_ep_simulated.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run", "sd_ort_StreamCreate"},
+    "libsd_ort_ep_simulated.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run", "sd_ort_StreamCreate"}
 }
 HIP_EXPORTS = {"libsd_ort_ep_hip.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run"}}
 SYSTEM = re.compile(r"(?i)(KERNEL32|msvcrt|ntdll|ADVAPI32|api-ms-win-.*|ucrtbase)\.dll")
 
 
-def command_of(options: argparse.Namespace) -> list[str]:
-    """The compiler and what makes it compile for Windows."""
-    if options.mingw:
+def command_of(zig: Path | None, mingw: bool = False) -> list[str]:
+    """The compiler and what makes it compile for Windows; zig's own files lie in the cache."""
+    if mingw:
         if shutil.which(MINGW) is None:
             sys.exit(f"{MINGW} is not on PATH: apt-get install g++-mingw-w64-x86-64-posix")
         return [MINGW]
     package = importlib.util.find_spec("ziglang")
-    zig = options.zig or (Path(str(package.origin)).with_name("zig") if package else shutil.which("zig"))
-    if zig is None:
+    program = zig or (Path(str(package.origin)).with_name("zig") if package else shutil.which("zig"))
+    if program is None:
         sys.exit("no zig: pip install ziglang, or give --zig PATH or --mingw")
-    return [str(zig), "c++", "-target", "x86_64-windows-gnu"]
+    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+        os.environ[name] = str(cache_folder() / "zig")
+    return [str(program), "c++", "-target", "x86_64-windows-gnu"]
+
+
+def write_report(lines: Sequence[str], log: Path | None) -> None:
+    """Print the lines, and write them to `log`."""
+    print("\n".join(lines))
+    if log:
+        log.write_text("\n".join(lines) + "\n")
 
 
 def run(command: list[str]) -> str:
@@ -180,18 +189,14 @@ def main() -> None:
     parser.add_argument("--mingw", action="store_true", help=f"{MINGW} in its place")
     parser.add_argument("--log", type=Path, help="write what was compiled there too")
     options = parser.parse_args()
-    compiler, headers = command_of(options), find_headers(api=build.PROVIDER_API)
-    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-        os.environ[name] = str(cache_folder() / "zig")
+    compiler, headers = command_of(options.zig, options.mingw), find_headers(api=build.PROVIDER_API)
     version = run([compiler[0], "--version" if options.mingw else "version"]).splitlines()[0]
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         lines = libraries(compiler, headers, folder) + plain_sources(compiler, headers, folder)
     name = MINGW if options.mingw else "zig c++ -target x86_64-windows-gnu"
     report = [f"commit {machine.commit()}, sources {sources_hash()}; {name}, {version}", *lines, "nothing was run"]
-    print("\n".join(report))
-    if options.log:
-        options.log.write_text("\n".join(report) + "\n")
+    write_report(report, options.log)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from pathlib import Path
 from custom_ops.amd_targets import WINDOWS_TARGETS
 from scripts.checks import windows_sources
 from scripts.checks.windows_sources import ROOT, command_of
-from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build
 from sd_ort.runtime.headers import find_headers
 
@@ -35,8 +33,6 @@ HIP_LIBRARY = "libsd_ort_ep_hip.dll"
 def cross_compile(compiler: list[str], hip: Sequence[str] = ()) -> list[Path]:
     """Return the libraries for Windows of these sources. `hip`: AMD targets, none for CPUs alone."""
     folder = ROOT / "out/windows"
-    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-        os.environ[name] = str(cache_folder() / "zig")
     windows_sources.libraries(compiler, find_headers(api=build.PROVIDER_API), folder, hip, simulated=False)
     return [folder / name for name in (LIBRARY, *([HIP_LIBRARY] if hip else []))]
 
@@ -94,8 +90,7 @@ def main() -> None:
     parser.add_argument("--zig", type=Path, help="the program of this name")
     add_hip_option(parser)
     options = parser.parse_args()
-    options.mingw = False
-    print(make(command_of(options), options.out, list(filter(None, options.hip.split(",")))))
+    print(make(command_of(options.zig), options.out, list(filter(None, options.hip.split(",")))))
 
 
 if __name__ == "__main__":

@@ -159,15 +159,11 @@ def _torchscript_export(task: BuildTask) -> Path:
     return cached / pipeline_folder.MODEL
 
 
-def _build_by_onnxscript(task: BuildTask, dtype: str) -> None:
-    optimize_by_onnxscript(task.source, task.out, dtype)
-
-
 BUILDERS: dict[str, Callable[..., None]] = {
     "ours": _build_optimized,
     "raw": _build_raw,
     "ort": _build_by_onnxruntime,
-    "onnxscript": _build_by_onnxscript,
+    "onnxscript": lambda task, dtype: optimize_by_onnxscript(task.source, task.out, dtype),
 }
 
 # --- Ablation -------------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ def _calls(report: Row) -> Iterator[plot.Bar]:
     first = rows[0]["device_ms"]
     for row in rows:
         times = row["device_ms"]
-        yield plot.Bar(str(row["engine"]), times, f"{times:.3g} ms  {times / first:.2f}", _color(row["engine"]))
+        color = TORCH if row["engine"].startswith("torch") else OURS
+        yield plot.Bar(str(row["engine"]), times, f"{times:.3g} ms  {times / first:.2f}", color)
     floor = roofline_ms(report)
     if floor is not None:
         yield plot.Bar("roofline of the products", floor, f"{floor:.3g} ms  {floor / first:.2f}", RAW)
@@ -98,7 +99,3 @@ def _segments(classes: dict[str, float]) -> Iterator[plot.Segment]:
     rest = sum(ms for name, ms in classes.items() if name not in CLASS_COLORS)
     if rest:
         yield plot.Segment("other", rest, OTHER)
-
-
-def _color(engine: str) -> str:
-    return TORCH if engine.startswith("torch") else OURS

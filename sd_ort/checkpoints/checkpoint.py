@@ -81,7 +81,6 @@ class Checkpoint:
 
     @property
     def configs(self) -> dict[str, Config]:
-        """The config of each model."""
         return {name: model.config for name, model in self.models.items()}
 
     @property

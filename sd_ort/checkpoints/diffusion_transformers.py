@@ -36,12 +36,12 @@ class TransformerFamily:
 
     inputs: Callable[[Config], Axes]
     output: Callable[[Config], tuple[Axis, ...]]
-    max_timestep: float
-    penultimate_states: bool
     steps: int
     guidance: float
     text_encoders: Mapping[str, tuple[str, ...]]
     optional_encoders: tuple[str, ...] = ()
+    max_timestep: float = 1
+    penultimate_states: bool = False
     max_patches: Callable[[Config], int | None] = lambda config: None
     unsupported: tuple[str, ...] = ()
     unguided: float = 1.0
@@ -138,8 +138,6 @@ FAMILIES: Mapping[str, TransformerFamily] = {
     "FluxTransformer2DModel": TransformerFamily(
         inputs=_flux_inputs,
         output=lambda config: ("batch", "image_sequence", config.get("out_channels") or config["in_channels"]),
-        max_timestep=1,
-        penultimate_states=False,
         steps=28,
         guidance=3.5,
         text_encoders={"text_encoder": ("CLIPTextModel",), "text_encoder_2": ("T5EncoderModel",)},
@@ -147,8 +145,6 @@ FAMILIES: Mapping[str, TransformerFamily] = {
     "Flux2Transformer2DModel": TransformerFamily(
         inputs=_flux2_inputs,
         output=lambda config: ("batch", "image_sequence", config.get("out_channels") or config["in_channels"]),
-        max_timestep=1,
-        penultimate_states=False,
         steps=50,
         guidance=4.0,
         text_encoders={"text_encoder": (QWEN3[0], MISTRAL)},  # of klein, of dev
@@ -156,7 +152,6 @@ FAMILIES: Mapping[str, TransformerFamily] = {
     "ZImageTransformer2DModel": TransformerFamily(
         inputs=_z_image_inputs,
         output=lambda config: ("batch", "image_sequence", 4 * config["in_channels"]),
-        max_timestep=1,
         penultimate_states=True,
         steps=50,
         guidance=5.0,
@@ -170,8 +165,6 @@ FAMILIES: Mapping[str, TransformerFamily] = {
         output=lambda config: (
             "batch", "image_sequence", config["patch_size"] ** 2 * (config.get("out_channels") or config["in_channels"])
         ),
-        max_timestep=1,
-        penultimate_states=False,
         steps=50,
         guidance=4.0,
         text_encoders={"text_encoder": (QWEN_VL,)},
@@ -180,8 +173,6 @@ FAMILIES: Mapping[str, TransformerFamily] = {
     "Krea2Transformer2DModel": TransformerFamily(
         inputs=_krea2_inputs,
         output=lambda config: ("batch", "image_sequence", config["in_channels"]),
-        max_timestep=1,
-        penultimate_states=False,
         steps=28,
         guidance=4.5,
         text_encoders={"text_encoder": (QWEN3_VL,)},

@@ -528,11 +528,7 @@ _TINY_MISTRAL = {
     "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
                       "head_dim": 16, "image_size": 28},
 }  # fmt: skip
-_TINY_LANGUAGE_MODELS: dict[str, Config] = {
-    QWEN_VL: _TINY_QWEN_VL,
-    QWEN3_VL: _TINY_QWEN3_VL,
-    MISTRAL: _TINY_MISTRAL,
-}
+_TINY_LANGUAGE_MODELS: dict[str, Config] = {QWEN_VL: _TINY_QWEN_VL, QWEN3_VL: _TINY_QWEN3_VL, MISTRAL: _TINY_MISTRAL}
 _TINY_T5 = {"vocab_size": 128, "d_model": 160, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 _TINY_TRANSFORMER = {"attention_head_dim": 32, "num_attention_heads": 3, "joint_attention_dim": _TINY_T5["d_model"]}
 # Of each transformer: its blocks, where the last of SD3 differs, and widths that follow from those above.

@@ -291,7 +291,6 @@ def latent_channels(vae: Mapping[str, Any]) -> int:
 
 
 def image_channels(vae: Mapping[str, Any]) -> int:
-    """Return the channels of the images of a VAE."""
     return int(vae.get("input_channels") or vae["in_channels"])
 
 

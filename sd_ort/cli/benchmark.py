@@ -19,15 +19,7 @@ if TYPE_CHECKING:
     from sd_ort.benchmark.quality import AccuracyWeights
 
 # Options of --mlperf alone: `benchmark.mlperf.Options`, and those of its weights.
-MLPERF = (
-    "queries",
-    "server_load",
-    "official",
-    "accuracy",
-    "captions",
-    "gpus",
-    "replicas",
-)
+MLPERF = ("queries", "server_load", "official", "accuracy", "captions", "gpus", "replicas")
 WEIGHTS = ("clip", "inception", "fid_stats")
 
 

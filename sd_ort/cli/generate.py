@@ -80,11 +80,7 @@ class Devices(click.ParamType):
 @click.option("--ip-adapter-scale", type=Number(), help="IP-Adapter scale; 0 disables the image prompt [default: 1].")
 @click.option("--lora", "loras", multiple=True, metavar="FILE[:SCALE]", help="Add a LoRA; repeatable.")
 @click.option(
-    "--embedding",
-    "embedding_files",
-    multiple=True,
-    metavar="FILE",
-    help="Add a textual inversion; repeatable.",
+    "--embedding", "embedding_files", multiple=True, metavar="FILE", help="Add a textual inversion; repeatable."
 )
 @click.option(
     "--prompt-weighting",

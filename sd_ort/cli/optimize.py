@@ -32,11 +32,7 @@ DEMO_PROMPTS = 64  # for the calibration of the demo
 @click.option(
     "--float16-io", is_flag=True, help="With --float16 of one .onnx file: its inputs and outputs in float16 too."
 )
-@click.option(
-    "--bfloat16",
-    is_flag=True,
-    help="Weights and tensors in bfloat16; for target cpu, weights and products.",
-)
+@click.option("--bfloat16", is_flag=True, help="Weights and tensors in bfloat16; for target cpu, weights and products.")
 @click.option(
     "--weights",
     type=click.Choice(["int8", "int4", "float8"]),

@@ -43,7 +43,6 @@ class DenoiserGraphs(Generic[T]):
         self.is_hoisted = self.parts["prompt"] in present
 
     def input_names(self) -> set[str]:
-        """Return the names of all graphs' inputs."""
         parts = self.parts.values() if self.is_hoisted else [self.parts["step"]]
         return {name for part in parts for name in self._inputs(part)}
 
@@ -61,10 +60,7 @@ class DenoiserGraphs(Generic[T]):
         return self._run(self.parts["prompt"], self.feed("prompt", conditioning)) if self.is_hoisted else {}
 
     def time_outputs(
-        self,
-        tensors: Mapping[str, T],
-        timestep: T,
-        repeat: Callable[[dict[str, T]], Mapping[str, T]] = dict,
+        self, tensors: Mapping[str, T], timestep: T, repeat: Callable[[dict[str, T]], Mapping[str, T]] = dict
     ) -> Mapping[str, T]:
         """Return the outputs of the time graph; nothing unless the denoiser is hoisted.
 

@@ -18,14 +18,7 @@ from typing import Any
 
 from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import (
-    JSON_LIMIT,
-    read_json,
-    read_regular,
-    without_nulls,
-    write_bytes,
-    write_json,
-)
+from sd_ort.core.files import JSON_LIMIT, read_json, read_regular, without_nulls, write_bytes, write_json
 from sd_ort.core.ownership import FILE_RECORD, FileRecord, FolderState, compare, format_names, record_file, sha256
 from sd_ort.core.paths import check_writable, inside, output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress

@@ -16,7 +16,6 @@ def ignore_progress(line: str) -> None:
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr."""
     print(f"sd-ort: {line}", file=sys.stderr, flush=True)
 
 

@@ -47,11 +47,9 @@ class FinishedComponents:
             write_json(self._entry(name), entry)
 
     def names(self) -> list[str]:
-        """Return the names of the finished components."""
         return sorted(path.stem for path in self._export.glob("*.json"))
 
     def remove(self) -> None:
-        """Remove all finished components."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _entry(self, name: str) -> Path:

@@ -33,6 +33,7 @@ import numpy as np
 import onnx_ir as ir
 
 from fusion_passes.graph_edits import new_initializer
+from fusion_passes.value_queries import operand
 from fusion_passes.weight_recipes import WeightRecipe
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.layers import initializers_by_source, only_consumer
@@ -135,7 +136,7 @@ class _Ends:
         norm = self._normalized("proj_out.weight")
         if _adds_stream(norm):
             _split_sum(graph, norm)
-        self.after_last = _first_input(norm)
+        self.after_last = operand(norm, 0)
 
     def _consumer(self, tensor: str, index: int | None = None) -> ir.Node:
         node = only_consumer(self.by_source.get(tensor, ()), (), index)
@@ -154,7 +155,7 @@ class _Ends:
         norm = self._normalized(tensor)
         if _adds_stream(norm):
             return [norm.outputs[0], norm.outputs[1]]
-        return [_first_input(norm)]
+        return [operand(norm, 0)]
 
     def _normalized(self, tensor: str) -> ir.Node:
         norm = _norm(self._consumer(tensor, 1).inputs[0])
@@ -187,12 +188,6 @@ def _norm(value: ir.Value | None, modulations: int = 2) -> ir.Node | None:
     return next((norm for each in node.inputs if (norm := _norm(each, modulations - 1))), None)
 
 
-def _first_input(norm: ir.Node) -> ir.Value:
-    stream = norm.inputs[0]
-    assert stream is not None
-    return stream
-
-
 def _adds_stream(norm: ir.Node) -> bool:
     """Return whether a norm is an AdaptiveNorm that adds a gated value and the stream before it normalizes."""
     return len(norm.inputs) > 4 and norm.inputs[4] is not None
@@ -200,11 +195,11 @@ def _adds_stream(norm: ir.Node) -> bool:
 
 def _split_sum(graph: ir.Graph, norm: ir.Node) -> None:
     """Split an AdaptiveNorm: nodes before it compute its gated sum, which it then only normalizes."""
-    total = _first_input(norm)
-    for op_type, operand in (("Mul", norm.inputs[3]), ("Add", norm.inputs[4])):  # gate, skip
-        if operand is None:
+    total = operand(norm, 0)
+    for op_type, factor in (("Mul", norm.inputs[3]), ("Add", norm.inputs[4])):  # gate, skip
+        if factor is None:
             continue
-        node = ir.node(op_type, [total, operand])
+        node = ir.node(op_type, [total, factor])
         value = node.outputs[0]
         value.name, value.shape, value.type = f"{total.name}.{op_type}", total.shape, total.type
         graph.insert_before(norm, node)

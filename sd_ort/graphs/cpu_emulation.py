@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from fusion_passes import CONTRIB, DOMAIN
+from fusion_passes import CONTRIB, DOMAIN, value_queries
 from fusion_passes.operators import BY_NAME, OPERATORS, function_bodies
 from fusion_passes.shapes.infer import annotate
 from sd_ort.core.pipeline_folder import DATA, MODEL
@@ -171,9 +171,7 @@ def _round(graph: ir.Graph, value: ir.Value, function: str) -> None:
     node = ir.node(function, [value], domain=ROUNDING)
     rounded = node.outputs[0]
     rounded.name, rounded.type, rounded.shape = f"{value.name}.rounded", value.type, value.shape
-    producer = value.producer()
-    assert producer is not None
-    graph.insert_after(producer, node)
+    graph.insert_after(value_queries.producer(value), node)
     for consumer, index in list(value.uses()):
         if consumer is not node:
             consumer.replace_input_with(index, rounded)

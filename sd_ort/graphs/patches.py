@@ -152,8 +152,7 @@ class _Editor:
         band = self.band
         self.return_corrections()
         for name, node, axis, above, below in self.convolutions():
-            value = node.inputs[0]
-            assert value is not None
+            value = value_queries.operand(node, 0)
             self.anchor = node
             parts = self.split(value, axis, f"{name}.rows")
             if band.index > 0 and above:
@@ -210,8 +209,7 @@ class _Editor:
 
     @staticmethod
     def channels(node: ir.Node) -> int:
-        channels = value_queries.size(node.inputs[1], 0)
-        assert channels is not None
+        channels = value_queries.static_size(node.inputs[1], 0)
         return channels
 
     def mean(self, value: ir.Value, name: str) -> ir.Value:
@@ -236,8 +234,7 @@ class _Editor:
     def compute_band(self) -> None:
         band = self.band
         for name, node, axis, above, below in list(self.convolutions()):
-            value = node.inputs[0]
-            assert value is not None
+            value = value_queries.operand(node, 0)
             self.anchor = node
             parts = [value]
             if band.index > 0 and above:
@@ -302,8 +299,7 @@ class _Editor:
 
     def query(self, name: str, node: ir.Node) -> ir.Value:
         """Return the query (B, S, N * D) of a self-attention."""
-        query = node.inputs[0]
-        assert query is not None
+        query = value_queries.operand(node, 0)
         if value_queries.rank(query) != 5:
             return query
         part = self.slice(query, 3, 0, 1, name)
@@ -311,17 +307,14 @@ class _Editor:
 
     def shared_keys(self, name: str, node: ir.Node) -> list[tuple[str, ir.Value]]:
         """Return the keys and values that other bands attend to: packed (B, S, N, 2, D), or apart."""
-        query = node.inputs[0]
-        assert query is not None
+        query = value_queries.operand(node, 0)
         if value_queries.rank(query) == 5:
             packed = self.slice(query, 3, 1, 3, name)
             dims = query.shape
             assert dims is not None
             packed.shape = ir.Shape([*list(dims)[:3], 2, dims[4]])
             return [("keys", packed)]
-        key, value = node.inputs[1], node.inputs[2]
-        assert key is not None
-        assert value is not None
+        key, value = value_queries.operand(node, 1), value_queries.operand(node, 2)
         return [("keys", key), ("values", value)]
 
     def overload(self, node: ir.Node) -> str:

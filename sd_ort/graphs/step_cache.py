@@ -88,10 +88,7 @@ def _deep_value(graph: ir.Graph, branch: int) -> ir.Value:
         concats = _image_concats(graph)
     if branch >= len(concats):
         raise InputError(f"cache_branch_id {branch}: this UNet's graph has {len(concats)} skip connections to cut at.")
-    concat = concats[-1 - branch]
-    deep, skip = concat.inputs
-    assert deep is not None
-    assert skip is not None
+    deep, skip = (value_queries.operand(concats[-1 - branch], index) for index in (0, 1))
     if len(_ancestors([deep])) < len(_ancestors([skip])):
         deep, skip = skip, deep
     if deep.producer() is None or deep.is_graph_input():

@@ -158,17 +158,13 @@ def _separate_upsampling(graph: ir.Graph, shuffle: ir.Node) -> ir.Value:
 
     The graph computes the 3x3 filters from the 2x2 ones, so that they follow updates of these.
     """
-    phases = shuffle.inputs[0]
-    assert phases is not None
-    conv = phases.producer()
-    assert conv is not None
+    phases = value_queries.operand(shuffle, 0)
+    conv = value_queries.producer(phases)
     x, weight = conv.inputs[:2]
     assert x is not None
     assert weight is not None
     assert weight.dtype is not None
-    count, channels = value_queries.size(weight, 0), value_queries.size(weight, 3)
-    assert count is not None
-    assert channels is not None
+    count, channels = value_queries.static_size(weight, 0), value_queries.static_size(weight, 3)
     name = shuffle.outputs[0].name
     array = np.array(THREE_TAPS, np.float32)
     taps = new_initializer(graph, f"{name}.taps", array.T.astype(weight.dtype.numpy()))

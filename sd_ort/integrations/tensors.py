@@ -23,7 +23,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Return the torch dtype of a NumPy dtype."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 

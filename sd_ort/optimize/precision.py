@@ -189,7 +189,6 @@ def _angles_in_float32(graph: ir.Graph) -> None:
 
 
 def inner_nodes(node: ir.Node) -> list[ir.Node]:
-    """Return the nodes of all subgraphs of a node."""
     return [each for graph in subgraphs(node) for inner in graph for each in (inner, *inner_nodes(inner))]
 
 

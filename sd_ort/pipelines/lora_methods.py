@@ -187,7 +187,6 @@ class LoraMixin:
 
     @property
     def fused_loras(self) -> set[str]:
-        """Names of the LoRAs that are fused."""
         return {name for scales in self.lora_state.fused.values() for name in scales}
 
     def disable_lora(self) -> None:

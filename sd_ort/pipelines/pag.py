@@ -92,7 +92,7 @@ class StableDiffusionPAGPipeline(PerturbedAttentionMixin, StableDiffusionPipelin
 
     __call__ = diffusers_call(
         "prompt height width {schedule} guidance_scale negative_prompt {noise} {embeds} {adapter} {output} "
-        "guidance_rescale {callback} {pag}",
+        "guidance_rescale {callback} {pag}"
     )
 
 

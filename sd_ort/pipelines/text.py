@@ -35,8 +35,7 @@ class Conditioning:
     def repeat(self, count: int) -> Conditioning:
         """Repeat each prompt's row `count` times, for several images a prompt."""
         return Conditioning(
-            self.embeddings.repeat(count, 0),
-            {name: value.repeat(count, 0) for name, value in self.added.items()},
+            self.embeddings.repeat(count, 0), {name: value.repeat(count, 0) for name, value in self.added.items()}
         )
 
     def after(self, first: Conditioning) -> Conditioning:

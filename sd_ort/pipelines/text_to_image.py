@@ -91,11 +91,7 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
     REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
 
     def __init__(
-        self,
-        folder: Path,
-        models: Components,
-        scheduler: Any,
-        options: LoadOptions = DEFAULT_OPTIONS,
+        self, folder: Path, models: Components, scheduler: Any, options: LoadOptions = DEFAULT_OPTIONS
     ) -> None:
         """`scheduler` as in `from_pretrained`, or another pipeline's."""
         self.folder = folder

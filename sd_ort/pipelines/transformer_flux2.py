@@ -19,13 +19,7 @@ from sd_ort.core.pipeline_folder import check_component
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import preprocess
 from sd_ort.pipelines.request import Prompt
-from sd_ort.pipelines.transformer_pipelines import (
-    Denoising,
-    TransformerPipeline,
-    prompt_list,
-    repeat_rows,
-    unpack,
-)
+from sd_ort.pipelines.transformer_pipelines import Denoising, TransformerPipeline, prompt_list, repeat_rows, unpack
 
 log = logging.getLogger("sd_ort")
 

@@ -12,13 +12,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import check_numbers, is_integer
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_image, is_latents, preprocess, size_of
-from sd_ort.pipelines.transformer_pipelines import (
-    FLUX_STEPS,
-    TEXT_TOKENS,
-    FluxPipeline,
-    image_ids,
-    pack,
-)
+from sd_ort.pipelines.transformer_pipelines import FLUX_STEPS, TEXT_TOKENS, FluxPipeline, image_ids, pack
 
 log = logging.getLogger("sd_ort")
 

@@ -20,13 +20,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.request import Prompt
-from sd_ort.pipelines.transformer_pipelines import (
-    Denoising,
-    TransformerPipeline,
-    prompt_list,
-    repeat_rows,
-    unpack,
-)
+from sd_ort.pipelines.transformer_pipelines import Denoising, TransformerPipeline, prompt_list, repeat_rows, unpack
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
 
 if TYPE_CHECKING:

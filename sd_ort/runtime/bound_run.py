@@ -263,11 +263,9 @@ class GpuGraphModel(OrtModel):
         self.graph_ids = itertools.count()
 
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
-        """As `Model.__call__`."""
         return self.run_with_shared({}, **arrays)
 
     def run_with_shared(self, shared: Mapping[str, np.ndarray], **arrays: Any) -> dict[str, np.ndarray]:
-        """As `Model.run_with_shared`."""
         arrays = {**shared, **arrays}
         self.check_names(arrays)
         feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}

@@ -26,7 +26,6 @@ class ComponentFiles:
         return (self.others[name], "controlnet") if name in self.others else (self.folder, name)
 
     def model(self, name: str) -> Path:
-        """Return the path of a component's model."""
         folder, component = self.location(name)
         return folder / component / MODEL
 

@@ -73,7 +73,6 @@ class ComponentOpener:
         return OrtModel(self.session(name, override, unfolded=unfolded), self.target.lock)
 
     def open_edited(self, name: str, edited: EditedGraph) -> OrtModel:
-        """Open an edited graph of a component."""
         override = replace(self.overrides.of(name), graph=edited.graph)
         if edited.captured:
             return self.open(name, override)

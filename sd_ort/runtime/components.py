@@ -78,12 +78,10 @@ class Components(MutableMapping[str, OrtModel]):
 
     @property
     def folder(self) -> Path:
-        """The pipeline folder."""
         return self.files.folder
 
     @property
     def provider(self) -> str:
-        """The name of the provider."""
         return self.target.provider
 
     @property
@@ -93,7 +91,6 @@ class Components(MutableMapping[str, OrtModel]):
 
     @property
     def device(self) -> str:
-        """The name of the device."""
         return self.target.name
 
     @property

@@ -20,10 +20,7 @@ from sd_ort.runtime.capture_lock import CAPTURE_LOCK, device_calls
 from sd_ort.runtime.ort_wheel import import_onnxruntime
 
 # NumPy's dtypes that ONNX Runtime does not know -> integers of their size, and onnx.TensorProto's type.
-EXTENDED_DTYPES = {
-    np.dtype(ml_dtypes.bfloat16): (np.uint16, 16),
-    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, 17),
-}
+EXTENDED_DTYPES = {np.dtype(ml_dtypes.bfloat16): (np.uint16, 16), np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, 17)}
 
 
 def as_integers(array: np.ndarray) -> np.ndarray:

@@ -51,7 +51,6 @@ class PartitionedModel(OrtModel):
         self.outputs = partitions[-1].model.outputs
 
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
-        """As `Model.__call__`."""
         self.check_names(arrays)
         values = dict(arrays)
         for partition in self.partitions:
@@ -104,7 +103,6 @@ class BoundPartitions(BoundRun):
         self.ran = [stream.event() for stream in streams]
 
     def run(self, wait: bool = True) -> None:
-        """As `BoundRun.run`."""
         for index, run in enumerate(self.runs):
             self._transfer(index, index)
             stream = self.partitions[index].stream

@@ -34,7 +34,6 @@ class Metrics:
             self._seconds.observe(seconds)
 
     def text(self) -> bytes:
-        """Return all metrics."""
         return generate_latest(self.registry)
 
 

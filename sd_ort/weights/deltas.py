@@ -115,7 +115,6 @@ class HadamardDelta:
             raise ValueError(f"products of {list(self.first.shape)} and {list(self.second.shape)}")
 
     def dense(self) -> np.ndarray:
-        """Return the delta as one array of `shape`."""
         product = self.first.array()
         product *= self.second.array()
         product *= np.float32(self.scale)
@@ -132,7 +131,6 @@ class KroneckerDelta:
     shape: Shape
 
     def dense(self) -> np.ndarray:
-        """Return the delta as one array of `shape`."""
         product = np.kron(self.left * np.float32(self.scale), self.right.reshape(len(self.right), -1))
         return product.reshape(self.shape)
 
@@ -146,7 +144,6 @@ class DifferenceDelta:
     shape: Shape
 
     def dense(self) -> np.ndarray:
-        """Return the delta as one array of `shape`."""
         return (self.difference * np.float32(self.scale)).reshape(self.shape)
 
 
@@ -173,7 +170,6 @@ class DoraDelta:
         return self.inner.shape
 
     def dense(self) -> np.ndarray:
-        """Return the delta as one array of `shape`."""
         weight = self.weight().reshape(self.shape)
         total = weight + self.inner.dense()
         axis = 0 if len(self.magnitude) == self.shape[0] else 1

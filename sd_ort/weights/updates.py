@@ -44,14 +44,7 @@ from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.capture_lock import device_calls
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.op_library import op_library
-from sd_ort.runtime.ort_values import (
-    as_integers,
-    device_value,
-    empty_value,
-    host_value,
-    initializer_value,
-    write_value,
-)
+from sd_ort.runtime.ort_values import as_integers, device_value, empty_value, host_value, initializer_value, write_value
 from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights
@@ -489,11 +482,7 @@ class WeightUpdater:
             self._requantization_run(components, part, each, uploaded).run(wait=True)
 
     def _requantization_run(
-        self,
-        components: Components,
-        part: str,
-        weight: Requantization,
-        uploaded: Sequence[np.ndarray] | None = None,
+        self, components: Components, part: str, weight: Requantization, uploaded: Sequence[np.ndarray] | None = None
     ) -> DeviceUpdate:
         """Return the run that quantizes one weight again on the device.
 

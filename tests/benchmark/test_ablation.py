@@ -31,11 +31,7 @@ def test_nothing_fused_switches_off_what_the_ablation_does_not_know() -> None:
 def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_selection, "library_path", lambda: Path("libsd_ort_ops.so"))
     rows, _ = engine_selection.ablation(raw, "cuda")
-    labels = [
-        "raw fp32",
-        "raw fp16",
-        *(step.label for step in ABLATION.values() if step.label != "nothing fused"),
-    ]
+    labels = ["raw fp32", "raw fp16", *(step.label for step in ABLATION.values() if step.label != "nothing fused")]
     assert [row.label for row in rows] == [*labels, "ours: + op library", "+ hoisting", "+ graph capture"]
     assert [row.library for row in rows] == [False] * len(labels) + [True] * 3
     assert [row.graph for row in rows] == [False] * (len(labels) + 2) + [True]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_pipeline
-from cli_type import Cli
+from cli_type import Cli, success
 from PIL import Image
 
 from sd_ort import demo
@@ -102,8 +102,7 @@ def test_the_rules_are_mlperfs(tmp_path: Path) -> None:
 
 def test_mlperf_of_a_tiny_model(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
     loads = ("--mlperf", "--calls", 2, "--queries", 4, "--server-load", 0.5, "--batch", "1,2", "--accuracy")
-    code, table, _ = sd_ort("benchmark", small_export, *loads, *SMALL, "--out", tmp_path)
-    assert code == 0
+    table = success(sd_ort, "benchmark", small_export, *loads, *SMALL, "--out", tmp_path)
     report = json.loads((tmp_path / "mlperf.json").read_text())
     (row,) = report["engines"]
     assert row["status"] == "ok"
@@ -151,8 +150,7 @@ def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monke
     monkeypatch.setattr(replicas, "RayCluster", lambda openings: clusters.append(Here(openings)) or clusters[0])
     folder = tiny_pipeline.write(tmp_path / "toy")
     flags = ("--mlperf", "--replicas", 2, "--queries", 5, "--batch", "1,2", "--accuracy", "--steps", 2, "--guidance", 7)
-    code, table, _ = sd_ort("benchmark", folder, *flags, "--out", tmp_path / "out")
-    assert code == 0, table
+    success(sd_ort, "benchmark", folder, *flags, "--out", tmp_path / "out")
     assert clusters[0].drawing == {"0", "1"}
     report = json.loads((tmp_path / "out" / "mlperf.json").read_text())
     assert report["mlperf"]["replicas"] == 2

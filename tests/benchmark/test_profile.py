@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_type import Cli
+from cli_type import Cli, success
 
 from sd_ort.benchmark import profile
 
@@ -91,8 +91,7 @@ def test_trace_loads_in_perfetto() -> None:
 
 
 def test_profile_of_a_tiny_unet(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
-    code, table, _ = sd_ort("benchmark", small_export, "--profile", *SMALL, "--out", tmp_path)
-    assert code == 0
+    table = success(sd_ort, "benchmark", small_export, "--profile", *SMALL, "--out", tmp_path)
     (row,) = json.loads((tmp_path / "profile.json").read_text())["engines"]
     assert (row["status"], row["clock"]) == ("ok", "nodes")
     for title in ("by_operator", "by_site"):

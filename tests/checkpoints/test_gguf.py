@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_type import Cli
+from cli_type import Cli, success
 from gguf_files import write_gguf
 from PIL import Image
 from test_transformer_file import FLUX, SD3, original_tensors
@@ -107,16 +107,13 @@ def test_a_unet_is_optimized_and_drawn_with(
 ) -> None:
     """The file's U-Net with the demo's other models: the demo's image up to eight bits of the matrices."""
     path, _ = unet_file
-    code, text, err = sd_ort("optimize", path, tmp_path / "out", "--config", "demo", "--target", "cpu")
-    assert code == 0, err
+    text = success(sd_ort, "optimize", path, tmp_path / "out", "--config", "demo", "--target", "cpu")
     assert "Q8_0" in text
-    code, _, err = sd_ort("verify", path, tmp_path / "out", "--config", "demo")
-    assert code == 0, err
+    success(sd_ort, "verify", path, tmp_path / "out", "--config", "demo")
     draw = ("generate", "a red circle", "--seed", 3, "--steps", 6, "--out")
     images = []
     for name, model in (("ours", tmp_path / "out"), ("plain", "demo")):
-        code, _, err = sd_ort(*draw, tmp_path / f"{name}.png", "--model", model)
-        assert code == 0, err
+        success(sd_ort, *draw, tmp_path / f"{name}.png", "--model", model)
         images.append(np.asarray(Image.open(tmp_path / f"{name}.png"), np.float32))
     assert 25 < psnr(*images, 20.0) < 100
 

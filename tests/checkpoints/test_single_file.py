@@ -107,9 +107,7 @@ def test_equals_from_single_file(checkpoints: Callable, preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
-    ids=lambda d: str(d).split(".")[1],
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=lambda d: str(d).split(".")[1]
 )
 def test_storage_types_ema_and_foreign_keys(checkpoints: Callable, tmp_path: Path, dtype: torch.dtype) -> None:
     file, base = checkpoints("sd15")

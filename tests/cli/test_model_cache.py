@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_pipeline
-from cli_type import Cli
+from cli_type import Cli, success
 
 from sd_ort import StableDiffusionPipeline, demo, model_cache
 from sd_ort.core import pipeline_folder
@@ -108,8 +108,7 @@ def test_the_least_recently_used_goes(
         other.stdout.readline()
         assert [entry.folder for entry in model_cache.trim(0)] == [new], "another process uses the old one"
         other.communicate("\n")
-    code, out, _ = sd_ort("cache")
-    assert code == 0
+    out = success(sd_ort, "cache")
     assert re.search(r"demo, cpu, None  .*\n +0.00 GB in 1 entries\n", out)
     assert "Removed 1 entries" in sd_ort("cache", "--clear")[1]
     assert model_cache.entries() == []

@@ -329,11 +329,7 @@ EMPTY = [
     ("WinogradConv", "winograd_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3}),
     ("Bfloat16Attention", "bfloat16_attention", {"batch": HUGE, "heads": 8, "kv_sequence": HUGE, "head_size": 8}),
     ("Bfloat16Conv", "bfloat16_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3, "edge": 3}),
-    (
-        "QuantizedConv",
-        "bfloat16_conv",
-        {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3, "edge": 3},
-    ),
+    ("QuantizedConv", "bfloat16_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3, "edge": 3}),
     ("Bfloat16MatMul", "bfloat16_matmul", {"rows": HUGE, "inner": HUGE}),
     ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8, "channels_last": 1}),
     ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8}),

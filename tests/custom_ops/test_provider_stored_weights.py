@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from cli_type import Cli
+from cli_type import Cli, success
 from onnx import TensorProto, helper, numpy_helper
 from provider_sessions import assigned_operators, session_of
 from stored_values import dequantize, stored_parts
@@ -58,17 +58,7 @@ def test_values(name: str, symmetric: bool, dtype: str, provider: str) -> None:
 def test_memory(provider: str) -> None:
     """One layer's weight at a time: eight of 2 MiB in float32 run in 5 MiB, stored in 4 bits."""
     weights = [
-        numpy_helper.from_array(
-            0.05
-            * RANDOM.normal(
-                size=(
-                    512,
-                    1024,
-                )
-            ).astype(np.float32),
-            f"w{i}",
-        )
-        for i in range(4)
+        numpy_helper.from_array(0.05 * RANDOM.normal(size=(512, 1024)).astype(np.float32), f"w{i}") for i in range(4)
     ]
     back = [
         numpy_helper.from_array(0.05 * RANDOM.normal(size=(1024, 512)).astype(np.float32), f"v{i}") for i in range(4)
@@ -96,8 +86,7 @@ def test_the_demo(sd_ort: Cli, provider: str, tmp_path: Path) -> None:
     """Images by stored weights are near those in 16 bits; nothing runs elsewhere; a LoRA is stored as well."""
     out, plain = tmp_path / "stored", tmp_path / "plain"
     for folder, options in ((plain, ()), (out, ("--weights", "int8", "--weight-group", "32"))):
-        code, _, err = sd_ort("optimize", "demo", folder, "--target", "gpu", "--float16", *options)
-        assert code == 0, err
+        success(sd_ort, "optimize", "demo", folder, "--target", "gpu", "--float16", *options)
     assert sd_ort("verify", "demo", out)[0] == 0
     sizes = [(folder / "unet" / "model.onnx.data").stat().st_size for folder in (plain, out)]
     assert sizes[1] < 0.62 * sizes[0]

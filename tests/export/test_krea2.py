@@ -38,10 +38,7 @@ from sd_ort.pipelines.transformer_krea2 import Krea2Embeddings
 from sd_ort.pipelines.transformer_pipelines import image_ids
 
 CLASS, KIND, FAMILY = "Krea2Transformer2DModel", "Krea2Pipeline", "krea2"
-SIZES = (
-    {"batch": 1, "sequence": 19, "image_sequence": 28},
-    {"batch": 3, "sequence": 7, "image_sequence": 41},
-)
+SIZES = ({"batch": 1, "sequence": 19, "image_sequence": 28}, {"batch": 3, "sequence": 7, "image_sequence": 41})
 
 
 # --- The modules that are exported ----------------------------------------------------------------------------------

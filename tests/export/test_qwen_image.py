@@ -44,10 +44,7 @@ from sd_ort.pipelines.transformer_qwen_image import Embeddings
 from sd_ort.stages import optimize
 
 CLASS, KIND, FAMILY = "QwenImageTransformer2DModel", "QwenImagePipeline", "qwen_image"
-SIZES = (
-    {"batch": 1, "sequence": 19, "image_sequence": 28},
-    {"batch": 3, "sequence": 7, "image_sequence": 41},
-)
+SIZES = ({"batch": 1, "sequence": 19, "image_sequence": 28}, {"batch": 3, "sequence": 7, "image_sequence": 41})
 
 
 # --- The modules that are exported ----------------------------------------------------------------------------------

@@ -33,10 +33,7 @@ from sd_ort.core.metrics import array_errors, psnr
 from sd_ort.pipelines.transformer_z_image import latents_of, pad_tokens, patches, token_groups
 
 CLASS, KIND, FAMILY = "ZImageTransformer2DModel", "ZImagePipeline", "z_image"
-SIZES = (
-    {"batch": 1, "sequence": 64, "image_sequence": 96},
-    {"batch": 3, "sequence": 32, "image_sequence": 128},
-)
+SIZES = ({"batch": 1, "sequence": 64, "image_sequence": 96}, {"batch": 3, "sequence": 32, "image_sequence": 128})
 
 
 # --- The module that is exported ------------------------------------------------------------------------------------
@@ -64,8 +61,6 @@ def test_the_module_equals_diffusers() -> None:
 
 
 class Direct(torch.nn.Module):
-    """diffusers' forward on tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = built(FAMILY, "transformer")

@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import tiny_pipeline
+from cli_type import success
 from PIL import Image
 from test_hostile import COMMANDS, Cli, arguments, check, optimized, pristine, source
 
@@ -69,8 +70,7 @@ def test_outputs_that_are_fine(sd_ort: Cli, source: Path, out: str) -> None:
     optimize(source, here / "earlier", components=["vae_decoder"])
     (here / "link").symlink_to("earlier")
     (here / "dangling").symlink_to("later")
-    code, _, err = sd_ort("optimize", source, here / out)
-    assert code == 0, err
+    success(sd_ort, "optimize", source, here / out)
     target = Path(os.path.realpath(here / out))
     assert pipeline_folder.components(target) == ["text_encoder", "unet", "vae_decoder"]
     assert (here / "link").is_symlink()
@@ -125,15 +125,13 @@ def test_the_hub_cache_is_read(sd_ort: Cli, source: Path, optimized: Path, comma
         link.parent.mkdir(parents=True, exist_ok=True)
         path.rename(cache / "blobs" / str(index))
         link.symlink_to(os.path.relpath(cache / "blobs" / str(index), link.parent))
-    code, _, err = sd_ort(*arguments(command, snapshot, source.parent / "out", optimized))
-    assert code == 0, err
+    success(sd_ort, *arguments(command, snapshot, source.parent / "out", optimized))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_hard_links_are_read(sd_ort: Cli, source: Path, optimized: Path, command: str) -> None:
     shutil.copytree(source, source.with_name("again"), copy_function=os.link)
-    code, _, err = sd_ort(*arguments(command, source, source.parent / "out", optimized))
-    assert code == 0, err
+    success(sd_ort, *arguments(command, source, source.parent / "out", optimized))
 
 
 def test_two_at_once_of_one_folder(source: Path) -> None:

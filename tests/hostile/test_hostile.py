@@ -14,7 +14,7 @@ import malformed_models
 import onnx
 import pytest
 import tiny_pipeline
-from cli_type import Cli
+from cli_type import Cli, success
 
 from sd_ort.core import pipeline_folder
 
@@ -47,7 +47,12 @@ def arguments(command: str, source: Path, out: Path, optimized: Path) -> list[ob
         "optimize": ["optimize", source, out],
         "explain": ["explain", source],
         "verify": ["verify", source, optimized],
-        "extract": ["extract", source, out.with_suffix(".onnx"), "--component", "unet", "--from", "features", "--to", "moved"],
+        "extract": [
+            "extract",
+            source,
+            out.with_suffix(".onnx"),
+            *"--component unet --from features --to moved".split(),
+        ],
         "merge": ["merge", source, out],
         "generate": ["generate", "a cat", "--model", source, "--out", out.with_suffix(".png"), "--steps", 2],
     }[command]
@@ -78,8 +83,7 @@ def run_hostile(sd_ort: Cli, command: str, source: Path, optimized: Path, must_r
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_toy_itself_is_accepted(sd_ort: Cli, source: Path, optimized: Path, command: str) -> None:
-    code, _, err = sd_ort(*arguments(command, source, source.parent / "out", optimized))
-    assert code == 0, err
+    success(sd_ort, *arguments(command, source, source.parent / "out", optimized))
 
 
 def test_a_timestep_without_an_axis(sd_ort: Cli, source: Path) -> None:
@@ -91,14 +95,12 @@ def test_a_timestep_without_an_axis(sd_ort: Cli, source: Path) -> None:
     malformed_models.damage(source / "unet", change)
     out = source.parent / "out"
     for folder, *options in ((out, "--target", "portable"), (out.with_name("half"), "--float16", "--target", "cuda")):
-        code, text, err = sd_ort("optimize", source, folder, *options)
-        assert code == 0, err
+        text = success(sd_ort, "optimize", source, folder, *options)
         assert ("not hoisted" in text) == (folder != out)
         assert sd_ort("verify", source, folder)[0] == 0
     for folder_ in (source, out):
         png = source.parent / f"{folder_.name}.png"
-        code, _, err = sd_ort("generate", "a cat", "--model", folder_, "--out", png, "--steps", 2)
-        assert code == 0, err
+        success(sd_ort, "generate", "a cat", "--model", folder_, "--out", png, "--steps", 2)
     code, _, err = sd_ort("optimize", source, out.with_name("x"), "--float16", "--target", "cuda", "--hoist")
     assert code == 2
     assert "leave out --hoist" in err

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnxruntime
 import pytest
-from cli_type import Cli
+from cli_type import Cli, success
 
 from sd_ort.checkpoints.signatures import default_latents
 from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent
@@ -246,8 +246,7 @@ def test_rejected_candidates_are_reported(caplog: pytest.LogCaptureFixture) -> N
 def test_show(sd_ort: Cli) -> None:
     path = save(FakeOps(results=results_of("float16_2x64x64_g32")), FakeSession([ROCM]))
     for arguments in (["tune", "--show"], ["tune", "--show", str(path)]):
-        code, out, err = sd_ort(*arguments)
-        assert code == 0, err
+        out = success(sd_ort, *arguments)
         assert "GPU architecture: gfx942" in out
         assert "1.50x of the default" in out
         assert "ROCMExecutionProvider: 1 results of 1 operators" in out

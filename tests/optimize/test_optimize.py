@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from cli_type import Cli
+from cli_type import Cli, success
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
 from fusion_passes.shapes.infer import annotate
@@ -244,12 +244,10 @@ def test_bfloat16_is_not_hoisted(tmp_path: Path, sd_ort: Cli) -> None:
 
 def test_second_run_does_nothing(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
     out = tmp_path / "out"
-    code, text, _ = sd_ort("optimize", tiny_copy, out)
-    assert code == 0
+    text = success(sd_ort, "optimize", tiny_copy, out)
     assert text.startswith("target cpu: onnxruntime is installed")
     written = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
-    code, text, _ = sd_ort("optimize", tiny_copy, out)
-    assert code == 0
+    text = success(sd_ort, "optimize", tiny_copy, out)
     assert "up to date" in text
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == written
     (out / "vae_decoder" / pipeline_folder.DATA).write_bytes(b"damaged")
@@ -383,19 +381,16 @@ def make_foreign_folder(path: Path, weights: str | None) -> Path:
 def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None) -> None:
     source, out = make_foreign_folder(tmp_path / "old", weights), tmp_path / "out"
     half = [] if weights is None else ["--float16"]
-    code, text, err = sd_ort("optimize", source, out, *half)
-    assert code == 0, err
+    text = success(sd_ort, "optimize", source, out, *half)
     assert "safety_checker: not fused: opset 14 cannot be raised" in text
     counts = {name: entry["op_counts"] for name, entry in pipeline_folder.read_manifest(out)["components"].items()}
     assert counts["text_encoder"]["Attention"] == 12
     assert counts["vae_decoder"]["SkipGroupNorm"] == 12
     assert sorted(p.name for p in (out / "vae_decoder").iterdir()) == [pipeline_folder.MODEL, pipeline_folder.DATA]
-    code, text, err = sd_ort("verify", source, out)
-    assert code == 0, err
+    text = success(sd_ort, "verify", source, out)
     assert text.count("  ok") == 6
     assert "safety_checker: outputs NOT compared" in text
-    code, text, err = sd_ort("explain", source)
-    assert code == 0, err
+    text = success(sd_ort, "explain", source)
     assert "12 MultiHeadAttention" in text
     assert "up to date" in sd_ort("optimize", source, out, *half)[1]
 

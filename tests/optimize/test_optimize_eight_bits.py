@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from cli_type import Cli
+from cli_type import Cli, success
 from click.testing import CliRunner
 from image_metrics import psnr
 from safetensors.torch import load_file, save_file
@@ -168,8 +168,7 @@ def test_dynamic_scales(
     noise prediction is near that of float32."""
     out = tmp_path / "out"
     options = ("--target", target, f"--{format_}", "--dynamic-scales", "--component", "unet", *options)
-    code, output, err = sd_ort("optimize", "demo", out, *options)
-    assert code == 0, err
+    output = success(sd_ort, "optimize", "demo", out, *options)
     assert "calibration: " not in output
     assert f"unet: {format_}, dynamic scales: " in output
     manifest = pipeline_folder.read_manifest(out)

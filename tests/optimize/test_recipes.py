@@ -79,10 +79,7 @@ def test_export_knows_every_weight(default_export: Path, exported: Path, preset:
         assert rebuild(path, name)["unet"] == len(open_preset(name, 0).load("unet").state_dict())
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype", "hoisted"),
-    [("cpu", "float32", False), ("cuda", "float16", True)],
-)
+@pytest.mark.parametrize(("target", "dtype", "hoisted"), [("cpu", "float32", False), ("cuda", "float16", True)])
 def test_every_weight_is_rebuilt(
     exported: Path, preset: str, tmp_path: Path, target: str, dtype: str, hoisted: bool
 ) -> None:

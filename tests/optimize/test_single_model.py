@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from cli_type import Cli
+from cli_type import Cli, success
 from onnx import TensorProto, helper, numpy_helper
 
 from scripts.fixtures import other_architectures
@@ -24,12 +24,10 @@ from sd_ort.core.errors import InputError
 def test_a_foreign_file(sd_ort: Cli, tmp_path: Path, name: str) -> None:
     source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(other_architectures.load(name), source)
-    code, text, err = sd_ort("optimize", source, out, "--target", "portable")
-    assert code == 0, err
+    text = success(sd_ort, "optimize", source, out, "--target", "portable")
     assert "MultiHeadAttention" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx", "out.onnx"]
-    code, text, err = sd_ort("verify", source, out, "--json")
-    assert code == 0, err
+    text = success(sd_ort, "verify", source, out, "--json")
     rows = json.loads(text)["rows"]
     assert len(rows) == 2
     assert all(row["relative_error"] < 1e-5 for row in rows)
@@ -55,13 +53,11 @@ def test_float16_is_calibrated_on_the_recorded_runs(sd_ort: Cli, tmp_path: Path)
     source = toy(tmp_path / "in.onnx")
     np.savez(tmp_path / "small.npz", x=np.full((2, 4), 0.1, np.float32))
     np.savez(tmp_path / "large.npz", **{f"x/{i}": np.full((i + 1, 4), 100.0, np.float32) for i in range(2)})
-    code, text, _ = sd_ort("optimize", source, tmp_path / "a.onnx", "--float16", "--target", "portable", "--inputs",
+    text = success(sd_ort, "optimize", source, tmp_path / "a.onnx", "--float16", "--target", "portable", "--inputs",
                            tmp_path / "small.npz")  # fmt: skip
-    assert code == 0
     assert "in: 0 of 4 values exceed 16376 on 1 recorded inputs" in text
-    code, text, _ = sd_ort("optimize", source, tmp_path / "b.onnx", "--float16", "--target", "portable", "--inputs",
+    text = success(sd_ort, "optimize", source, tmp_path / "b.onnx", "--float16", "--target", "portable", "--inputs",
                            tmp_path / "large.npz")  # fmt: skip
-    assert code == 0
     assert "in: 1 of 4 values exceed 16376 on 2 recorded inputs; they stay in float32" in text
     assert sd_ort("verify", source, tmp_path / "b.onnx", "--inputs", tmp_path / "large.npz")[0] == 0
     assert sd_ort("verify", source, tmp_path / "a.onnx", "--inputs", tmp_path / "large.npz")[0] == 4
@@ -74,8 +70,7 @@ def test_weights_stay_where_they_were(sd_ort: Cli, tmp_path: Path) -> None:
     assert sd_ort("optimize", folder, tmp_path / "out.onnx")[0] == 0  # a folder that holds one
     assert sorted(path.name for path in tmp_path.iterdir()) == ["any", "out.onnx", "out.onnx.data"]
     assert sd_ort("verify", folder, tmp_path / "out.onnx")[0] == 0
-    code, text, _ = sd_ort("explain", folder)
-    assert code == 0
+    text = success(sd_ort, "explain", folder)
     assert text.startswith("any\n")
 
 
@@ -197,13 +192,11 @@ def test_float16_of_graphs_that_are_partly_float32(
     shape = (5, 1, 4) if name == "lstm" else (2, 4)
     feeds = {"x": np.random.default_rng(1).normal(size=shape).astype(np.float32)}
     np.savez(tmp_path / "in.npz", **feeds, **({"c": np.array(True)} if name == "branches" else {}))
-    code, text, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", *options)
-    assert code == 0, err
+    text = success(sd_ort, "optimize", source, out, "--target", "portable", "--float16", *options)
     assert ("inputs and outputs stay float32" in text) == (not options)
     dtypes = {value.type.tensor_type.elem_type for value in onnx.load(out).graph.output}
     assert dtypes == {TensorProto.FLOAT16 if options else TensorProto.FLOAT}
-    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz", "--tolerance", 2e-3)
-    assert code == 0, err
+    success(sd_ort, "verify", source, out, "--inputs", tmp_path / "in.npz", "--tolerance", 2e-3)
 
 
 def test_float16_io_goes_with_float16_of_one_file(sd_ort: Cli, tmp_path: Path) -> None:
@@ -233,11 +226,9 @@ def test_a_declared_size_of_minus_one_is_unknown(sd_ort: Cli, tmp_path: Path, ta
     source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
     np.savez(tmp_path / "in.npz", x=np.random.default_rng(0).normal(size=(2, 2, 5, 7)).astype(np.float32))
-    code, _, err = sd_ort("optimize", source, out, "--target", target, *options)
-    assert code == 0, err
+    success(sd_ort, "optimize", source, out, "--target", target, *options)
     assert {entry.domain: entry.version for entry in onnx.load(out).opset_import}[""] == 13
-    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
-    assert code == 0, err
+    success(sd_ort, "verify", source, out, "--inputs", tmp_path / "in.npz")
 
 
 POOLS = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,24,9,9] x) => (float[1,24,5,5] y) {
@@ -260,11 +251,9 @@ def test_average_pools_keep_their_fast_kernel(
 ) -> None:
     source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(onnx.parser.parse_model(POOLS.replace("17", str(opset)).replace("Relu", activation)), source)
-    code, _, err = sd_ort("optimize", source, out, "--target", target)
-    assert code == 0, err
+    success(sd_ort, "optimize", source, out, "--target", target)
     assert {entry.domain: entry.version for entry in onnx.load(out).opset_import}[""] == expected
-    code, _, err = sd_ort("verify", source, out)
-    assert code == 0, err
+    success(sd_ort, "verify", source, out)
 
 
 SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,1,512] x) => (float[1,8,505] y) {
@@ -283,12 +272,10 @@ def test_float16_computes_spectra_in_float32(sd_ort: Cli, tmp_path: Path) -> Non
     source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
     np.savez(tmp_path / "in.npz", x=(1 + 1e-3 * random.normal(size=(1, 1, 512))).astype(np.float32))
-    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
-    assert code == 0, err
+    success(sd_ort, "optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
     dtypes = {node.op_type: node.inputs[0].dtype for node in ir.load(out).graph}
     assert (dtypes["Log"], dtypes["Sigmoid"]) == (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
-    assert code == 0, err
+    success(sd_ort, "verify", source, out, "--inputs", tmp_path / "in.npz")
 
 
 # mean(x^2) - mean(x)^2 as Flax writes it, or not: another reduction is squared, or no square is averaged.
@@ -315,14 +302,12 @@ def test_float16_computes_variances_of_squares_in_float32(
     onnx.save(model, source)
     x = 10 + np.random.default_rng(0).normal(size=(2, 64))
     np.savez(tmp_path / "in.npz", x=x.astype(np.float16).astype(np.float32))
-    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
-    assert code == 0, err
+    success(sd_ort, "optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
     dtypes = {node.op_type: node.inputs[0].dtype for node in ir.load(out).graph}
     assert dtypes["Sqrt"] == (ir.DataType.FLOAT if float32 else ir.DataType.FLOAT16)
     assert dtypes["Div"] == ir.DataType.FLOAT16
     if float32:
-        code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
-        assert code == 0, err
+        success(sd_ort, "verify", source, out, "--inputs", tmp_path / "in.npz")
 
 
 INTEGERS = """<ir_version: 8, opset_import: ["" : 17]> g (float[2,600] x) => (float[2,4] y)
@@ -341,13 +326,11 @@ def test_float16_scales_integer_sums_in_float32(sd_ort: Cli, tmp_path: Path) -> 
     source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
     np.savez(tmp_path / "in.npz", x=np.abs(random.normal(size=(2, 600))).astype(np.float16).astype(np.float32))
-    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
-    assert code == 0, err
+    success(sd_ort, "optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
     assert {v.dtype for node in ir.load(out).graph if node.op_type in ("Div", "Floor") for v in node.inputs} == {
         ir.DataType.FLOAT
     }
-    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
-    assert code == 0, err
+    success(sd_ort, "verify", source, out, "--inputs", tmp_path / "in.npz")
 
 
 def test_float16_keeps_a_large_variance(sd_ort: Cli, tmp_path: Path) -> None:
@@ -360,10 +343,8 @@ def test_float16_keeps_a_large_variance(sd_ort: Cli, tmp_path: Path) -> None:
     source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
     np.savez(tmp_path / "in.npz", x=np.arange(8, dtype=np.float32).reshape(1, 2, 4))
-    code, _, err = sd_ort("optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
-    assert code == 0, err
-    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
-    assert code == 0, err
+    success(sd_ort, "optimize", source, out, "--target", "portable", "--float16", "--no-calibrate")
+    success(sd_ort, "verify", source, out, "--inputs", tmp_path / "in.npz")
 
 
 @pytest.mark.parametrize(("ir_version", "is_told"), [(3, False), (8, True)])
@@ -380,12 +361,10 @@ def test_weights_that_are_inputs_become_constants(
     )
     onnx.save(model, source)
     np.savez(tmp_path / "in.npz", x=np.full((2, 4), 0.5, np.float32))
-    code, text, err = sd_ort("optimize", source, out, "--target", *options)
-    assert code == 0, err
+    text = success(sd_ort, "optimize", source, out, "--target", *options)
     assert ("3 inputs that have default values become constants" in text) == is_told
     assert [value.name for value in onnx.load(out).graph.input] == ["x"]
-    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
-    assert code == 0, err
+    success(sd_ort, "verify", source, out, "--inputs", tmp_path / "in.npz")
 
 
 def test_a_graph_without_standard_operators(sd_ort: Cli, tmp_path: Path) -> None:
@@ -394,11 +373,9 @@ def test_a_graph_without_standard_operators(sd_ort: Cli, tmp_path: Path) -> None
         y = ai.onnx.ml.Scaler <offset = [1.0], scale = [2.0]> (x) }"""
     source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(onnx.parser.parse_model(text), source)
-    code, _, err = sd_ort("optimize", source, out, "--target", "portable")
-    assert code == 0, err
+    success(sd_ort, "optimize", source, out, "--target", "portable")
     np.savez(tmp_path / "in.npz", x=np.ones((2, 3), np.float32) * 3)
-    code, _, err = sd_ort("verify", source, out, "--inputs", tmp_path / "in.npz")
-    assert code == 0, err
+    success(sd_ort, "verify", source, out, "--inputs", tmp_path / "in.npz")
 
 
 MEASURED = """import sys
@@ -433,8 +410,7 @@ def test_benchmark_times_files_in_turn(sd_ort: Cli, tmp_path: Path) -> None:
     source, other = toy(tmp_path / "in.onnx"), toy(tmp_path / "other.onnx", 1.5)
     np.savez(tmp_path / "in.npz", x=np.full((2, 4), 0.5, np.float32))
     arguments = ("--provider", "cpu", "--inputs", tmp_path / "in.npz", "--runs", 2)
-    code, text, err = sd_ort("benchmark", source, other, *arguments)
-    assert code == 0, err
+    text = success(sd_ort, "benchmark", source, other, *arguments)
     rows = [line.split() for line in text.splitlines() if line.endswith(".onnx")]
     assert [row[-1] for row in rows] == [str(source), str(other)]
     assert float(rows[0][1]) == 1.0

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from cli_type import Cli
+from cli_type import Cli, success
 from onnx import TensorProto, helper, numpy_helper
 from stored_values import dequantize, stored_parts
 
@@ -222,8 +222,7 @@ def test_the_demo(sd_ort: Cli, demo_folder: Path, tmp_path: Path) -> None:
     """Optimized, verified against the checkpoint, generated with; a LoRA is stored in fewer bits as well."""
     out = tmp_path / "stored"
     options = ("--target", "cpu", "--weights", "int8", "--weight-group", "32", "--vae-weights")
-    code, _, err = sd_ort("optimize", "demo", out, *options)
-    assert code == 0, err
+    success(sd_ort, "optimize", "demo", out, *options)
     code, _, err = sd_ort("optimize", out, tmp_path / "again", "--target", "cpu")
     assert (code, err) == (2, f"sd-ort: {out} is optimized already: optimize what it was made from, demo.\n")
     assert read_manifest(out)["options"]["weights"] == {"dtype": "int8", "group": 32, "symmetric": True, "vae": True}

@@ -31,14 +31,9 @@ CALL: dict[str, Any] = {"prompt": "a red circle on a blue background", "num_infe
 THRESHOLD = 0.2
 
 
-@pytest.fixture(scope="module")
-def folder(demo_dit_folder: Path) -> Path:
-    return demo_dit_folder
-
-
 @pytest.fixture
-def pipeline(folder: Path) -> FluxPipeline:
-    pipeline: FluxPipeline = FluxPipeline.from_pretrained(folder, "cpu", threads=1)
+def pipeline(demo_dit_folder: Path) -> FluxPipeline:
+    pipeline: FluxPipeline = FluxPipeline.from_pretrained(demo_dit_folder, "cpu", threads=1)
     return pipeline
 
 
@@ -100,18 +95,18 @@ def test_a_lora(pipeline: FluxPipeline) -> None:
     assert psnr(draw(pipeline), first) > 80
 
 
-def test_bad_settings(sd_ort: Cli, folder: Path, pipeline: FluxPipeline, tmp_path: Path) -> None:
+def test_bad_settings(sd_ort: Cli, demo_dit_folder: Path, pipeline: FluxPipeline, tmp_path: Path) -> None:
     """Refused in one line; the pipeline stays as it was."""
     for threshold in (0, 1, 3, -0.1, float("nan"), "0.1"):
         with pytest.raises(InputError, match="threshold must be between 0 and 1"):
             pipeline.enable_cache(threshold)
     with pytest.raises(InputError, match="layer x_embedder is not found in the transformer's graph"):
-        keep_head(load(folder / COMPONENT / MODEL), {})
+        keep_head(load(demo_dit_folder / COMPONENT / MODEL), {})
     assert not pipeline.is_cache_enabled
     pipeline.enable_cache(0.1)
     with pytest.raises(InputError, match="4 steps are too few to keep blocks between them, as schnell"):
         pipeline("a red circle", num_inference_steps=4)
-    arguments = ("generate", "a red circle", "--model", folder, "--provider", "cpu", "--out", tmp_path / "a.png")
+    arguments = ("generate", "a circle", "--model", demo_dit_folder, "--provider", "cpu", "--out", tmp_path / "a.png")
     code, _, err = sd_ort(*arguments, "--cache", 3)
     assert (code, "threshold must be between 0 and 1, got 3" in err) == (2, True)
     code, _, err = sd_ort(*arguments, "--cache", 0.1, "--steps", 4)
@@ -119,7 +114,7 @@ def test_bad_settings(sd_ort: Cli, folder: Path, pipeline: FluxPipeline, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graphs_on_a_device(pipeline: FluxPipeline, demo_dit_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over shared buffers, captured: the steps and the images of the host, with a second call over the same buffers."""
 
     def as_captured(opener: ComponentOpener, name: str, override: ModelOverride | None = None) -> OrtModel:
@@ -129,7 +124,7 @@ def test_the_graphs_on_a_device(pipeline: FluxPipeline, folder: Path, monkeypatc
     pipeline.enable_cache(threshold=THRESHOLD)
     expected = draw(pipeline, **call)
     monkeypatch.setattr(ComponentOpener, "open", as_captured)
-    device = FluxPipeline.from_pretrained(folder, "cpu", threads=1)
+    device = FluxPipeline.from_pretrained(demo_dit_folder, "cpu", threads=1)
     device.enable_cache(threshold=THRESHOLD)
     for _ in range(2):
         np.testing.assert_allclose(draw(device, **call), expected, atol=1e-5)

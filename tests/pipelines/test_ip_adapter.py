@@ -249,10 +249,7 @@ MISFITS = {
     "a pickle": (written("a.bin", b"\x80"), "is a pickle, .* get the .safetensors file"),
     "nothing": (lambda root: root / "none.safetensors", "is no file"),
     "no safetensors": (written("a.safetensors", b"nothing"), "cannot be read as a safetensors file"),
-    "SDXL's": (
-        lambda root: ip_adapters.make_adapter(root, "sdxl-seen"),
-        "tokens of 128 numbers, and this",
-    ),
+    "SDXL's": (lambda root: ip_adapters.make_adapter(root, "sdxl-seen"), "tokens of 128 numbers, and this"),
     "something else": (lambda root: ip_adapters.make_lora(root), "no IP-Adapter: it holds no image_proj"),
     "FaceID": (changed(ip_adapter__0__to_q_lora__down__weight=torch.zeros(2, 2)), "FaceID"),
     "Full Face": (changed(image_proj__proj__3__weight=torch.zeros(2)), "Full Face"),

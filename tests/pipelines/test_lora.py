@@ -206,12 +206,7 @@ def test_weights_that_a_session_copies_are_there_before(
 
 @pytest.mark.parametrize("target", ["cuda", "rocm"])
 def test_packed_and_hoisted_weights(
-    small_export: Path,
-    weights: dict,
-    make: Callable,
-    tmp_path: Path,
-    target: str,
-    monkeypatch: pytest.MonkeyPatch,
+    small_export: Path, weights: dict, make: Callable, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updated initializers equal those of the optimized merged checkpoint up to rounding;
     the same where they are computed on the device, two LoRAs at once; without changes those on disk. The provider is

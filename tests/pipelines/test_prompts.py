@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from cli_type import success
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -111,11 +112,10 @@ def test_long_prompts_are_laid_one_behind_the_other(reference: Any, pipeline: An
 def test_the_command_takes_weights_and_words(sd_ort: Any, small_export: Path, tmp_path: Path) -> None:
     save_file({"<cat>": torch.ones(64)}, tmp_path / "cat.safetensors")
     out = tmp_path / "cat.png"
-    code, _, error = sd_ort(
-        "generate", "a (red:1.3) <cat>", "--model", small_export, "--steps", 1, "--height", 64, "--width", 64,
+    success(
+        sd_ort, "generate", "a (red:1.3) <cat>", "--model", small_export, "--steps", 1, "--height", 64, "--width", 64,
         "--seed", 1, "--out", out, "--weights", "--clip-skip", 1, "--embedding", tmp_path / "cat.safetensors",
     )  # fmt: skip
-    assert code == 0, error
     ours = StableDiffusionPipeline.from_pretrained(small_export)
     ours.load_textual_inversion(tmp_path / "cat.safetensors")
     settings = {**SETTINGS, "guidance_scale": 7.5, "prompt_syntax": "weights", "clip_skip": 1}

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from cli_type import Cli, success
 from PIL import Image
 
 from scripts.fixtures import graph_fixtures
@@ -227,10 +228,9 @@ def test_sites_of_sdxl(tmp_path: Path) -> None:
     assert len(outputs_for(outputs, Band(1, 3), 0)) == len(outputs_for(outputs, Band(1, 3), 2)) == 70 + convolutions
 
 
-def test_generate(small_hoisted: Path, sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_generate(small_hoisted: Path, sd_ort: Cli, tmp_path: Path) -> None:
     shared = ("generate", "a", "--model", small_hoisted, "--seed", 3, "--height", 128, "--width", 64, "--steps", 10)
-    code, out, error = sd_ort(*shared, "--split-image", "0,1", "--guidance", 1, "--out", tmp_path)
-    assert code == 0, error
+    out = success(sd_ort, *shared, "--split-image", "0,1", "--guidance", 1, "--out", tmp_path)
     with Image.open(out.strip()) as image:
         assert image.info["split_image"] == "0,1"
     code, _, error = sd_ort(*shared, "--split-image", "0,1", "--out", tmp_path / "other")

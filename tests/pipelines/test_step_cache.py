@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_type import Cli
+from cli_type import Cli, success
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPAGPipeline, StableDiffusionPipeline, demo
@@ -220,8 +220,7 @@ def test_what_is_refused(pipeline: StableDiffusionPipeline, sd_ort: Cli, folder:
 
 def test_the_command(sd_ort: Cli, folder: Path, tmp_path: Path, pipeline: StableDiffusionPipeline) -> None:
     arguments = ("--model", folder, "--seed", 3, "--cache", 3, "--steps", 12, "--threads", 1, "--provider", "cpu")
-    code, _, err = sd_ort("generate", "a red circle", *arguments, "--out", tmp_path / "a.png")
-    assert code == 0, err
+    success(sd_ort, "generate", "a red circle", *arguments, "--out", tmp_path / "a.png")
     assert read_png_text(tmp_path / "a.png")["cache"] == "3"
     pipeline.enable_cache(3)
     ours = pipeline("a red circle", num_inference_steps=12, generator=3, progress=False).images[0]

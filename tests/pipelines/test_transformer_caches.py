@@ -36,13 +36,8 @@ MAG: dict[str, Any] = {"threshold": 0.1, "num_inference_steps": STEPS, "mag_rati
 
 
 @pytest.fixture(scope="module")
-def folder(demo_dit_folder: Path) -> Path:
-    return demo_dit_folder
-
-
-@pytest.fixture(scope="module")
-def pipeline(folder: Path) -> FluxPipeline:
-    pipeline: FluxPipeline = FluxPipeline.from_pretrained(folder, "cpu", threads=1)
+def pipeline(demo_dit_folder: Path) -> FluxPipeline:
+    pipeline: FluxPipeline = FluxPipeline.from_pretrained(demo_dit_folder, "cpu", threads=1)
     return pipeline
 
 
@@ -138,7 +133,7 @@ def test_taylor_seer(settings: dict[str, Any], pipeline: FluxPipeline, theirs: A
     np.testing.assert_array_equal(draw(pipeline, **GUIDED), first)
 
 
-def test_mag_cache_on_a_device(folder: Path, pipeline: FluxPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mag_cache_on_a_device(demo_dit_folder: Path, pipeline: FluxPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured over shared buffers: the images of the host, with a second call, and no output but the prediction is
     read. TaylorSeer runs there in its lite mode alone."""
 
@@ -149,7 +144,7 @@ def test_mag_cache_on_a_device(folder: Path, pipeline: FluxPipeline, monkeypatch
     expected = draw(pipeline, **GUIDED)
     pipeline.disable_cache()
     monkeypatch.setattr(ComponentOpener, "open", as_captured)
-    device = FluxPipeline.from_pretrained(folder, "cpu", threads=1)
+    device = FluxPipeline.from_pretrained(demo_dit_folder, "cpu", threads=1)
     device.enable_cache(MagCacheConfig(**MAG))
     reads: list[tuple[int, ...]] = []
 

@@ -1,4 +1,4 @@
-"""Type of the fixture `sd_ort`, and the message of a command that it must refuse."""
+"""Type of the fixture `sd_ort`, and helpers for commands that must succeed, or must be refused in one line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from pathlib import Path
 
 # Runs `sd-ort ARGS...`: (exit code, stdout, stderr).
 Cli = Callable[..., tuple[int, str, str]]
+
+
+def success(sd_ort: Cli, *arguments: object) -> str:
+    """Return what `sd-ort ARGUMENTS` writes to stdout: code 0."""
+    code, text, error = sd_ort(*arguments)
+    assert code == 0, error
+    return text
 
 
 def refusal(sd_ort: Cli, folder: Path, *arguments: object) -> str:

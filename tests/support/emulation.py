@@ -103,7 +103,6 @@ def build_once(to: Path, options: list[str]) -> Path:
 
 
 def link(objects: list[Path], library: Path) -> Path:
-    """Link object files into a shared library."""
     subprocess.run([COMPILER, "-shared", *map(str, objects), "-o", str(library)], check=True)
     return library
 

@@ -17,7 +17,6 @@ SIMULATE = ROOT / "scripts/amd/simulate"
 def simulate(
     target: str, command: list[str], *options: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command under scripts/amd/simulate."""
     variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}"} | (environment or {})
     return subprocess.run(
         [sys.executable, str(SIMULATE), target, *options, "--", *command],

@@ -156,8 +156,6 @@ def test_free_u_runs_diffusers_own_code() -> None:
 
 
 class Custom:
-    """An unsupported attention processor."""
-
     def __call__(self, attn: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 

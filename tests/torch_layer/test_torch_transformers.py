@@ -195,8 +195,6 @@ def test_compiles_as_one_graph() -> None:
 
 
 class Custom:
-    """An unsupported attention processor."""
-
     def __call__(self, attn: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 

@@ -30,9 +30,7 @@ class ConcatenatedHeads(Rule):
     def reject_reason(
         self, a: ir.Value, b: ir.Value, a_heads: ir.Value, b_heads: ir.Value, out: ir.Value, **_: Any
     ) -> str | None:
-        node = out.producer()
-        assert node is not None
-        if node.attributes["axis"].as_int() not in (2, -2):
+        if values.producer(out).attributes["axis"].as_int() not in (2, -2):
             return "the heads are not concatenated along the sequence"
         for x, heads in ((a, a_heads), (b, b_heads)):
             before, after = values.dims(x) or [], values.dims(heads) or []

@@ -10,7 +10,6 @@ together with a NaN guard, other consumers of the probabilities.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -19,7 +18,7 @@ from onnxscript.rewriter.pattern import OrValue
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import batch_mismatch, is_finite_mask, mask_mismatch
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule
 
 
@@ -38,9 +37,7 @@ class Sdpa(Rule):
         self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, mask: ir.Value | None,
         zero: ir.Value | None, weights: ir.Value, out: ir.Value | None = None, **_: Any,
     ) -> str | None:  # fmt: skip
-        node = weights.producer()
-        assert node is not None
-        if not values.last_axis(node.attributes.get_int("axis", -1), weights):
+        if not values.last_axis(values.producer(weights).attributes.get_int("axis", -1), weights):
             return "the Softmax is not over the last axis"
         shapes = [values.dims(x) or [] for x in (q, k_t, v)]
         if any(len(d) != 4 for d in shapes):
@@ -112,8 +109,7 @@ _PLAIN = "c = MatMul (q, kt)  d = Mul (c, a)  w = Softmax <axis = -1> (d)  y = M
 _GUARD = "n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)"
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case("scale after the product", case_graph(_PLAIN), ops=_ONE),
     _case("no scale", case_graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE),

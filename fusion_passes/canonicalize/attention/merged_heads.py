@@ -5,7 +5,6 @@ MatMul, Softmax and MatMul as in `matmul_softmax`. A mask may be added between R
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -15,15 +14,13 @@ from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import mask_mismatch
 from fusion_passes.canonicalize.attention.matmul_softmax import Sdpa
-from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.graph_pass import case_makers
 
 
 class Sdpa3D(Sdpa):
     """MatMul, Softmax and MatMul on [B*H,S,D], between Reshapes from and to [B,H,S,D] => SDPA"""
 
-    def __init__(self, rejections: list[Rejection]) -> None:
-        # A Shape of the flat query may be the target of the flat key's Reshape. Unused nodes are removed later.
-        super().__init__(rejections, remove_nodes=False)
+    remove_nodes = False  # a Shape of the flat query may be the target of the flat key's Reshape
 
     def pattern(
         self,
@@ -129,8 +126,7 @@ _ADD_MASK = """batch = Shape <start = 0, end = 1> (q)  two = Constant <value = i
             m3 = Shape (m)  back3 = Reshape (e, m3)  w = Softmax <axis = -1> (back3)"""
 _FLAT_SIZES = {"B": 2, "S": 5, "P": 4}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
-_case = partial(PassCase, sizes=_FLAT_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_FLAT_SIZES)
 CASES = [
     _case("batch and heads merged", _flat("w = Softmax <axis = -1> (m)"), ops=_ONE),
     _case("batch and heads merged, zeros added", _flat(_ADD_ZEROS), ops=_ONE | {"Add": 0}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +14,7 @@ from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import ZERO_ROWS, mask_mismatch
 from fusion_passes.canonicalize.attention.matmul_softmax import case_graph
 from fusion_passes.graph_edits import unique_name
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -31,8 +30,7 @@ class FromAttention(Rule):
         return op.Attention(q, k, v, Var("mask", can_match_none=True), _outputs=["out"])
 
     def reject_reason(self, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> str | None:
-        node = out.producer()
-        assert node is not None
+        node = values.producer(out)
         if any(x is not None for x in node.inputs[4:]) or len(node.outputs) > 1:
             return "it has a key-value cache"
         shapes = [_heads(node, index) for index in range(3)]
@@ -54,8 +52,7 @@ class FromAttention(Rule):
         return None
 
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
-        node = out.producer()
-        assert node is not None
+        node = values.producer(out)
         query, key, value = (_heads(node, index) or [] for index in range(3))
 
         def ints(numbers: list[Any], name: str) -> ir.Value:
@@ -153,8 +150,7 @@ RULES = (FromAttention, MergeHeadsFirst)
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
-_case = partial(PassCase, sizes=_SIZES)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_SIZES)
 CASES = [
     _case(
         "operator with a float mask",

@@ -61,11 +61,10 @@ def _reject_reason(node: ir.Node) -> str | None:
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     view = _view(node)
     assert view is not None
-    x, (_, _, parts, heads, size) = view.inputs[0], values.dims(view.outputs[0]) or []
+    x, (_, _, parts, heads, size) = values.operand(view, 0), values.dims(view.outputs[0]) or []
     assert isinstance(heads, int)
     assert isinstance(size, int)
     assert isinstance(parts, int)
-    assert x is not None
     first = node.outputs[0]
     sizes = new_initializer(graph, unique_name(first, "sizes"), np.full(parts, heads * size))
     target = new_initializer(graph, unique_name(first, "heads"), [0, 0, heads, size])

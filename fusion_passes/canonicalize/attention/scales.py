@@ -19,7 +19,7 @@ from onnxscript.rewriter.pattern import Var
 from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.graph_edits import unique_name
-from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -151,8 +151,7 @@ class WeightsFirst(Rule):
         return None
 
     def rewrite(self, op: Any, x: ir.Value, scores: ir.Value, weights: ir.Value, transposed: ir.Value, **_: Any) -> Any:
-        node, perm = weights.producer(), values.perm(transposed)
-        assert node is not None
+        node, perm = values.producer(weights), values.perm(transposed)
         again = op.Softmax(scores, axis=node.attributes.get_int("axis", -1))
         return op.Transpose(op.MatMul(again, op.Transpose(x, perm=perm)), perm=perm)
 
@@ -170,9 +169,7 @@ class SoftmaxInFloat32(Rule):
         return None
 
     def rewrite(self, op: Any, x: ir.Value, weights: ir.Value, **_: Any) -> Any:
-        node = weights.producer()
-        assert node is not None
-        return op.Softmax(x, axis=node.attributes.get_int("axis", -1))
+        return op.Softmax(x, axis=values.producer(weights).attributes.get_int("axis", -1))
 
 
 class ScaledProjection(Rule):
@@ -192,8 +189,7 @@ class ScaledProjection(Rule):
         self, op: Any, q: ir.Value, s: ir.Value, shape: ir.Value, k: ir.Value, v: ir.Value, query: ir.Value,
         out: ir.Value, mask: ir.Value | None, **_: Any,
     ) -> Any:  # fmt: skip
-        node = out.producer()
-        assert node is not None
+        node = values.producer(out)
         heads = op.Transpose(op.Reshape(q, shape), perm=values.perm(query))
         return _rescaled(op, node, heads, k, v, mask, values.scalar(s) or 0.0)
 
@@ -205,8 +201,7 @@ class SharedQuery(Rule):
     not move such a Mul.
     """
 
-    def __init__(self, rejections: list[Rejection]) -> None:
-        super().__init__(rejections, remove_nodes=False)
+    remove_nodes = False
 
     def pattern(self, op: Any, q: Any, s: Any, k: Any, v: Any) -> Any:
         mask = Var("mask", can_match_none=True)
@@ -221,9 +216,7 @@ class SharedQuery(Rule):
         self, op: Any, q: ir.Value, s: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None,
         **_: Any,
     ) -> Any:  # fmt: skip
-        node = out.producer()
-        assert node is not None
-        return _rescaled(op, node, q, k, v, mask, values.scalar(s) or 0.0)
+        return _rescaled(op, values.producer(out), q, k, v, mask, values.scalar(s) or 0.0)
 
 
 def _rescaled(

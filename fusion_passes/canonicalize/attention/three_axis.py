@@ -11,7 +11,6 @@ that may differ, a Softmax on another axis, other consumers of the attention wei
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -21,7 +20,7 @@ from fusion_passes import DOMAIN
 from fusion_passes import value_queries as values
 from fusion_passes.canonicalize.attention.masks import mask_mismatch
 from fusion_passes.graph_edits import unique_name
-from fusion_passes.graph_pass import PassCase
+from fusion_passes.graph_pass import case_makers
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -35,9 +34,7 @@ def _split(op: Any, x: Any, heads: int, size: int, out: ir.Value, name: str) -> 
 
 
 def _softmax_reject_reason(weights: ir.Value, s: ir.Value | None) -> str | None:
-    node = weights.producer()
-    assert node is not None
-    if not values.last_axis(node.attributes.get_int("axis", -1), weights):
+    if not values.last_axis(values.producer(weights).attributes.get_int("axis", -1), weights):
         return "the Softmax is not over the last axis"
     return "the scale is not a constant scalar" if s is not None and values.scalar(s) is None else None
 
@@ -164,8 +161,7 @@ def _tokens(body: str, extra: str = "", outputs: str = "") -> str:
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
 _SIZES, _TOKENS = {"B": 2, "P": 4}, {"B": 2, "S": 5, "L": 3}
 _PLAIN = "w = Softmax <axis = -1> (m)"
-_case = partial(PassCase, sizes=_TOKENS)
-_rejected = partial(_case, rewrites=0)
+_case, _rejected = case_makers(_TOKENS)
 CASES = [
     _case("convolutional attention", _channels(), ops=_ONE | {"Einsum": 0, "Mul": 0}, sizes=_SIZES),
     _rejected(

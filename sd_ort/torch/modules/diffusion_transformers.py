@@ -42,7 +42,6 @@ class FastFluxTransformerBlock(FluxTransformerBlock):
         image_rotary_emb: Angles | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the output of diffusers' forward."""
         x, *image = self.norm1(hidden_states, emb=temb)
         y, *text = self.norm1_context(encoder_hidden_states, emb=temb)
         image, text = [each[:, None] for each in image], [each[:, None] for each in text]
@@ -78,7 +77,6 @@ class FastFluxSingleTransformerBlock(FluxSingleTransformerBlock):
         image_rotary_emb: Angles | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the output of diffusers' forward."""
         length = encoder_hidden_states.shape[1]
         joined = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         x, gate = self.norm(joined, emb=temb)
@@ -100,7 +98,6 @@ class FastFlux2TransformerBlock(Flux2TransformerBlock):
         image_rotary_emb: Angles | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the output of diffusers' forward."""
         (shift, scale, gate), (ff_shift, ff_scale, ff_gate) = Flux2Modulation.split(temb_mod_img, 2)
         (c_shift, c_scale, c_gate), (c_ff_shift, c_ff_scale, c_ff_gate) = Flux2Modulation.split(temb_mod_txt, 2)
         attention, text_attention = self.attn(
@@ -130,7 +127,6 @@ class FastFlux2SingleTransformerBlock(Flux2SingleTransformerBlock):
         split_hidden_states: bool = False,
         text_seq_len: int | None = None,
     ) -> Any:
-        """Compute the output of diffusers' forward."""
         if encoder_hidden_states is not None:
             text_seq_len = encoder_hidden_states.shape[1]
             hidden_states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
@@ -261,13 +257,8 @@ class FastKrea2TransformerBlock(Krea2TransformerBlock):
     """Krea2TransformerBlock with residual sums, norms and modulation as operators."""
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        temb: Tensor,
-        image_rotary_emb: Angles,
-        attention_mask: Tensor | None = None,
+        self, hidden_states: Tensor, temb: Tensor, image_rotary_emb: Angles, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Compute the output of diffusers' forward."""
         modulation = temb.unflatten(-1, (6, -1)) + self.scale_shift_table
         scale, shift, gate, ff_scale, ff_shift, ff_gate = modulation.unbind(-2)
         attention = self.attn(

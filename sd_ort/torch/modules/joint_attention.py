@@ -114,7 +114,6 @@ class FastFlux2ParallelProcessor(FastProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles | None = None,
     ) -> Tensor:
-        """Compute the output of diffusers' processor."""
         joined = attn.to_qkv_mlp_proj(hidden_states)
         *qkv, mlp = joined.split([*[attn.inner_dim] * 3, joined.shape[-1] - 3 * attn.inner_dim], dim=-1)
         q, k, v = (each.unflatten(-1, (-1, attn.head_dim)) for each in qkv)
@@ -189,7 +188,6 @@ class FastZProcessor(FastProcessor):
         attention_mask: Tensor | None = None,
         freqs_cis: Tensor | None = None,
     ) -> Tensor:
-        """Compute the output of diffusers' processor."""
         q, k, v = _projected(attn, hidden_states, attn.inner_dim // attn.heads)
         if freqs_cis is not None:
             cos, sin = _complex_angles((freqs_cis,), q)
@@ -209,7 +207,6 @@ class FastKrea2Processor(FastProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles | None = None,
     ) -> Tensor:
-        """Compute the output of diffusers' processor."""
         heads = _projected(attn, hidden_states, attn.head_dim)
         y = self.attend(_rotated(heads, real_angles(image_rotary_emb, heads[0])), attention_mask)
         return attn.to_out[0](y * torch.sigmoid(attn.to_gate(hidden_states)))

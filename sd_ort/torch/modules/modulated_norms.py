@@ -86,7 +86,6 @@ class FastAdaLayerNormZero(AdaLayerNormZero):
         hidden_dtype: torch.dtype | None = None,
         emb: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute the output of diffusers' forward."""
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
         shift, scale, *others = self.linear(self.silu(emb)).chunk(6, dim=1)
@@ -97,7 +96,6 @@ class FastAdaLayerNormZeroSingle(AdaLayerNormZeroSingle):
     """AdaLayerNormZeroSingle with its norm, scale and shift as one operator."""
 
     def forward(self, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute the output of diffusers' forward."""
         shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
         return modulated_norm(self.norm, x, 1 + scale[:, None], shift[:, None])[0], gate
 
@@ -106,7 +104,6 @@ class FastSD35AdaLayerNormZeroX(SD35AdaLayerNormZeroX):
     """SD35AdaLayerNormZeroX with each norm, scale and shift as one operator."""
 
     def forward(self, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Compute the output of diffusers' forward."""
         shift, scale, *others, shift2, scale2, gate2 = self.linear(self.silu(emb)).chunk(9, dim=1)
         y = modulated_norm(self.norm, hidden_states, 1 + scale[:, None], shift[:, None])[0]
         y2 = modulated_norm(self.norm, hidden_states, 1 + scale2[:, None], shift2[:, None])[0]
@@ -117,6 +114,5 @@ class FastAdaLayerNormContinuous(AdaLayerNormContinuous):
     """AdaLayerNormContinuous with its norm, scale and shift as one operator."""
 
     def forward(self, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
-        """Compute the output of diffusers' forward."""
         scale, shift = self.linear(self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
         return modulated_norm(self.norm, x, (1 + scale)[:, None], shift[:, None])[0]

@@ -24,7 +24,6 @@ class FastUpBlock2D(UpBlock2D):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As in diffusers."""
         if args or kwargs or _is_unsupported(self):
             return super().forward(hidden_states, res_hidden_states_tuple, temb, upsample_size, *args, **kwargs)
         x = hidden_states
@@ -49,7 +48,6 @@ class FastCrossAttnUpBlock2D(CrossAttnUpBlock2D):
         attention_mask: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
     ) -> Any:
-        """As in diffusers."""
         if cross_attention_kwargs is not None or _is_unsupported(self):
             return super().forward(
                 hidden_states, res_hidden_states_tuple, temb, encoder_hidden_states, cross_attention_kwargs,

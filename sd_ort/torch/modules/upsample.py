@@ -42,7 +42,6 @@ class FusedUpsampleConv2D(winograd.WinogradFilterMixin, FastUpsample2D):
     """Upsample2D with the upsampling fused into the convolution where that is faster."""
 
     def forward(self, hidden_states: Tensor, output_size: object = None, *args: object, **kwargs: object) -> Tensor:
-        """As in diffusers."""
         if output_size is None and self.use_conv:
             layer = self.convolution
             y = winograd.conv(layer, hidden_states, upsample_2x=True)

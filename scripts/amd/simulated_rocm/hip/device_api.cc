@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include "memory.h"
@@ -65,6 +66,65 @@ void fill_properties(Properties* properties, int device) {
   properties->memPitch = 2147483647;
 }
 
+// Runs `write`, which writes what is asked of a device to `to`.
+template <class To, class Write>
+hipError_t describe(const char* function, const To* to, int device, Write write) {
+  return call(function, [&] {
+    if (to == nullptr) return hipErrorInvalidValue;
+    if (!is_device(device)) return hipErrorInvalidDevice;
+    write();
+    return hipSuccess;
+  });
+}
+
+// The value of an attribute, none if it is not simulated.
+std::optional<int> attribute_of(const hipDeviceProp_tR0600& properties, hipDeviceAttribute_t attribute) {
+  switch (attribute) {
+    case hipDeviceAttributeWarpSize:
+      return properties.warpSize;
+    case hipDeviceAttributeMultiprocessorCount:
+      return properties.multiProcessorCount;
+    case hipDeviceAttributeMaxThreadsPerBlock:
+    case hipDeviceAttributeMaxBlockDimX:
+    case hipDeviceAttributeMaxBlockDimY:
+    case hipDeviceAttributeMaxBlockDimZ:
+      return properties.maxThreadsPerBlock;
+    case hipDeviceAttributeMaxGridDimX:
+      return properties.maxGridSize[0];
+    case hipDeviceAttributeMaxGridDimY:
+    case hipDeviceAttributeMaxGridDimZ:
+      return properties.maxGridSize[1];
+    case hipDeviceAttributeMaxSharedMemoryPerBlock:
+    case hipDeviceAttributeMaxSharedMemoryPerMultiprocessor:
+      return static_cast<int>(properties.sharedMemPerBlock);
+    case hipDeviceAttributeMaxThreadsPerMultiProcessor:
+      return properties.maxThreadsPerMultiProcessor;
+    case hipDeviceAttributeMaxRegistersPerBlock:
+      return properties.regsPerBlock;
+    case hipDeviceAttributeComputeCapabilityMajor:
+      return properties.major;
+    case hipDeviceAttributeComputeCapabilityMinor:
+      return properties.minor;
+    case hipDeviceAttributeClockRate:
+      return properties.clockRate;
+    case hipDeviceAttributeMemoryClockRate:
+      return properties.memoryClockRate;
+    case hipDeviceAttributeL2CacheSize:
+      return properties.l2CacheSize;
+    case hipDeviceAttributePciBusId:
+      return properties.pciBusID;
+    case hipDeviceAttributePciDeviceId:
+    case hipDeviceAttributePciDomainID:
+    case hipDeviceAttributeIntegrated:
+    case hipDeviceAttributeManagedMemory:
+    case hipDeviceAttributeConcurrentManagedAccess:
+    case hipDeviceAttributeMemoryPoolsSupported:
+      return 0;
+    default:
+      return std::nullopt;
+  }
+}
+
 }  // namespace
 }  // namespace simulated
 
@@ -100,60 +160,34 @@ hipError_t hipSetDevice(int device) {
 }
 
 hipError_t hipDeviceGet(hipDevice_t* device, int ordinal) {
-  return call(__func__, [&] {
-    if (device == nullptr) return hipErrorInvalidValue;
-    if (!is_device(ordinal)) return hipErrorInvalidDevice;
-    *device = ordinal;
-    return hipSuccess;
-  });
+  return describe(__func__, device, ordinal, [&] { *device = ordinal; });
 }
 
 hipError_t hipDeviceGetName(char* name, int length, hipDevice_t device) {
-  return call(__func__, [&] {
-    if (name == nullptr || length <= 0) return hipErrorInvalidValue;
-    if (!is_device(device)) return hipErrorInvalidDevice;
-    snprintf(name, length, "Simulated %s", settings().target.c_str());
-    return hipSuccess;
-  });
+  return describe(__func__, length > 0 ? name : nullptr, device,
+                  [&] { snprintf(name, length, "Simulated %s", settings().target.c_str()); });
 }
 
 hipError_t hipDeviceTotalMem(size_t* bytes, hipDevice_t device) {
-  return call(__func__, [&] {
-    if (bytes == nullptr) return hipErrorInvalidValue;
-    if (!is_device(device)) return hipErrorInvalidDevice;
-    *bytes = settings().memory;
-    return hipSuccess;
-  });
+  return describe(__func__, bytes, device, [&] { *bytes = settings().memory; });
 }
 
 hipError_t hipDeviceGetPCIBusId(char* id, int length, int device) {
-  return call(__func__, [&] {
-    if (id == nullptr || length < 13) return hipErrorInvalidValue;
-    if (!is_device(device)) return hipErrorInvalidDevice;
-    snprintf(id, length, "0000:%02x:00.0", pci_bus(device));
-    return hipSuccess;
-  });
+  return describe(__func__, length >= 13 ? id : nullptr, device,
+                  [&] { snprintf(id, length, "0000:%02x:00.0", pci_bus(device)); });
 }
 
 hipError_t hipGetDevicePropertiesR0600(hipDeviceProp_tR0600* properties, int device) {
-  return call(__func__, [&] {
-    if (properties == nullptr) return hipErrorInvalidValue;
-    if (!is_device(device)) return hipErrorInvalidDevice;
+  return describe(__func__, properties, device, [&] {
     fill_properties(properties, device);
     properties->sharedMemPerMultiprocessor = settings().lds_bytes;
     properties->asyncEngineCount = 2;
     properties->unifiedAddressing = 1;
-    return hipSuccess;
   });
 }
 
 hipError_t hipGetDevicePropertiesR0000(hipDeviceProp_tR0000* properties, int device) {
-  return call(__func__, [&] {
-    if (properties == nullptr) return hipErrorInvalidValue;
-    if (!is_device(device)) return hipErrorInvalidDevice;
-    fill_properties(properties, device);
-    return hipSuccess;
-  });
+  return describe(__func__, properties, device, [&] { fill_properties(properties, device); });
 }
 
 hipError_t hipGetDeviceProperties(hipDeviceProp_tR0000* properties, int device) {
@@ -166,76 +200,15 @@ hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int
     if (!is_device(device)) return hipErrorInvalidDevice;
     hipDeviceProp_tR0600 properties;
     fill_properties(&properties, device);
-    switch (attribute) {
-      case hipDeviceAttributeWarpSize:
-        *value = properties.warpSize;
-        return hipSuccess;
-      case hipDeviceAttributeMultiprocessorCount:
-        *value = properties.multiProcessorCount;
-        return hipSuccess;
-      case hipDeviceAttributeMaxThreadsPerBlock:
-      case hipDeviceAttributeMaxBlockDimX:
-      case hipDeviceAttributeMaxBlockDimY:
-      case hipDeviceAttributeMaxBlockDimZ:
-        *value = properties.maxThreadsPerBlock;
-        return hipSuccess;
-      case hipDeviceAttributeMaxGridDimX:
-        *value = properties.maxGridSize[0];
-        return hipSuccess;
-      case hipDeviceAttributeMaxGridDimY:
-      case hipDeviceAttributeMaxGridDimZ:
-        *value = properties.maxGridSize[1];
-        return hipSuccess;
-      case hipDeviceAttributeMaxSharedMemoryPerBlock:
-      case hipDeviceAttributeMaxSharedMemoryPerMultiprocessor:
-        *value = static_cast<int>(properties.sharedMemPerBlock);
-        return hipSuccess;
-      case hipDeviceAttributeMaxThreadsPerMultiProcessor:
-        *value = properties.maxThreadsPerMultiProcessor;
-        return hipSuccess;
-      case hipDeviceAttributeMaxRegistersPerBlock:
-        *value = properties.regsPerBlock;
-        return hipSuccess;
-      case hipDeviceAttributeComputeCapabilityMajor:
-        *value = properties.major;
-        return hipSuccess;
-      case hipDeviceAttributeComputeCapabilityMinor:
-        *value = properties.minor;
-        return hipSuccess;
-      case hipDeviceAttributeClockRate:
-        *value = properties.clockRate;
-        return hipSuccess;
-      case hipDeviceAttributeMemoryClockRate:
-        *value = properties.memoryClockRate;
-        return hipSuccess;
-      case hipDeviceAttributeL2CacheSize:
-        *value = properties.l2CacheSize;
-        return hipSuccess;
-      case hipDeviceAttributePciBusId:
-        *value = properties.pciBusID;
-        return hipSuccess;
-      case hipDeviceAttributePciDeviceId:
-      case hipDeviceAttributePciDomainID:
-      case hipDeviceAttributeIntegrated:
-      case hipDeviceAttributeManagedMemory:
-      case hipDeviceAttributeConcurrentManagedAccess:
-      case hipDeviceAttributeMemoryPoolsSupported:
-        *value = 0;
-        return hipSuccess;
-      default:
-        print_message("hipDeviceGetAttribute: attribute %d is not simulated.", static_cast<int>(attribute));
-        return hipErrorInvalidValue;
-    }
+    const std::optional<int> result = attribute_of(properties, attribute);
+    if (!result) print_message("hipDeviceGetAttribute: attribute %d is not simulated.", static_cast<int>(attribute));
+    *value = result.value_or(*value);
+    return result ? hipSuccess : hipErrorInvalidValue;
   });
 }
 
 hipError_t hipDeviceCanAccessPeer(int* can_access, int device, int peer) {
-  return call(__func__, [&] {
-    if (can_access == nullptr) return hipErrorInvalidValue;
-    if (!is_device(device) || !is_device(peer)) return hipErrorInvalidDevice;
-    *can_access = device != peer;
-    return hipSuccess;
-  });
+  return describe(__func__, can_access, is_device(peer) ? device : peer, [&] { *can_access = device != peer; });
 }
 
 hipError_t hipDeviceEnablePeerAccess(int peer, unsigned flags) {
