@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from sd_ort.runtime.provider_choice import ProviderChoice
@@ -29,6 +30,13 @@ def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):  # fmt: skip
         command = option(command)
     return command
+
+
+def options_on_command_line(names: Collection[str]) -> list[str]:
+    """Return the options of `names` that are on the command line, in the form `--name`."""
+    ctx = click.get_current_context()
+    parameters = [parameter for parameter in ctx.command.params if parameter.name in names]
+    return [p.opts[0] for p in parameters if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE]
 
 
 def echo_progress(line: str) -> None:
