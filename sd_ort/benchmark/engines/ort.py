@@ -45,7 +45,8 @@ def record_run_times(models: Components, name: str) -> list[float]:
         return record(model) if component == name else model
 
     record(models[name])
-    open_graph, models.opener.open_edited = models.opener.open_edited, open_edited  # type: ignore[method-assign]
+    open_graph = models.opener.open_edited
+    vars(models.opener)["open_edited"] = open_edited
     return seconds
 
 
