@@ -274,7 +274,11 @@ def read_captions(path: Path) -> list[str]:
     The .tsv has a column `caption`, a text file one prompt per line. Raises InputError for other files.
     """
     try:
-        text = read_regular(path, limit=JSON_LIMIT).decode()
+        content = read_regular(path, limit=JSON_LIMIT)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    try:
+        text = content.decode()
         if path.suffix == ".json":
             entries = reversed(json.loads(text)["annotations"])  # the first caption of an image counts
             captions = list({str(entry["image_id"]): entry["caption"] for entry in entries}.values())
@@ -284,7 +288,7 @@ def read_captions(path: Path) -> list[str]:
         else:
             captions = text.splitlines()
         captions = [" ".join(caption.split()) for caption in captions if caption.strip()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise InputError(
             f"{path} holds no captions: give COCO's captions JSON, a .tsv, or a prompt per line."
         ) from error

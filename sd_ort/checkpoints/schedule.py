@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sd_ort.checkpoints.linear_schedule import LinearSchedule, window_of
-from sd_ort.checkpoints.schedulers import set_timesteps
-from sd_ort.core.errors import InputError
+from sd_ort.checkpoints.schedulers import REJECTIONS, set_timesteps
+from sd_ort.core.errors import InputError, first_line
 
 NOT_IN_A_GRAPH = "it cannot become part of a graph, use euler, dpmsolver, unipc or PNDM there"
 MAX_CACHED = 32  # schedules; each took up to some hundred milliseconds to find
@@ -60,7 +60,17 @@ class DiffusersTimetable:
         self.trained: int = self.scheduler.config.num_train_timesteps
 
     def schedule(self, start: int, stop: int) -> LinearSchedule | NonlinearSchedule:
-        """Return the schedule of the steps from `start` to before `stop`."""
+        """Return the schedule of the steps from `start` to before `stop`.
+
+        Raises InputError for a scheduler that rejects a step, or computes NaN.
+        """
+        try:
+            return self._schedule(start, stop)
+        except REJECTIONS as error:
+            name = type(self.scheduler).__name__
+            raise InputError(f"{name} cannot take these steps ({first_line(error)}): use another scheduler.") from error
+
+    def _schedule(self, start: int, stop: int) -> LinearSchedule | NonlinearSchedule:
         scheduler, timesteps = copy.deepcopy(self.scheduler), self.scheduler.timesteps[start:stop]
         if start and hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(start)

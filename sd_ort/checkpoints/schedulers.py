@@ -12,6 +12,8 @@ from sd_ort.core.errors import InputError, first_line, report_missing_package
 
 # What the sampling loop reads of a scheduler, and the number of arguments of `step`.
 INTERFACE, STEP_ARGUMENTS = ("set_timesteps", "scale_model_input", "step", "init_noise_sigma", "order", "config"), 3
+# Each scheduler has its own way to reject a configuration or a call.
+REJECTIONS = (ValueError, TypeError, AssertionError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
 
 
@@ -86,7 +88,7 @@ def set_timesteps(scheduler: Any, steps: int, **options: Any) -> int:
         raise InputError(f"{count} steps are not between 1 and {STEP_LIMIT}.")
     try:
         scheduler.set_timesteps(**options) if schedule is not None else scheduler.set_timesteps(steps, **options)
-    except (ValueError, TypeError, AssertionError, IndexError, RuntimeError) as error:
+    except REJECTIONS as error:
         raise InputError(
             f"{name} cannot take {'this schedule' if schedule is not None else f'{count} steps'}: {first_line(error)}"
         ) from error

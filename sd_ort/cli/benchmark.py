@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
 from sd_ort.core.errors import InputError, OutputError
@@ -170,7 +168,7 @@ def command(
     from sd_ort.benchmark import engine_selection, report, report_file, runner
     from sd_ort.benchmark.engines.interface import BenchmarkSettings
     from sd_ort.checkpoints.generation_defaults import generation_defaults
-    from sd_ort.cli.model_options import choose_provider
+    from sd_ort.cli.model_options import choose_provider, options_on_command_line
     from sd_ort.core.cache import cache_folder
     from sd_ort.pipelines.arguments import check_text
     from sd_ort.runtime.providers import check_provider
@@ -188,7 +186,7 @@ def command(
     if options["provider"] == "auto":
         options["provider"] = choose_provider(folders[0], "auto")
     provider = options["provider"]
-    if not mlperf and (options_of_mlperf := _options_on_command_line(ctx, {*MLPERF, *WEIGHTS, "accuracy_weights"})):
+    if not mlperf and (options_of_mlperf := options_on_command_line({*MLPERF, *WEIGHTS, "accuracy_weights"})):
         raise InputError(f"{', '.join(options_of_mlperf)} goes with --mlperf: give it, or leave this out.")
     under_load = {name: options.pop(name) for name in MLPERF}
     under_load["weights"] = _accuracy_weights(
@@ -244,14 +242,6 @@ def command(
         ctx.exit(1)
 
 
-def _options_on_command_line(ctx: click.Context, names: Collection[str]) -> list[str]:
-    """Return the options of `names` that are on the command line, in the form `--name`."""
-    parameters = [
-        p for p in ctx.command.params if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE
-    ]
-    return [parameter.opts[0] for parameter in parameters if parameter.name in names]
-
-
 def _accuracy_weights(folder: Path | None, files: dict[str, Path | None]) -> AccuracyWeights:
     """Return the weights in a folder, or those of single options. Raises InputError for both."""
     from sd_ort.benchmark.quality import AccuracyWeights
@@ -269,11 +259,9 @@ FILE_OPTIONS = frozenset({"folders", "inputs", "provider", "threads", "warmup", 
 def _benchmark_files(ctx: click.Context, files: tuple[Path, ...], inputs: Path | None) -> None:
     """Print times of .onnx files. Raises InputError for options that only pipelines have."""
     from sd_ort.benchmark import model_files
-    from sd_ort.cli.model_options import choose_provider
+    from sd_ort.cli.model_options import choose_provider, options_on_command_line
 
-    if foreign := _options_on_command_line(
-        ctx, {parameter.name or "" for parameter in ctx.command.params} - FILE_OPTIONS
-    ):
+    if foreign := options_on_command_line({parameter.name or "" for parameter in ctx.command.params} - FILE_OPTIONS):
         raise InputError(f"{', '.join(foreign)} goes with pipeline folders: leave it out for .onnx files.")
     if wrong := [str(file) for file in files if file.suffix != ".onnx"]:
         raise InputError(f"{', '.join(wrong)} is no .onnx file: measure pipeline folders by themselves.")

@@ -16,6 +16,7 @@ from sd_ort.cli.model_options import (
     enable_cache,
     integer_if_whole,
     load_adapters,
+    options_on_command_line,
     resolve_pipeline_folder,
 )
 from sd_ort.cli.numbers import GUIDANCE, PIXELS, REPLICAS, THREADS, Number
@@ -234,6 +235,7 @@ def command(
         config=config,
         save_to=save_optimized,
         allow_fallback=load_options["allow_fallback"],
+        gpu_options=options_on_command_line({"split_guidance", "split_image", "unet_on", "decode_on"}),
     )
     defaults = generation_defaults(folder, inpaint=mask is not None)
     steps, guidance = steps or defaults.steps, defaults.guidance if guidance is None else guidance

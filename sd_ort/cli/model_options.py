@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from sd_ort.runtime.provider_choice import ProviderChoice
+
+
+ONE_DEVICE = ("cpu",)  # providers that do not run on several devices
 
 
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,6 +33,13 @@ def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):  # fmt: skip
         command = option(command)
     return command
+
+
+def options_on_command_line(names: Collection[str]) -> list[str]:
+    """Return the options of `names` that are on the command line, in the form `--name`."""
+    ctx = click.get_current_context()
+    parameters = [parameter for parameter in ctx.command.params if parameter.name in names]
+    return [p.opts[0] for p in parameters if ctx.get_parameter_source(p.name or "") == ParameterSource.COMMANDLINE]
 
 
 def echo_progress(line: str) -> None:
@@ -53,12 +64,19 @@ def _print_choice(choice: ProviderChoice) -> str:
 
 
 def resolve_pipeline_folder(
-    model: Path, provider: str, *, config: str | None = None, save_to: Path | None = None, allow_fallback: bool = False
+    model: Path,
+    provider: str,
+    *,
+    config: str | None = None,
+    save_to: Path | None = None,
+    allow_fallback: bool = False,
+    gpu_options: Sequence[str] = (),
 ) -> tuple[Path, str]:
     """Return the pipeline folder of --model, and the provider that runs it.
 
     A checkpoint is optimized for the provider, into the cache of models or into `save_to`. Raises InputError for what
-    is no model, ProviderError for a provider that cannot be used: before seconds of optimizing.
+    is no model and for `gpu_options` without a GPU, ProviderError for a provider that cannot be used: before seconds of
+    optimizing.
     """
     from sd_ort import model_cache
     from sd_ort.checkpoints import is_checkpoint
@@ -66,15 +84,22 @@ def resolve_pipeline_folder(
     from sd_ort.runtime import provider_choice
     from sd_ort.runtime.providers import check_provider
 
+    def check_choice(provider: str) -> None:
+        check_provider(provider, allow_fallback=allow_fallback)
+        if gpu_options and provider in ONE_DEVICE:
+            raise InputError(
+                f"{', '.join(gpu_options)} is for several GPUs, not for provider {provider}: leave it out."
+            )
+
     if not is_checkpoint(model):
         if save_to or config:
             raise InputError(f"--save-optimized and --config go with a checkpoint: {model} is none.")
         folder, choice = model_cache.open_model(model, provider)
-        check_provider(choice.provider, allow_fallback=allow_fallback)
+        check_choice(choice.provider)
         return folder, _print_choice(choice)
     auto = provider == provider_choice.AUTO
     provider = _print_choice(provider_choice.choose_provider() if auto else provider_choice.resolve_device(provider))
-    check_provider(provider, allow_fallback=allow_fallback)
+    check_choice(provider)
     if save_to is None:
         return model_cache.open_model(model, provider, config=config, on_progress=echo_progress)[0], provider
     from sd_ort.checkpoints.open import CheckpointOptions

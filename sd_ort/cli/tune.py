@@ -24,10 +24,13 @@ def command(directory: Path | None, provider: str, components: tuple[str, ...], 
     Results go to $SD_ORT_TUNING, or to results/tuning and the cache folder, where every later run on the same kind of
     machine finds them; so does a run with a model folder that has them in `tuning`.
     """
+    from sd_ort.cli.model_options import choose_provider, options_on_command_line
     from sd_ort.core.errors import InputError
     from sd_ort.runtime import tuning
 
     if show:
+        if useless := options_on_command_line({"provider", "components", *options}):
+            raise InputError(f"--show only prints results: leave out {', '.join(useless)}.")
         paths = [directory] if directory else sorted(tuning.folder().glob("*.json"))
         if not paths:
             raise InputError(f"{tuning.folder()} holds no tuning results: make some with sd-ort tune DIR.")
@@ -39,7 +42,6 @@ def command(directory: Path | None, provider: str, components: tuple[str, ...], 
         return
     if directory is None:
         raise InputError("give the pipeline folder to tune for: sd-ort tune DIR.")
-    from sd_ort.cli.model_options import choose_provider
     from sd_ort.inspect.tune import tune
 
     chosen = choose_provider(directory, provider)

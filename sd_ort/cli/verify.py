@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
+from sd_ort.cli.model_options import options_on_command_line
 from sd_ort.cli.numbers import Number
 from sd_ort.core.errors import InputError, ProviderError
 
@@ -115,9 +115,7 @@ def command(
 
 def reject_options(names: Collection[str], source: Path) -> None:
     """Raise InputError for options of this command line that say nothing of such an IN."""
-    source_of = click.get_current_context().get_parameter_source
-    options = [f"--{n.replace('_', '-')}" for n in sorted(names) if source_of(n) is ParameterSource.COMMANDLINE]
-    if options:
+    if options := options_on_command_line(names):
         what = "no checkpoint" if names is OF_WEIGHTS else "checked by itself"
         if names is OF_RUNS:
             what = "a checkpoint, whose weights are compared: nothing is run"

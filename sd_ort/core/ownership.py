@@ -54,7 +54,8 @@ def tree_names(folder: Path) -> set[str]:
     return names
 
 
-def _stamp(status: os.stat_result) -> Stamp:
+def file_stamp(status: os.stat_result) -> Stamp:
+    """Return the inode, size and time of a file, which change when it is replaced."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -72,8 +73,8 @@ class FolderState:
             status = (folder / name).lstat()
             if stat.S_ISREG(status.st_mode):
                 self.foreign.remove(name)
-                if before is None or before.owned.get(name) == _stamp(status):
-                    self.owned[name] = _stamp(status)
+                if before is None or before.owned.get(name) == file_stamp(status):
+                    self.owned[name] = file_stamp(status)
                 else:
                     self.changed.append(name)
 
@@ -155,7 +156,7 @@ def compare(folder: Path, record: Mapping[str, FileRecord], before: FolderState 
             state.foreign.append(name)
             continue
         status = (folder / name).lstat()
-        stamp = _stamp(status)
+        stamp = file_stamp(status)
         same = stat.S_ISREG(status.st_mode) and status.st_size == record[name]["bytes"]
         is_unchanged = before is not None and before.owned.get(name) == stamp
         if same and (is_unchanged or sha256(folder / name) == record[name]["sha256"]):

@@ -179,10 +179,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         session_options = devices.options(provider, loading_options(options.session, folder))
         nets = options.controlnets
         models = Components(folder, provider, session_options, low_memory=low_memory, graph=options.graph, others=nets)
+        cls.check_folder(folder)
         index = read_index(folder)
-        kind = str(index.get("_class_name", ""))
-        if not cls.KINDS.search(kind):
-            raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
         needed = [*(text_encoders(index) if cls.HAS_SEPARATE_COMPONENTS else ()), *cls.REQUIRED_COMPONENTS, *nets]
         models.require(*needed)
         devices.place(models)
@@ -197,6 +195,13 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             for peer in models.placement.peers:
                 peer.open(parts if models.placement.splits_image else [*parts, "unet"])
         return pipeline
+
+    @classmethod
+    def check_folder(cls, folder: Path) -> None:
+        """Raise InputError for a folder of another kind of pipeline."""
+        kind = str(read_index(folder).get("_class_name", ""))
+        if not cls.KINDS.search(kind):
+            raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
 
     @classmethod
     def _class_for(cls, index: Mapping[str, Any], models: Components, is_sdxl: bool) -> type:

@@ -51,9 +51,15 @@ def replica_configs(
 ) -> list[ReplicaConfig]:
     """Return one config per replica: one on each of `gpus` GPUs, else `replicas` (default 1) on one device.
 
-    `threads`: CPU threads per replica; None for its share of the cores. Raises InputError for a folder that replicas
-    cannot load, or missing GPUs; nothing is loaded.
+    `threads`: CPU threads per replica; None for its share of the cores. Raises InputError for a folder or a scheduler
+    that replicas cannot use, or missing GPUs; nothing is loaded.
     """
+    from sd_ort import StableDiffusionPipeline
+    from sd_ort.pipelines.scheduler import PipelineScheduler
+
+    StableDiffusionPipeline.check_folder(config.folder)
+    if scheduler := config.load_options.get("scheduler"):
+        PipelineScheduler(config.folder, scheduler)
     check_not_merged(config.folder, components(config.folder))
     if gpus and replicas:
         raise InputError("--gpus N starts a replica on each of N GPUs, --replicas N starts N on one device: pass one.")

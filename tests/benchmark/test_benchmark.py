@@ -18,6 +18,7 @@ import pytest
 from cli_type import Cli
 
 from sd_ort.benchmark import engine_builds, engine_selection, report_file, runner
+from sd_ort.benchmark.engines import ort
 from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
 from sd_ort.benchmark.worker import EngineMeasurements, Worker, is_tuned
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
@@ -95,6 +96,15 @@ def test_engines_generate_the_same_image(report: dict[str, Any], report_folder: 
     assert report["engines"][2]["psnr_db"] > 50
     assert (report_folder / "raw-ONNX-raw.png").is_file()
     assert (report_folder / "torch-eager.png").is_file()
+
+
+@pytest.mark.parametrize("height", [64, 72])
+def test_each_step_is_timed(small_export: Path, height: int) -> None:
+    """Also at sizes that do not halve evenly, for which the UNet has another graph."""
+    engine = Engine("ours", "onnxruntime", str(small_export), "demo")
+    run = ort.open_pipeline(engine, BenchmarkSettings(steps=3, height=height, width=64, threads=1)).run
+    for seed in range(2):
+        assert len(run(1, None, seed).steps) == 4  # PNDM runs the UNet once more
 
 
 def test_tuning_without_tunable_operators_is_said(report: dict[str, Any]) -> None:

@@ -215,6 +215,8 @@ def test_captions_that_are_none(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match="captions"):
         mlperf.read_captions(tmp_path / name)
+    with pytest.raises(InputError, match=r"nowhere\.txt cannot be read: No such file or directory\."):
+        mlperf.read_captions(tmp_path / "nowhere.txt")
 
 
 def test_scores_that_cannot_be_had_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

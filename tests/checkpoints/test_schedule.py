@@ -62,6 +62,22 @@ def test_clipping_makes_an_infinite_step_finite() -> None:
         DiffusersTimetable(diffusers.DDPMScheduler(**options, clip_sample=False), 9, 0.0).schedule(0, 9)
 
 
+def test_what_a_scheduler_rejects_is_one_line() -> None:
+    """As objects of the caller, which are not tried before. Another class may raise anything."""
+
+    class Broken(diffusers.EulerDiscreteScheduler):  # type: ignore[misc]
+        def set_timesteps(self, *arguments: Any, **options: Any) -> None:
+            raise KeyError("a key")
+
+    for scheduler, reason in (
+        (diffusers.EulerDiscreteScheduler(prediction_type="nope"), r"\(prediction_type given as nope must be one of"),
+        (diffusers.DDIMScheduler(trained_betas=[0.1, 0.2]), r"\(index 750 is out of bounds"),
+        (Broken(), "'a key'"),
+    ):
+        with pytest.raises(InputError, match=f"{type(scheduler).__name__} cannot take .*{reason}"):
+            DiffusersTimetable(scheduler, 4, 0.0).schedule(0, 4)
+
+
 def test_random_scheduler_is_refused() -> None:
     timetable = DiffusersTimetable(make_scheduler(MODEL_DIR, "euler_ancestral"), 4, 0.0)
     with pytest.raises(InputError, match="draws random numbers or clips"):

@@ -83,7 +83,7 @@ def test_from_file_to_image(models: dict[str, torch.nn.Module], sd_ort: Cli, tmp
     assert not all(row["passed"] for row in rows.values())
     code, _, output = sd_ort("verify", file, optimized, "--tolerance", 1, "--seed", 0, "--json")
     assert code == 2
-    assert output.strip().endswith("nothing is run; leave out --seed, --tolerance.")
+    assert output.strip().endswith("nothing is run; leave out --tolerance, --seed.")
     assert sd_ort("verify", optimized, optimized, "--config", "demo")[0] == 2
     code, _, output = sd_ort("verify", "demo", optimized)
     assert code == 4

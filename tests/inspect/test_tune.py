@@ -250,6 +250,8 @@ def test_show(sd_ort: Cli) -> None:
         assert "GPU architecture: gfx942" in out
         assert "1.50x of the default" in out
         assert "ROCMExecutionProvider: 1 results of 1 operators" in out
+    code, _, err = sd_ort("tune", "--show", "--height", 64, "--no-guidance", "--batch", 1)
+    assert (code, err) == (2, "sd-ort: --show only prints results: leave out --height, --batch, --guidance.\n")
 
 
 def test_the_cpu_has_nothing_to_tune(small_export: Path, sd_ort: Cli) -> None:

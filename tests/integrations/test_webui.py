@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MANIFEST
@@ -162,6 +162,12 @@ def test_webui_loras(webui: Any, call_inputs: dict[str, torch.Tensor], lora: Pat
     webui.networks.loaded_networks.append(net)
     prediction = unet.forward(*call)
     assert not torch.allclose(prediction, call_inputs["expected"], atol=1e-4)
+    save_file({name: 2 * tensor for name, tensor in load_file(lora).items()}, lora.with_suffix(".new"))
+    lora.with_suffix(".new").replace(lora)
+    replaced = unet.forward(*call)
+    assert not torch.allclose(replaced, prediction, atol=1e-4), "the file was replaced, and the former one is in use"
+    lora.unlink()
+    assert torch.equal(unet.forward(*call), replaced)
     webui.networks.loaded_networks.clear()
     assert torch.equal(unet.forward(*call), call_inputs["expected"])
     gone = types.SimpleNamespace(network_on_disk=types.SimpleNamespace(filename="gone.safetensors"), unet_multiplier=1)

@@ -18,6 +18,7 @@ from PIL import Image
 
 from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline
+from sd_ort.cli import model_options
 from sd_ort.core import metrics
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
@@ -228,7 +229,8 @@ def test_sites_of_sdxl(tmp_path: Path) -> None:
     assert len(outputs_for(outputs, Band(1, 3), 0)) == len(outputs_for(outputs, Band(1, 3), 2)) == 70 + convolutions
 
 
-def test_generate(small_hoisted: Path, sd_ort: Cli, tmp_path: Path) -> None:
+def test_generate(small_hoisted: Path, sd_ort: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_options, "ONE_DEVICE", ())  # the CPU stands for two
     shared = ("generate", "a", "--model", small_hoisted, "--seed", 3, "--height", 128, "--width", 64, "--steps", 10)
     out = success(sd_ort, *shared, "--split-image", "0,1", "--guidance", 1, "--out", tmp_path)
     with Image.open(out.strip()) as image:

@@ -20,6 +20,7 @@ from cli_type import Cli
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline
+from sd_ort.cli import model_options
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.partition import MAX_IMBALANCE, partition_graph
@@ -159,8 +160,16 @@ def test_host_works_while_the_next_batch_is_generated(small_export: Path, monkey
     assert pipeline._started_noise == []
 
 
-def test_generate_on_two_devices(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
+def test_generate_on_two_devices(
+    sd_ort: Cli, small_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU is refused, and stands for both."""
     shared = ("generate", "a", "--model", small_export, "--steps", 1, "--seed", 3, "--height", 64, "--width", 64)
+    for option in ("--split-guidance", "--split-image", "--unet-devices"):
+        code, _, error = sd_ort(*shared, option, "0,1", "--provider", "cpu", "--out", tmp_path)
+        line = f"sd-ort: {option} is for several GPUs, not for provider cpu: leave it out.\n"
+        assert (code, error) == (2, line)
+    monkeypatch.setattr(model_options, "ONE_DEVICE", ())
     for name, options in {"one": (), "two": ("--split-guidance", "0,1", "--decode-on", 1)}.items():
         code, out, error = sd_ort(*shared, "--num-images", 3, "--batch", 2, "--out", tmp_path / name, *options)
         assert (code, len(out.splitlines())) == (0, 3), error

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import io
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -256,6 +257,7 @@ def test_an_image_does_not_depend_on_its_batch(folder: Path, one_thread: None) -
         (["--gpus", "2", "--provider", "cpu"], "takes no --gpus"),
         (["--gpus", "64", "--provider", "cuda"], "the cuda provider is not in the installed onnxruntime wheel"),
         (["--gpus", "1", "--replicas", "2", "--provider", "cpu"], "pass one"),
+        (["--scheduler", "nope", "--provider", "cpu"], "'nope' is no diffusers scheduler"),
         (["--host", "no such host", "--provider", "cpu"], "is not an address"),
         (["--host", "192.0.2.77", "--provider", "cpu"], "Cannot serve at"),
         (["--token", " "], "token is empty"),
@@ -272,8 +274,8 @@ def test_invalid_options(sd_ort: Callable[..., Any], folder: Path, arguments: li
     assert len(err.splitlines()) == 1 or "Usage" in err
 
 
-def test_a_port_in_use_a_missing_folder_and_missing_ray(
-    sd_ort: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_port_in_use_a_missing_folder_another_model_and_missing_ray(
+    sd_ort: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -282,6 +284,10 @@ def test_a_port_in_use_a_missing_folder_and_missing_ray(
     assert (code, "choose another --port" in err, len(err.splitlines())) == (2, True, 1)
     code, _, err = sd_ort("serve", folder / "no")
     assert (code, "no such file" in err) == (2, True)
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    code, _, err = sd_ort("serve", other, "--provider", "cpu", "--port", 0)
+    assert (code, "holds a FluxPipeline" in err, len(err.splitlines())) == (2, True, 1)
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = sd_ort("serve", folder, "--provider", "cpu", "--port", 0)
     assert (code, "pip install 'sd-ort[ray]'" in err, len(err.splitlines())) == (2, True, 1)

@@ -17,11 +17,13 @@ from sd_ort.core.denoiser_graphs import ArrayDenoiserGraphs
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import HOISTED, MODEL, read_index
 from sd_ort.runtime import bound_run, ort_wheel, providers, session
-from sd_ort.runtime.session import SessionOptions
+from sd_ort.runtime.component_opener import EditedGraph
+from sd_ort.runtime.components import Components
+from sd_ort.runtime.session import OrtModel, SessionOptions
 
 
-def record_run_times(ort_session: Any) -> list[float]:
-    """Return a list to which the seconds of every later run of a session are appended."""
+def record_run_times(models: Components, name: str) -> list[float]:
+    """Return a list to which the seconds of every later run of a component, or of its edited graph, are appended."""
     seconds: list[float] = []
 
     def timed(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +35,18 @@ def record_run_times(ort_session: Any) -> list[float]:
 
         return call
 
-    ort_session.run, ort_session.run_with_iobinding = timed(ort_session.run), timed(ort_session.run_with_iobinding)
+    def record(model: OrtModel) -> OrtModel:
+        opened = model.session
+        opened.run, opened.run_with_iobinding = timed(opened.run), timed(opened.run_with_iobinding)
+        return model
+
+    def open_edited(component: str, graph: EditedGraph) -> OrtModel:
+        model = open_graph(component, graph)
+        return record(model) if component == name else model
+
+    record(models[name])
+    open_graph = models.opener.open_edited
+    vars(models.opener)["open_edited"] = open_edited
     return seconds
 
 
@@ -62,8 +75,8 @@ def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
     for name in ("text_encoder", "text_encoder_2", "unet_prompt", "unet_time", "unet", "vae_decoder"):
         if name in pipeline.models:
             assert pipeline.models[name]  # opens the session, which is part of the load time
-    denoiser = pipeline.models["unet" if "unet" in pipeline.models else "transformer"]
-    seconds, loop = record_run_times(denoiser.session), getattr(pipeline, "loop", SimpleNamespace())
+    denoiser = "unet" if "unet" in pipeline.models else "transformer"
+    seconds, loop = record_run_times(pipeline.models, denoiser), getattr(pipeline, "loop", SimpleNamespace())
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
@@ -74,7 +87,7 @@ def open_pipeline(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:
         mean = loop.step_seconds
         return Batch([mean] if mean is not None else list(seconds), images[0].size[::-1], images)
 
-    return LoadedEngine(run, _precision(denoiser))
+    return LoadedEngine(run, _precision(pipeline.models[denoiser]))
 
 
 def open_component(engine: Engine, settings: BenchmarkSettings) -> LoadedEngine:

@@ -10,6 +10,7 @@ import torch
 
 from sd_ort.checkpoints.unet_inputs import is_sdxl, time_ids_split
 from sd_ort.core.errors import InputError
+from sd_ort.core.ownership import Stamp, file_stamp
 from sd_ort.core.pipeline_folder import MANIFEST
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.integrations.unet import UNetRunner, parse_residuals, reject_patches
@@ -22,6 +23,14 @@ def folders(root: Path) -> list[str]:
     return sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
 
 
+def _stamp(path: Path) -> Stamp | None:
+    """Return the stamp of a file, None if it is gone."""
+    try:
+        return file_stamp(path.stat())
+    except OSError:
+        return None
+
+
 class WebUNet(torch.nn.Module):
     """A WebUI's `diffusion_model` that runs a pipeline folder's UNet. reForge reads `dtype`, the graph's dtype."""
 
@@ -30,27 +39,33 @@ class WebUNet(torch.nn.Module):
         super().__init__()
         self.models = TorchComponentSessions(folder, provider)
         self.runner, self.dtype = UNetRunner(self.models), self.models.dtype("unet")
-        self.loras: list[tuple[str, float]] | None = []  # None after an error: whatever of it is in use
+        self.loras: list[tuple[str, float, Stamp | None]] | None = []  # None after an error: whatever of it is in use
+        self.stamps: dict[str, Stamp | None] = {}  # of the loaded LoRA files
 
     def use_loras(self, loras: Sequence[tuple[str, float]]) -> None:
-        """Activate exactly these LoRA files with their adapter scales.
+        """Activate exactly these LoRA files with their adapter scales. A file that was replaced is loaded again.
 
         Raises:
             InputError: if a file is not a LoRA, or one of another model family.
         """
-        requested = [(str(path), float(scale)) for path, scale in loras]
+        requested = [(str(path), float(scale), _stamp(Path(path))) for path, scale in loras]
         if requested == self.loras:
             return
         self.loras = None
-        for path, _ in requested:
-            if path not in self.models.lora_state.scales:
+        for path, _, stamp in requested:
+            loaded = path in self.models.lora_state.scales
+            if loaded and stamp not in (None, self.stamps[path]):
+                self.models.delete_adapters(path)
+                loaded = False
+            if not loaded:
                 self.models.load_lora_weights(path, path)
+                self.stamps[path] = stamp
                 assert self.models.loras is not None
                 for modules in self.models.loras.adapters[path].modules.values():
                     for module in modules.values():
                         module.scales_dora_norm = False
         scales: dict[str, float] = {}
-        for path, scale in requested:
+        for path, scale, _ in requested:
             scales[path] = scales.get(path, 0.0) + scale
         self.models.set_adapters(list(scales), list(scales.values()))
         self.loras = requested
