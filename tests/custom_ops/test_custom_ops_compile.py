@@ -205,13 +205,17 @@ for operator in map(load, GPU_OPERATORS):
 
 
 def test_every_kernel_is_launched_by_a_case(hip_library: Path, kernels: list[Kernel], tmp_path: Path) -> None:
-    """Of each architecture: a kernel that no case launches is compared with nothing."""
+    """Of each architecture: a kernel that no case launches is compared with nothing.
+
+    One without registers is empty: the target does not multiply its type.
+    """
     for arch in TARGETS:
         report = tmp_path / f"{arch}.json"
         device = GENERIC.get(arch, (arch,))[-1]  # the last one: the first has kernels of its own in `all_architectures`
         simulate(device, report, "-c", LAUNCH_CANDIDATES, str(hip_library))
         launched = json.loads(report.read_text())["kernels"]
-        assert {kernel.symbol for kernel in kernels if kernel.target == arch} - set(launched) == set()
+        symbols = {kernel.symbol for kernel in kernels if kernel.target == arch and kernel.vgprs}
+        assert symbols - set(launched) == set()
 
 
 def simulate(target: str, report: Path, *arguments: str, **variables: str) -> None:

@@ -82,6 +82,7 @@ def _case(*image: int, m: int, channels: bool = False, skip: bool = False, bench
 CASES = [
     _case(1, 1, 1, 1, m=1),
     _case(2, 5, 7, 3, m=5, channels=True, skip=True),
+    _case(2, 5, 6, 6, m=5, channels=True),
     _case(1, 16, 8, 16, m=8),
     _case(2, 17, 9, 48, m=24, channels=True),
     _case(1, 7, 12, 80, m=168, skip=True),
