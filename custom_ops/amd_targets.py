@@ -49,8 +49,9 @@ WITHOUT_HIPBLASLT = _RDNA2
 # Targets whose matrix units multiply float8, as quantized_linear_units() of the QuantizedLinear operator.
 FLOAT8 = ("gfx942", "gfx950", "gfx9-4-generic", "gfx1200", "gfx1201", "gfx12-generic")
 
-# Of the wheel that scripts/build_wheels --hip makes. gfx9-4-generic takes clang 20 or newer.
-WHEEL_TARGETS = ("gfx908", "gfx90a", "gfx9-4-generic", "gfx10-3-generic", "gfx11-generic", "gfx12-generic")
+# Of the wheel that scripts/build_wheels --hip makes. An object for gfx9-4-generic could not multiply float8, which
+# gfx942 reads as FNUZ and gfx950 as OCP. gfx950 takes clang 20 or newer.
+WHEEL_TARGETS = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx10-3-generic", "gfx11-generic", "gfx12-generic")
 
 # Of the wheel for Windows, which has no data center GPUs. Its ROCm loads gfx12-generic only since May 2026.
 WINDOWS_TARGETS = ("gfx10-3-generic", "gfx11-generic", "gfx1200", "gfx1201")

@@ -141,8 +141,8 @@ def resident_blocks(kernel: str, threads: int, target: str) -> int:
     row, head = (
         next(line.split(" | ") for line in lines if line.startswith(f"| {name} ")) for name in (kernel, "kernel")
     )
-    generic = next(name for name in WHEEL_TARGETS if covers([name], target))
-    cell = row[[re.sub(r"\W+$", "", name) for name in head].index(generic)]
+    in_wheel = next(name for name in WHEEL_TARGETS if covers([name], target))
+    cell = row[[re.sub(r"\W+$", "", name) for name in head].index(in_wheel)]
     _, _, lds, _, waves = (int(part) for part in re.findall(r"\d+", cell))
     is_rdna = target.startswith("gfx1")
     memory = (128 if is_rdna else 160 if target == "gfx950" else 64) << 10

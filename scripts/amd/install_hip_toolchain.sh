@@ -3,7 +3,7 @@
 # the constants (architecture and code-object version) that Debian's older device libraries lack for newer GPUs.
 # A machine with ROCm's own hipcc needs none of this. Does nothing when everything is there.
 # Usage: scripts/amd/install_hip_toolchain.sh [--wheel] [PACKAGE...], which are installed too
-# --wheel: what scripts/build_wheels --hip takes: clang 22, which knows gfx950 and gfx9-4-generic, with HIP 7's headers
+# --wheel: what scripts/build_wheels --hip takes: clang 22, which knows gfx950, with HIP 7's headers
 # and device libraries from Debian's experimental, unpacked into the cache. clang 22 refuses those of clang 19's.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/../.." && pwd)

@@ -2,12 +2,14 @@
 """The custom operators at Stable Diffusion's shapes, float16: GB/s or TFLOP/s beside ONNX Runtime, torch and the limit.
 
     python scripts/bench/bench_ops.py --arch sm_90 --out results/ops_sm_90.md
+    python scripts/bench/bench_ops.py --arch sm_90 --operators quantized_nhwc_conv quantized_linear --every --out ...
 
 Columns, microseconds a call: "tuned" is the candidate that the library's tuner chose and "default" the one without
 tuning; "ORT" is ONNX Runtime's own CUDA kernel of the com.microsoft operator, if there is one (for attention with its
 unfused path, and with the path it takes by itself); "eager" and "compiled" are torch; "cuDNN" and "flash" torch's
 attention by these.
-"copy" moves the same number of bytes, read and written, and is the limit of the bandwidth-bound operators.
+"copy" moves the same number of bytes, read and written, and is the limit of the bandwidth-bound operators. Products
+have elements of float8; torch's columns are the same product in float16, without a gate and an output in float8.
 
 Everything runs in CUDA graphs over as many sets of buffers as exceed the cache, so launch costs and cache hits are the
 same for all. Bytes are those an operator must move: each input and output once. Needs torch and, for ONNX Runtime's
@@ -37,8 +39,10 @@ from sd_ort.runtime import build
 
 NOT_IN_CONTRIB = ("upsample_nearest", "subpixel_shuffle")
 BANDWIDTH = ("group_norm", "skip_group_norm", "bias_split_gelu", "bias_add", "skip_layer_norm", *NOT_IN_CONTRIB)
+PRODUCTS = ("quantized_nhwc_conv", "quantized_linear")
 ROTATED_BYTES = 400e6  # several times the largest cache
 MOST_SETS = 100
+FLOAT8 = torch.float8_e4m3fn
 UNFUSED = 16  # provider option sdpa_kernel: AttentionBackend::MATH of ONNX Runtime
 
 
@@ -98,19 +102,17 @@ class Call:
     @classmethod
     def allocate(cls, operator: CustomOperator, case: OperatorCase) -> Call:
         shapes = operator.output_shapes(case)
-        moved = 2 * (sum(prod(shape) for shape in case.inputs.values()) + sum(prod(shape) for shape in shapes.values()))
+        dtypes = dict.fromkeys((*case.inputs, *shapes), torch.float16)
+        dtypes |= dict.fromkeys(operator.float32_inputs, torch.float32)
+        dtypes |= dict.fromkeys((*(n for n, kind in operator.integers.items() if kind == "8 bits"), QUANTIZED), FLOAT8)
+        moved = sum(dtypes[name].itemsize * prod(shape) for name, shape in (case.inputs | shapes).items())
         sets = min(MOST_SETS, max(2, int(ROTATED_BYTES / moved)))
-        inputs = []
-        for _ in range(sets):
-            dtypes = {name: torch.float32 if name in operator.float32_inputs else torch.float16 for name in case.inputs}
-            inputs.append({n: torch.randn(s, device="cuda", dtype=dtypes[n]) for n, s in case.inputs.items()})
+        inputs = [
+            {name: torch.randn(shape, device="cuda").to(dtypes[name]) for name, shape in case.inputs.items()}
+            for _ in range(sets)
+        ]
         outputs = [
-            {
-                name: torch.empty(
-                    shape, device="cuda", dtype=torch.float8_e4m3fn if name == QUANTIZED else torch.float16
-                )
-                for name, shape in shapes.items()
-            }
+            {name: torch.empty(shape, device="cuda", dtype=dtypes[name]) for name, shape in shapes.items()}
             for _ in range(sets)
         ]
         return cls(operator, case, inputs, outputs, moved)
@@ -235,7 +237,7 @@ def contrib_model(call: Call) -> bytes:
 def onnxruntime_times(call: Call) -> dict[str, float | str]:
     """ "ORT" where it has the operator and, for attention, "ORT unfused"; an error tells why a kernel did not run."""
     variants: dict[str, dict[str, int]] = (
-        {} if call.operator.folder in NOT_IN_CONTRIB or QUANTIZED in call.outputs[0] else {"ORT": {}}
+        {} if call.operator.folder in (*NOT_IN_CONTRIB, *PRODUCTS) or QUANTIZED in call.outputs[0] else {"ORT": {}}
     )
     if call.operator.folder == ATTENTION:
         variants["ORT unfused"] = {"sdpa_kernel": UNFUSED}
@@ -251,6 +253,7 @@ def onnxruntime_times(call: Call) -> dict[str, float | str]:
 # ---- tables
 
 COLUMNS = ("tuned", "default", "ORT", "compiled", "eager")
+PEERS_OF_PRODUCTS = ("compiled", "eager")
 
 
 def bandwidth_row(call: Call, times: dict[str, float | str], peak: float) -> list[str]:
@@ -276,6 +279,17 @@ def attention_row(call: Call, times: dict[str, float | str]) -> list[str]:
     cells = [call.case.name, f"{flops / 1e9:.1f}"]
     cells += [f"{float(times[c]):.1f}" if c in times else "-" for c in columns]
     return [*cells, rate("tuned"), rate("cuDNN"), ratio("cuDNN"), ratio("ORT unfused"), str(times["candidate"])]
+
+
+def product_row(call: Call, times: dict[str, float | str]) -> list[str]:
+    outputs = next(iter(call.outputs[0].values())).shape
+    flops = 2 * prod(outputs[:-1]) * prod(call.case.inputs["W"])
+    tuned = float(times["tuned"])
+    cells = [call.operator.name, call.case.name, f"{flops / 1e9:.1f}"]
+    cells += [f"{float(times[c]):.1f}" if c in times else "-" for c in ("tuned", "default", *PEERS_OF_PRODUCTS)]
+    best = min((float(times[name]) for name in PEERS_OF_PRODUCTS if name in times), default=None)
+    ratio = "-" if best is None else f"{tuned / best:.2f}"
+    return [*cells, f"{flops / tuned / 1e6:.0f}", ratio, str(times["candidate"])]
 
 
 def header(*columns: str) -> list[str]:
@@ -308,19 +322,24 @@ def main() -> None:
             *("attention", "GFLOP", "tuned", "default", "cuDNN", "flash", "ORT", "ORT unfused", "compiled"),
             *("TFLOP/s", "cuDNN's", "cuDNN / ours", "unfused / ours", "candidate"),
         ),
+        "product": header(
+            *("product in float8", "case", "GFLOP", "tuned", "default", "compiled, float16", "eager, float16"),
+            *("TFLOP/s", "ours / float16", "candidate"),
+        ),
     }
+    rows = {"attention": attention_row, "product": product_row}
     for folder in options.operators:
         operator = load(folder)
-        table = tables["attention" if folder == ATTENTION else "bandwidth"]
+        kind = "attention" if folder == ATTENTION else "product" if folder in PRODUCTS else "bandwidth"
         for index, case in enumerate(case for case in operator.cases if case.benchmark):
             call = Call.allocate(operator, case)
             times = ours(library, call, options.every)
             times["copy"] = copy_time(call.bytes, call.sets)
             if not options.no_peers:
                 times |= by_torch(call, index < options.compiled) | onnxruntime_times(call)
-            row = attention_row(call, times) if folder == ATTENTION else bandwidth_row(call, times, peak)
-            table.append(f"| {' | '.join(row)} |")
-            print(table[-1], flush=True)
+            row = rows[kind](call, times) if kind in rows else bandwidth_row(call, times, peak)
+            tables[kind].append(f"| {' | '.join(row)} |")
+            print(tables[kind][-1], flush=True)
             if options.every:
                 print("   ", {name: round(t, 1) for name, t in times.items() if isinstance(t, float)}, flush=True)
             if options.save_tuning:
@@ -328,7 +347,8 @@ def main() -> None:
             del call
             torch.cuda.empty_cache()
             options.out.parent.mkdir(exist_ok=True, parents=True)
-            options.out.write_text("\n".join([*lines, *tables["bandwidth"], "", *tables["attention"]]) + "\n")
+            measured = ["\n".join(table) for table in tables.values() if len(table) > 2]
+            options.out.write_text("\n".join(lines) + "\n" + "\n\n".join(measured) + "\n")
 
 
 def save_tuning(folder: Path, library: GpuLibrary) -> None:

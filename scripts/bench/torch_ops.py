@@ -72,6 +72,13 @@ def attention(t: Tensors, case: OperatorCase) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
 
 
+def product(t: Tensors, case: OperatorCase) -> torch.Tensor:
+    if t["W"].ndim == 4:
+        x, filters = t["X"].permute(0, 3, 1, 2), t["W"].permute(0, 3, 1, 2)
+        return F.conv2d(x, filters, t["B"], padding=1).permute(0, 2, 3, 1) + t.get("skip", 0)
+    return F.linear(t["X"], t["W"], t["bias"]) + t.get("skip", 0)
+
+
 TORCH: dict[str, Callable[[Tensors, OperatorCase], object]] = {
     "group_norm": group_norm,
     "skip_group_norm": skip_group_norm,
@@ -80,5 +87,7 @@ TORCH: dict[str, Callable[[Tensors, OperatorCase], object]] = {
     "skip_layer_norm": skip_layer_norm,
     "upsample_nearest": upsample_nearest,
     "subpixel_shuffle": subpixel_shuffle,
+    "quantized_nhwc_conv": product,
+    "quantized_linear": product,
     ATTENTION: attention,
 }

@@ -17,6 +17,10 @@ Config = Mapping[str, Any]
 AxesAndDtype = tuple[tuple[Axis, ...], str]  # dtype is "float32" or "int64"
 
 
+def _normal(random: np.random.Generator, shape: list[int], _: Config) -> np.ndarray:
+    return random.standard_normal(shape)
+
+
 @dataclass(frozen=True)
 class ConditioningInputSpec:
     """One conditioning input, by its name in ONNX graphs and diffusers.
@@ -30,9 +34,7 @@ class ConditioningInputSpec:
 
     name: str
     spec: Callable[[Config], AxesAndDtype | None]
-    synthesize: Callable[[np.random.Generator, list[int], Config], np.ndarray] = lambda random, shape, _: (
-        random.standard_normal(shape)
-    )
+    synthesize: Callable[[np.random.Generator, list[int], Config], np.ndarray] = _normal
     in_added_cond_kwargs: bool = False
     is_ip_adapter_input: bool = False
 

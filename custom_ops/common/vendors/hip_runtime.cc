@@ -66,7 +66,7 @@ std::vector<Module*>& modules() {
   return *all;
 }
 
-// Registers all kernels with the runtime, once, which is as it were linked: kernels of libraries that are loaded late
+// Registers all kernels with the runtime, which is as it were linked: kernels of libraries that are loaded late
 // are registered late too. The runtime selects the code object of the device, of its target or a generic one.
 void register_all_kernels() {
   static HipFunction<void**(const void*)> register_binary("__hipRegisterFatBinary");

@@ -52,6 +52,10 @@ bool nhwc_conv_tiles_supports(const NhwcConvParams& p) {
   return p.dtype != DType::kFloat32 && p.groups == 1 && depth > 0 && is_small;
 }
 
+bool nhwc_conv_float8_supports(const NhwcConvParams& p) {
+  return are_aligned<2>(p.x, p.filters) && nhwc_conv_tiles_supports(p) && nhwc_conv_has_float8();
+}
+
 int64_t nhwc_conv_splits(const NhwcConvParams& p) {
   const int64_t blocks =
       ceil_div(pixels(p), NhwcConvTiles::kPixels) * ceil_div(p.filter_count, NhwcConvTiles::kFilters);

@@ -120,6 +120,7 @@ const char* nhwc_conv_tiles_launch(const NhwcConvParams& params, int64_t splits,
 // `params` two adjacent channels count as one, and dtype is that of bias, skip and Y. Not every device has such
 // instructions, nor the library code for them.
 bool nhwc_conv_has_float8();
+bool nhwc_conv_float8_supports(const NhwcConvParams& params);
 const char* nhwc_conv_float8_launch(const NhwcConvParams& params, NhwcConvScale scale, bool gelu, int64_t splits,
                                     void* workspace, void* stream);
 

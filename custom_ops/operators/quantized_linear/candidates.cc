@@ -97,8 +97,7 @@ NhwcConvParams convolution(const Params& p, void* workspace) {
 Candidate<Params> tiles() {
   const auto product = [](const Params& p) { return p.gated || writes_float8(p) ? product_bytes(p) : 0; };
   const auto supports = [](const Params& p) {
-    return has_fast_types(p) && p.rows > 0 && p.inner % 2 == 0 && are_aligned<2>(p.x, p.weight) &&
-           nhwc_conv_tiles_supports(convolution(p, nullptr)) && nhwc_conv_has_float8();
+    return has_fast_types(p) && p.rows > 0 && p.inner % 2 == 0 && nhwc_conv_float8_supports(convolution(p, nullptr));
   };
   const auto run = [=](const Params& p, void* workspace, void* stream) -> const char* {
     const NhwcConvParams conv = convolution(p, workspace);

@@ -46,8 +46,7 @@ NhwcConvParams paired(const Params& p) { return convolution(p, p.x, p.filters, p
 
 Candidate<Params> float8_tiles() {
   const auto supports = [](const Params& p) {
-    return p.pixels() > 0 && p.channels % 2 == 0 && are_aligned<2>(p.x, p.filters) &&
-           nhwc_conv_tiles_supports(paired(p)) && nhwc_conv_has_float8();
+    return p.pixels() > 0 && p.channels % 2 == 0 && nhwc_conv_float8_supports(paired(p));
   };
   const auto run = [](const Params& p, void* workspace, void* stream) {
     const NhwcConvParams conv = paired(p);

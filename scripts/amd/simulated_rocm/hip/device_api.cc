@@ -201,9 +201,12 @@ hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int
     hipDeviceProp_tR0600 properties;
     fill_properties(&properties, device);
     const std::optional<int> result = attribute_of(properties, attribute);
-    if (!result) print_message("hipDeviceGetAttribute: attribute %d is not simulated.", static_cast<int>(attribute));
-    *value = result.value_or(*value);
-    return result ? hipSuccess : hipErrorInvalidValue;
+    if (!result) {
+      print_message("hipDeviceGetAttribute: attribute %d is not simulated.", static_cast<int>(attribute));
+      return hipErrorInvalidValue;
+    }
+    *value = *result;
+    return hipSuccess;
   });
 }
 
