@@ -24,6 +24,7 @@ constexpr int kRuns = 20;
 constexpr int kReplays = 3;
 constexpr double kReplayMicroseconds = 4000;           // approximate duration of a replay in microseconds
 constexpr double kSlowFactor = 2;                      // a candidate this much slower than the best is run once
+constexpr double kFirstRunMicroseconds = 10000;        // more than a first run of ours takes to load its kernels
 constexpr double kLaunchMicroseconds = 60;             // upper bound of the launch time on the host
 constexpr size_t kComparedElements = size_t{1} << 22;  // approximate number of compared elements per output
 
@@ -265,14 +266,15 @@ const char* measure(const GpuOp& op, int candidate, const void* params, void* wo
   return nullptr;
 }
 
-// Runs candidate 0, the reference of the others.
+// Runs candidate 0, the reference of the others, and sets the time of its first run.
 const char* run_reference(const GpuOp& op, const void* params, const Outputs& outputs, gpuStream_t stream,
-                          Copies& expected) {
+                          Copies& expected, double& microseconds) {
   if (!op.is_supported(0, params)) return "candidate 0 does not support the call";
   const Buffer workspace(op.workspace_bytes(0, params));
   SD_ORT_RETURN_ERROR(workspace.error());
   SD_ORT_RETURN_ERROR(outputs.reset());
-  SD_ORT_RETURN_ERROR(op.run(0, params, workspace.data(), stream));
+  Stopwatch watch(stream);
+  SD_ORT_RETURN_ERROR(watch.time([&] { return op.run(0, params, workspace.data(), stream); }, microseconds));
   return copy_outputs(outputs.all(), stream, expected);
 }
 
@@ -398,12 +400,13 @@ std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, const
   const TuningStream tuning_stream;
   const gpuStream_t stream = tuning_stream.get();
   Copies expected;
+  double first_run = 0;
   const char* error = tuning_stream.error();
   if (error == nullptr) error = message(SD_ORT_GPU_NAME(StreamSynchronize)(static_cast<gpuStream_t>(caller)));
   if (error != nullptr) return std::string(op.name()) + ": " + error;
   const Outputs outputs(op.outputs(params), x, stream);
   error = outputs.error();
-  if (error == nullptr) error = run_reference(op, params, outputs, stream, expected);
+  if (error == nullptr) error = run_reference(op, params, outputs, stream, expected, first_run);
   if (error != nullptr) return std::string(op.name()) + ": " + op.candidate_name(0) + " fails: " + error;
 
   // The default first, so that much slower candidates run only once.
@@ -417,6 +420,8 @@ std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, const
   std::map<int, std::pair<double, const char*>> rejected;  // candidate -> its microseconds and why it is not chosen
   for (int i : order) {
     if (!op.is_supported(i, params)) continue;
+    // A generic kernel takes a second for a large convolution: it does not run twice more to be found slow again.
+    if (i == 0 && first_run > kSlowFactor * best.microseconds + kFirstRunMicroseconds) continue;
     double microseconds = 0;
     error = try_candidate(op, i, params, outputs, expected, stream, best.microseconds, microseconds);
     if (i == fallback) best.default_microseconds = microseconds;

@@ -4,6 +4,9 @@
     default_pipeline.py make sd15 --graphs DIR         work/sd15/{raw,ours}: random weights, --target and --float16
     default_pipeline.py images sd15 --steps 50         whole images in turn: ours, ours with what it does switched off,
                                                  torch.compile (UNet and VAE decode), eager; first images; equal bytes
+    default_pipeline.py images sd15 --float8     whole images in turn: ours in float16 and in float8 with convolutions
+                                                 (work/sd15/float8, calibrated on random inputs), each with and without
+                                                 tuning, torch.compile and eager
     default_pipeline.py fidelity --graphs DIR          200 unseen prompts of the demo model against torch in float32
 
 Each writes a JSON to --out, with machine, versions and commit ($SD_ORT_COMMIT where there is no git). `--graphs` takes
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.bench.gpu_models import fill
+from scripts.bench.gpu_models import calibration_run, fill
 from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.checkpoints.checkpoint import class_name, model_class
 from sd_ort.checkpoints.open import open_checkpoint
@@ -64,6 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("out/plain_call"))
     parser.add_argument("--out", type=Path, default=Path("results/default_pipeline"))
     options = parser.parse_args()
@@ -129,6 +134,12 @@ def make(options: argparse.Namespace) -> None:
     else:
         export(None, work / "raw", preset=options.preset, random_weights=True, on_progress=log)
     optimize(work / "raw", work / "ours", target=target, dtype="float16", calibrate=False, on_progress=log)
+    if options.float8:
+        inputs = calibration_run(options.preset, work / "runs.npz")
+        optimize(
+            work / "raw", work / "float8", target=target, dtype="float16", calibrate=False, on_progress=log,
+            inputs=inputs, eight_bits="float8", convolutions=True, vae_decoder=True,
+        )  # fmt: skip
 
 
 def raw_folder(preset: str, graphs: Path, out: Path, device: str) -> None:
@@ -156,10 +167,16 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
     from sd_ort import StableDiffusionPipeline
 
     ours = options.work / options.preset / "ours"
-    side, device = SIZES[options.preset], device_of(options.provider)
-    report: dict[str, Any] = {"first_images": [first_image(ours, options, side) for _ in range(2)]}
-    log(f"first image in a new process: {report['first_images']}")
+    side = SIZES[options.preset]
     arguments = {"num_inference_steps": options.steps, "height": side, "width": side}
+    report: dict[str, Any] = {
+        "settings": {"preset": options.preset, "random_weights": True, "dtype": "float16", **arguments}
+    }
+    if options.float8:
+        in_turn_and_beside(float8_engines(options, arguments), options, arguments, report)
+        return report
+    report["first_images"] = [first_image(ours, options, side) for _ in range(2)]
+    log(f"first image in a new process: {report['first_images']}")
     plain = StableDiffusionPipeline.from_pretrained(ours, options.provider)
     uncaptured = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False)
     on_host = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False, device_loop=False)
@@ -177,8 +194,38 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         "graph=False": image_call(uncaptured),
         "graph=False, waited for": image_call(uncaptured, wait=True),
         "graph=False, device_loop=False": image_call(on_host),
-        **diffusers_engines(options, arguments, device),
     }
+    in_turn_and_beside(engines, options, arguments, report)
+    report["parts"] = time_breakdown(plain, options, arguments)
+    log(json.dumps(report["parts"]))
+    return report
+
+
+def float8_engines(options: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, Callable[[], np.ndarray]]:
+    """Our pipelines in float16 and float8. Each is opened at its first image, since tuning is the process's."""
+    from sd_ort import StableDiffusionPipeline
+
+    def image_call(folder: str, tuning: bool) -> Callable[[], np.ndarray]:
+        path = options.work / options.preset / folder
+        pipeline = cache(lambda: StableDiffusionPipeline.from_pretrained(path, options.provider, tuning=tuning))
+        return lambda: np.asarray(pipeline()(PROMPT, **arguments, generator=0, progress=False).images[0])
+
+    return {
+        "the plain call": image_call("ours", False),
+        "float8": image_call("float8", False),
+        "float8, tuned": image_call("float8", True),
+        "the plain call, tuned": image_call("ours", True),
+    }
+
+
+def in_turn_and_beside(
+    engines: dict[str, Callable[[], np.ndarray]],
+    options: argparse.Namespace,
+    arguments: dict[str, Any],
+    report: dict[str, Any],
+) -> None:
+    """Time the engines and diffusers' in turn, and add them to the report, with each image beside the first's."""
+    engines = engines | diffusers_engines(options, arguments, device_of(options.provider))
     images, report["engines"] = in_turn(engines, options.rounds)
     base = images["the plain call"]
     for name, image in images.items():
@@ -186,10 +233,6 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         row["same_bytes_as_the_plain_call"] = bool(np.array_equal(image, base))
         row["psnr_db"] = metrics.psnr(image, base)
         log(f"{name:34} first {row['first_s']:7.2f} s  median {1e3 * row['median_s']:8.1f} ms  {row['psnr_db']:.1f} dB")
-    report["parts"] = time_breakdown(plain, options, arguments)
-    log(json.dumps(report["parts"]))
-    report["settings"] = {"preset": options.preset, "random_weights": True, "dtype": "float16", **arguments}
-    return report
 
 
 def first_image(ours: Path, options: argparse.Namespace, side: int) -> dict[str, float]:

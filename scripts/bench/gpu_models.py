@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import torch
 
@@ -18,6 +20,7 @@ from sd_ort.core import pipeline_folder
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CALIBRATION_SIZE = 16  # edge of the latent
 TAESD = {
     "_class_name": "AutoencoderTiny", "in_channels": 3, "out_channels": 3, "latent_channels": 4,
     "encoder_block_out_channels": [64, 64, 64, 64], "decoder_block_out_channels": [64, 64, 64, 64],
@@ -61,6 +64,16 @@ def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[st
         inputs["text_embeds"] = normal(batch, 1280)
         inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device=DEVICE)
     return inputs
+
+
+def calibration_run(preset: str, path: Path) -> Path:
+    """Write one recorded run of random inputs of the U-Net and of the VAE decoder, and return the file."""
+    arrays: dict[str, Any] = {}
+    for component, batch in (("unet", 2), ("vae_decoder", 1)):
+        for name, value in random_inputs(preset, component, batch, CALIBRATION_SIZE).items():
+            arrays[f"{component}/{name}"] = value.float().cpu().numpy()
+    np.savez(path, **arrays)
+    return path
 
 
 def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:

@@ -35,7 +35,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from scripts.bench.bench_gpu_step import (
@@ -48,7 +47,15 @@ from scripts.bench.bench_gpu_step import (
     torch_engines,
 )
 from scripts.bench.default_pipeline import save_checkpoint
-from scripts.bench.gpu_models import export_raw, fill, limits, provider_library, random_inputs, random_module
+from scripts.bench.gpu_models import (
+    calibration_run,
+    export_raw,
+    fill,
+    limits,
+    provider_library,
+    random_inputs,
+    random_module,
+)
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.core import pipeline_folder
@@ -66,17 +73,6 @@ from sd_ort.stages import optimize
 
 CONVOLUTIONS = "float8-convolutions"
 FORMATS = ("float16", "float8", CONVOLUTIONS, "int8-weights", "int4-weights", "float8-weights")
-CALIBRATION_SIZE = 16  # edge of the latent
-
-
-def calibration_run(preset: str, path: Path) -> Path:
-    """Write one recorded run of random inputs of the U-Net and of the VAE decoder, and return the file."""
-    arrays: dict[str, Any] = {}
-    for component, batch in (("unet", 2), ("vae_decoder", 1)):
-        for name, value in random_inputs(preset, component, batch, CALIBRATION_SIZE).items():
-            arrays[f"{component}/{name}"] = value.float().cpu().numpy()
-    np.savez(path, **arrays)
-    return path
 
 
 def layers_and_storage(format_: str) -> tuple[str | None, bool, WeightStorage | None]:

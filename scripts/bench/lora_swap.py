@@ -31,7 +31,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from scripts.bench.gpu_step_eight_bits import calibration_run
+from scripts.bench.gpu_models import calibration_run
 from scripts.checks.soak_gpu import usage
 from scripts.report import decibels, save
 from scripts.report import table as markdown

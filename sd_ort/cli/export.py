@@ -10,6 +10,7 @@ import click
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.cli.model_options import checkpoint_options
 from sd_ort.core.errors import InputError
+from sd_ort.core.pipeline_folder import check_replaceable
 
 FULL_PRESETS = ", ".join(name for name in PRESETS if not name.endswith(("-tiny", "-mini")))
 PRESET_HELP = (
@@ -41,11 +42,14 @@ def command(paths: tuple[str, ...], preset: str | None, components: tuple[str, .
         arguments = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"
         raise InputError(f"give {arguments}: see `sd-ort export --help`.")
 
+    out = Path(paths[-1])
+    check_replaceable(out, overwrite=options["overwrite"])  # before torch is imported, which takes seconds
+
     from sd_ort.export.exporter import export
 
     manifest = export(
         paths[0] if preset is None else None,
-        Path(paths[-1]),
+        out,
         preset=preset,
         components=components or None,
         **options,

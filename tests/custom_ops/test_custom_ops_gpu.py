@@ -127,6 +127,9 @@ def test_attention_of_wide_heads_by_products(device: str, dtype: str, emulations
 
 
 COPY = """
+#include <chrono>
+#include <thread>
+
 #include "common/tuner.h"
 using namespace sd_ort;
 
@@ -157,18 +160,42 @@ extern "C" const char* tune(const float* x, float* y) {
   if (line.empty()) line = Tuner::instance().results();
   return line.c_str();
 }
+
+// The runs of a generic candidate that takes 100 ms, in the tuning of a call whose default is fast.
+extern "C" int runs_of_a_slow_reference(const float* x, float* y) {
+  static int runs = 0;
+  Candidate<CopyParams> generic = copy("generic", 1, 1, nullptr);
+  generic.run = [run = generic.run](const CopyParams& p, void* workspace, void* stream) {
+    ++runs;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    return run(p, workspace, stream);
+  };
+  static const TunableOp<CopyParams> op("SlowCopy", {generic, copy("right", 1, 1, nullptr)},
+                                        [](const CopyParams&) { return "right"; });
+  const CopyParams params{x, y};
+  return Tuner::instance().tune(op, &params, nullptr).empty() ? runs : -1;
+}
 """
 
 
-def test_tuner_names_faster_candidates_that_it_rejects(run_folder: Path, tmp_path: Path) -> None:
-    """Also the default; one that is wrong and slower than the choice would not be missed."""
+@pytest.fixture
+def copies(run_folder: Path, tmp_path: Path) -> ctypes.CDLL:
     source = tmp_path / "copy.cc"
     source.write_text(COPY)
     tuner = compile_object(ROOT / "custom_ops/common/tuner.cc", "nvidia", run_folder)
-    library = ctypes.CDLL(str(link([compile_object(source, "nvidia", tmp_path), tuner], tmp_path / "copy.so")))
-    library.tune.restype = ctypes.c_char_p
+    return ctypes.CDLL(str(link([compile_object(source, "nvidia", tmp_path), tuner], tmp_path / "copy.so")))
+
+
+def test_tuner_runs_a_slow_reference_once(copies: ctypes.CDLL) -> None:
     x, y = np.arange(1, 1025, dtype=np.float32), np.zeros(1024, np.float32)
-    line = library.tune(*(array.ctypes.data_as(ctypes.c_void_p) for array in (x, y))).decode().rstrip("\n")
+    assert copies.runs_of_a_slow_reference(*(array.ctypes.data_as(ctypes.c_void_p) for array in (x, y))) == 1
+
+
+def test_tuner_names_faster_candidates_that_it_rejects(copies: ctypes.CDLL) -> None:
+    """Also the default; one that is wrong and slower than the choice would not be missed."""
+    copies.tune.restype = ctypes.c_char_p
+    x, y = np.arange(1, 1025, dtype=np.float32), np.zeros(1024, np.float32)
+    line = copies.tune(*(array.ctypes.data_as(ctypes.c_void_p) for array in (x, y))).decode().rstrip("\n")
     operator, signature, candidate, own, default, rejected = line.split("\t")
     assert (operator, signature, candidate) == ("Copy", "1024", "right")
     assert float(default) < float(own)
