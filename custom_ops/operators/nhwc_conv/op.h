@@ -116,6 +116,10 @@ int64_t nhwc_conv_splits(const NhwcConvParams& params);  // enough for these; 1 
 size_t nhwc_conv_tiles_workspace(const NhwcConvParams& params, int64_t splits);
 const char* nhwc_conv_tiles_launch(const NhwcConvParams& params, int64_t splits, void* workspace, void* stream);
 
+// Writes Y: the totals of `sums`, (splits, pixels of Y, filter_count), with bias, skip and the activation.
+const char* nhwc_conv_add_sums(const NhwcConvParams& params, NhwcConvActivation activation, const float* sums,
+                               int64_t splits, void* stream);
+
 // The same of X and W in float8 (e4m3fn), with Y = conv(X, W) * scale + bias + skip, and GELU of it if `gelu`. In
 // `params` two adjacent channels count as one, and dtype is that of bias, skip and Y. Not every device has such
 // instructions, nor the library code for them.

@@ -84,6 +84,22 @@ Candidate<Params> warpgroups(int columns) {
           [=](const Params& p) { return quantized_nhwc_conv_supports_warpgroups(p, columns); },
           [=](const Params& p, void*, void* stream) { return quantized_nhwc_conv_warpgroups(p, columns, stream); }};
 }
+
+Candidate<Params> split_warpgroups(int columns) {
+  const auto supports = [=](const Params& p) {
+    return quantized_nhwc_conv_supports_warpgroups(p, columns) && quantized_nhwc_conv_splits(p, columns) > 1;
+  };
+  const auto run = [=](const Params& p, void* workspace, void* stream) -> const char* {
+    const int64_t splits = quantized_nhwc_conv_splits(p, columns);
+    float* const sums = static_cast<float*>(workspace);
+    SD_ORT_RETURN_ERROR(quantized_nhwc_conv_split_warpgroups(p, columns, splits, sums, stream));
+    return nhwc_conv_add_sums(dequantized(p, nullptr), NhwcConvActivation::kNone, sums, splits, stream);
+  };
+  const auto bytes = [=](const Params& p) {
+    return static_cast<size_t>(quantized_nhwc_conv_splits(p, columns) * p.pixels() * p.filter_count) * sizeof(float);
+  };
+  return {"split_warpgroups_" + std::to_string(columns), supports, run, bytes};
+}
 #endif
 
 std::vector<Candidate<Params>> candidates() {
@@ -92,7 +108,10 @@ std::vector<Candidate<Params>> candidates() {
   all.push_back(float8_tiles());
   all.push_back(tiles());
 #if !SD_ORT_HIP
-  for (int columns : {128, 160}) all.push_back(warpgroups(columns));
+  for (int columns : {128, 160}) {
+    all.push_back(warpgroups(columns));
+    all.push_back(split_warpgroups(columns));
+  }
 #endif
   return all;
 }
@@ -100,8 +119,10 @@ std::vector<Candidate<Params>> candidates() {
 // 160 filters a tile where they divide them: the channels of Stable Diffusion's U-Nets are multiples of 320.
 std::string default_name(const Params& p) {
 #if !SD_ORT_HIP
-  const Candidate<Params> fast = warpgroups(p.filter_count % 160 == 0 ? 160 : 128);
-  if (fast.is_supported(p)) return fast.name;
+  const int columns = p.filter_count % 160 == 0 ? 160 : 128;
+  for (const Candidate<Params>& fast : {split_warpgroups(columns), warpgroups(columns)}) {
+    if (fast.is_supported(p)) return fast.name;
+  }
 #endif
   if (float8_tiles().is_supported(p)) return "float8_tiles";
   return tiles().is_supported(p) ? "tiles" : "generic";

@@ -78,7 +78,7 @@ def _case(*image: int, m: int, channels: bool = False, skip: bool = False, bench
 
 
 # One pixel and odd channels, images and filters that no tile divides, several tiles of a block, and sums of one stage
-# and of many, in each kernel.
+# and of many, some divided among blocks, in each kernel.
 CASES = [
     _case(1, 1, 1, 1, m=1),
     _case(2, 5, 7, 3, m=5, channels=True, skip=True),
@@ -89,7 +89,12 @@ CASES = [
     _case(3, 33, 10, 64, m=136, channels=True, skip=True),
     _case(1, 8, 8, 320, m=320, skip=True),
     _case(2, 64, 160, 16, m=168, skip=True),
+    _case(1, 9, 12, 400, m=40, channels=True, skip=True),
     _case(0, 4, 4, 16, m=16),
+    _case(2, 64, 64, 320, m=320, skip=True, benchmark=True),
+    _case(2, 32, 32, 640, m=640, skip=True, benchmark=True),
+    _case(2, 16, 16, 1280, m=1280, skip=True, benchmark=True),
+    _case(2, 8, 8, 1280, m=1280, skip=True, benchmark=True),
     _case(2, 128, 128, 320, m=320, skip=True, benchmark=True),
     _case(2, 64, 64, 640, m=640, skip=True, benchmark=True),
     _case(2, 32, 32, 1280, m=1280, skip=True, benchmark=True),

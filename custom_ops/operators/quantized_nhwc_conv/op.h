@@ -46,4 +46,9 @@ const char* quantized_nhwc_conv_dequantize(const QuantizedNhwcConvParams& params
 bool quantized_nhwc_conv_supports_warpgroups(const QuantizedNhwcConvParams& params, int columns);
 const char* quantized_nhwc_conv_warpgroups(const QuantizedNhwcConvParams& params, int columns, void* stream);
 
+// The same by blocks that share a tile: sums times the scale, (splits, batch, height, width, filter_count).
+int64_t quantized_nhwc_conv_splits(const QuantizedNhwcConvParams& params, int columns);  // 1 if tiles fill the device
+const char* quantized_nhwc_conv_split_warpgroups(const QuantizedNhwcConvParams& params, int columns, int64_t splits,
+                                                 float* sums, void* stream);
+
 }  // namespace sd_ort

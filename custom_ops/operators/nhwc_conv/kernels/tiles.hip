@@ -11,7 +11,7 @@
 //   Launch: block (256, 1, 1), grid (ceil(pixels / 128), ceil(filter_count / 64), splits), no dynamic LDS.
 // nhwc_conv_sum_kernel<T>
 //   Adds the sums of the splits, bias and skip, and applies the activation. Launch: block (256, 1, 1), grid
-//   (ceil(elements / 256), 1, 1).
+//   (ceil(elements / (256 * kSumsPerThread)), 1, 1).
 #include <type_traits>
 
 #include "common/gpu.h"
@@ -29,6 +29,7 @@ constexpr int kDepth = NhwcConvTiles::kDepth;
 constexpr int kStride = kDepth + mma::kPadding;        // row stride in LDS
 constexpr int kLanesPerRow = kDepth / 8;               // lanes per row, each with 8 elements
 constexpr int kRowsPerStep = kThreads / kLanesPerRow;  // rows that the block loads at a time
+constexpr int kSumsPerThread = 4;
 constexpr int kPixelSteps = kPixels / kRowsPerStep;
 constexpr int kFilterSteps = kFilters / kRowsPerStep;
 static_assert(kPixels % kRowsPerStep == 0 && kFilters % kRowsPerStep == 0, "every thread loads as much as every other");
@@ -315,16 +316,35 @@ __global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, c
                                                             uint32_t elements, int32_t splits, int32_t filter_count,
                                                             NhwcConvActivation activation) {
   wait_for_predecessor();
-  const uint32_t element = blockIdx.x * 256 + threadIdx.x;
-  if (element >= elements) return;
-  float sum = 0.f;
-  for (int split = 0; split < splits; ++split) sum += sums[static_cast<int64_t>(split) * elements + element];
-  if (bias != nullptr) sum += to_float(bias[element % static_cast<uint32_t>(filter_count)]);
-  if (skip != nullptr) sum += to_float(skip[element]);
-  y[element] = from_float<T>(activate(sum, activation));
+  const uint32_t first = blockIdx.x * (256 * kSumsPerThread) + threadIdx.x;
+  float totals[kSumsPerThread] = {};
+  for (int split = 0; split < splits; ++split, sums += elements) {
+#pragma unroll
+    for (int i = 0; i < kSumsPerThread; ++i) {
+      if (first + 256 * i < elements) totals[i] += sums[first + 256 * i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kSumsPerThread; ++i) {
+    const uint32_t element = first + 256 * i;
+    if (element >= elements) return;
+    float sum = totals[i];
+    if (bias != nullptr) sum += to_float(bias[element % static_cast<uint32_t>(filter_count)]);
+    if (skip != nullptr) sum += to_float(skip[element]);
+    y[element] = from_float<T>(activate(sum, activation));
+  }
 }
 
 namespace {
+
+template <class T>
+const char* add_sums(const NhwcConvParams& p, NhwcConvActivation activation, const float* sums, int64_t splits,
+                     void* stream) {
+  const int64_t count = p.batch * p.out_height * p.out_width * p.filter_count;
+  return launch(nhwc_conv_sum_kernel<T>, dim3(ceil_div(count, 256 * kSumsPerThread)), dim3(256), 0, stream, sums,
+                static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), count, splits,
+                p.filter_count, activation);
+}
 
 // A launch of the kernel for `p`, whose X and filters are of T; null or an error message.
 struct TileLaunch {
@@ -353,10 +373,7 @@ struct TileLaunch {
     float* const sums = splits == 1 ? nullptr : static_cast<float*>(workspace);
     const bool whole = p.channels % 8 == 0 && (!kMatrix || p.filter_count % 8 == 0) && are_aligned<16>(p.x, p.filters);
     const char* error = whole ? vectors<T, Y, 8, kMatrix>(sums) : vectors<T, Y, 1, kMatrix>(sums);
-    if (error != nullptr || sums == nullptr) return error;
-    return launch(nhwc_conv_sum_kernel<Y>, dim3(ceil_div(count, 256)), dim3(256), 0, stream, sums,
-                  static_cast<const Y*>(p.bias), static_cast<const Y*>(p.skip), static_cast<Y*>(p.y), count, splits,
-                  p.filter_count, shape.activation);
+    return error != nullptr || sums == nullptr ? error : add_sums<Y>(p, shape.activation, sums, splits, stream);
   }
 
   template <bool kMatrix>
@@ -385,6 +402,12 @@ const char* nhwc_conv_tiles_launch(const NhwcConvParams& p, int64_t splits, void
 const char* nhwc_conv_product_launch(const NhwcConvParams& p, bool gelu, int64_t splits, void* workspace,
                                      void* stream) {
   return TileLaunch{p, product_shape(p, gelu), {}, splits, workspace, stream}.run<true>();
+}
+
+const char* nhwc_conv_add_sums(const NhwcConvParams& p, NhwcConvActivation activation, const float* sums,
+                               int64_t splits, void* stream) {
+  return p.dtype == DType::kFloat16 ? add_sums<half_t>(p, activation, sums, splits, stream)
+                                    : add_sums<bf16_t>(p, activation, sums, splits, stream);
 }
 
 bool nhwc_conv_has_float8() {

@@ -3,11 +3,16 @@
 // stages in shared memory, another one skip to where Y is written from. The other two warpgroups take turns: one
 // multiplies its tile while the other adds bias and skip to the tile before, and writes it.
 //
+// With several splits a tile's channels are divided among blocks, which write float32 sums instead of Y: small images
+// have fewer tiles than the device has multiprocessors.
+//
 // A stage has 64 channels and one column of the filter: the pixels of a tile shifted by it, with a line above and one
 // below, and three filter taps. A line of 8 pixels is an atom of the swizzle, so that a tap's pixels start at one.
 //
 // quantized_nhwc_conv_kernel<T, kColumns>
+//   T is the type of bias, skip and Y; float for the sums of splits.
 #include <algorithm>
+#include <type_traits>
 
 #include "common/bulk_copy.h"
 #include "common/divisor.h"
@@ -40,16 +45,20 @@ struct Sizes {
 };
 
 struct Tiles {
-  int steps;  // stages of a tile
-  int count;
-  Divisor columns, across, down;  // tiles of filters, of a line of pixels, of an image
+  int steps;                             // stages of a tile in a split
+  int count;                             // of all splits
+  Divisor split, columns, across, down;  // tiles of a split, of filters, of a line of pixels, of an image
 };
 
-// First filter and pixel of a tile. Tiles of the same pixels follow one another, so that X is read once.
+// First stage, filter and pixel of a tile in a split. Tiles of the same pixels follow one another, so that X is read
+// once. The last split may have stages behind the last channel, which are zeros.
 struct Tile {
-  int filter, column, line, image;
+  int split, step, filter, column, line, image;
 
   __device__ Tile(const Tiles& tiles, int index, int columns) {
+    split = tiles.split.divide(index);
+    step = split * tiles.steps;
+    index = tiles.split.remainder(index, split);
     const uint32_t pixels = tiles.columns.divide(index), lines = tiles.across.divide(pixels);
     filter = tiles.columns.remainder(index, pixels) * columns;
     column = tiles.across.remainder(pixels, lines) * kTileWidth;
@@ -94,7 +103,7 @@ __device__ void load_operands(const Lds<kColumns>& lds, const bulk::Matrix& x, c
   bulk::Ring<Sizes<kColumns>::kStages> ring;
   for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
     const Tile tile(tiles, index, kColumns);
-    for (int step = 0; step < tiles.steps; ++step, ring.next()) {
+    for (int step = tile.step; step < tile.step + tiles.steps; ++step, ring.next()) {
       const int channel = step / kTaps * kDepth, tap = step % kTaps;
       bulk::wait(lds.emptied(ring.stage), ring.parity ^ 1);
       const uint32_t filled = lds.filled(ring.stage);
@@ -130,12 +139,17 @@ __device__ void load_skips(const Lds<kColumns>& lds, const bulk::Matrix& skip, b
 }
 
 template <class T>
+constexpr bool kIsSplit = std::is_same_v<T, float>;
+
+template <class T>
 struct Epilogue {
   const T* bias;
   const float* scale;
   int scale_step;  // 0 for one scale
   int filter_count;
   bool has_skip;
+  float* sums;  // (splits, batch, height, width, filter_count)
+  int batch, height, width;
 };
 
 // Work of a warpgroup that multiplies.
@@ -156,8 +170,13 @@ class Group {
       bulk::wait(lds_.turn(group), parity ^ (group == 0));  // the first group's first turn is at once
       multiply(lds_.turn(1 - group));
       ring_.skip(tiles_.steps);
-      bulk::wait(lds_.y_ready(group), parity);
-      write(Tile(tiles_, index, kColumns));
+      const Tile tile(tiles_, index, kColumns);
+      if constexpr (kIsSplit<T>) {
+        write_sums(tile);
+      } else {
+        bulk::wait(lds_.y_ready(group), parity);
+        write(tile);
+      }
     }
     bulk::wait_for_stores();
   }
@@ -203,6 +222,31 @@ class Group {
   // All waves arrive: what one wave has waited for does not cover the others.
   __device__ void arrive(uint32_t barrier) const {
     if (mma::lane_id() == 0) bulk::arrive(barrier);
+  }
+
+  __device__ void write_sums(const Tile& tile) const {
+    const int lane = mma::lane_id();
+#pragma unroll
+    for (int i = 0; i < kColumns / mma::kTile; ++i) {
+#pragma unroll
+      for (int element = 0; element < mma::kAccumulatorSize; element += 2) {
+        const int filter = tile.filter + i * mma::kTile + mma::accumulator_column(lane, element);
+        if (filter >= epilogue_.filter_count) continue;
+        const float* const scale = epilogue_.scale + filter * epilogue_.scale_step;
+        const float scales[] = {scale[0], scale[epilogue_.scale_step]};
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          const int row = (block * kWaves + wave_) * 16 + mma::accumulator_row(lane, element);
+          const int line = tile.line + row / kTileWidth, column = tile.column + row % kTileWidth;
+          if (line >= epilogue_.height || column >= epilogue_.width) continue;
+          const int image = tile.split * epilogue_.batch + tile.image;
+          const int64_t pixel = (static_cast<int64_t>(image) * epilogue_.height + line) * epilogue_.width + column;
+          const float values[] = {sums_[block][i].x[element] * scales[0], sums_[block][i].x[element + 1] * scales[1]};
+          Vec<float, 2>::pack(values).store(epilogue_.sums + pixel * epilogue_.filter_count + filter);
+        }
+      }
+      wave_barrier();  // as in `write`
+    }
   }
 
   // Writes the pixels of this wave, two lines of each block.
@@ -287,7 +331,9 @@ __global__ __launch_bounds__(kThreads, 1) void quantized_nhwc_conv_kernel(const 
   if (threadIdx.x < wgmma::kThreads) {
     wgmma::give_registers_but<40>();
     if (threadIdx.x == 0) load_operands<kColumns>(lds, x, filters, tiles);
-    if (threadIdx.x == mma::kWave) load_skips<kColumns>(lds, skip, epilogue.has_skip, tiles);
+    if (!kIsSplit<T> && threadIdx.x == mma::kWave) {
+      load_skips<kColumns>(lds, skip, epilogue.has_skip, tiles);
+    }
   } else {
     wgmma::take_registers<232>();
     Group<T, kColumns>(lds, dynamic + Sizes<kColumns>::kYAt, y, epilogue, tiles).run();
@@ -297,8 +343,17 @@ __global__ __launch_bounds__(kThreads, 1) void quantized_nhwc_conv_kernel(const 
 
 namespace {
 
+constexpr int64_t kMinSteps = 5;  // of a split
+
+int64_t tiles_across(const QuantizedNhwcConvParams& p) { return ceil_div(p.width, kTileWidth); }
+int64_t tiles_down(const QuantizedNhwcConvParams& p) { return ceil_div(p.height, kTileHeight); }
+int64_t tile_count(const QuantizedNhwcConvParams& p, int columns) {
+  return p.batch * tiles_across(p) * tiles_down(p) * ceil_div(p.filter_count, columns);
+}
+int64_t steps(const QuantizedNhwcConvParams& p) { return ceil_div(p.channels, kDepth) * kTaps; }
+
 template <class T, int kColumns>
-const char* run(const QuantizedNhwcConvParams& p, void* stream) {
+const char* run(const QuantizedNhwcConvParams& p, int64_t splits, float* sums, void* stream) {
   bulk::Matrix x, filters, skip = {}, y;
   const int64_t y_shape[] = {p.batch, p.height, p.width, 2 * p.filter_count};
   if (!bulk::describe_pixels(&x, p.x, {p.batch, p.height, p.width, p.channels},
@@ -308,36 +363,51 @@ const char* run(const QuantizedNhwcConvParams& p, void* stream) {
       !bulk::describe_pixels(&y, p.y, y_shape, {1, kWaveLines, kTileWidth})) {
     return "the driver does not describe the images";
   }
-  const auto columns = static_cast<uint32_t>(ceil_div(p.filter_count, kColumns)),
-             across = static_cast<uint32_t>(ceil_div(p.width, kTileWidth)),
-             down = static_cast<uint32_t>(ceil_div(p.height, kTileHeight));
-  const Tiles tiles = {static_cast<int>(ceil_div(p.channels, kDepth)) * kTaps,
-                       static_cast<int>(p.batch * columns * across * down), Divisor(columns), Divisor(across),
-                       Divisor(down)};
-  const Epilogue<T> epilogue = {static_cast<const T*>(p.bias), p.scale, p.scales == 1 ? 0 : 1,
-                                static_cast<int>(p.filter_count), p.skip != nullptr};
+  const int64_t count = tile_count(p, kColumns);
+  const Tiles tiles = {
+      static_cast<int>(ceil_div(steps(p), splits)), static_cast<int>(splits * count), Divisor(count),
+      Divisor(ceil_div(p.filter_count, kColumns)),  Divisor(tiles_across(p)),         Divisor(tiles_down(p))};
+  const Epilogue<T> epilogue = {static_cast<const T*>(p.bias),
+                                p.scale,
+                                p.scales == 1 ? 0 : 1,
+                                static_cast<int>(p.filter_count),
+                                p.skip != nullptr,
+                                sums,
+                                static_cast<int>(p.batch),
+                                static_cast<int>(p.height),
+                                static_cast<int>(p.width)};
   return launch(quantized_nhwc_conv_kernel<T, kColumns>, dim3(std::min(tiles.count, multiprocessors())), dim3(kThreads),
                 Sizes<kColumns>::kLdsBytes, stream, x, filters, skip, y, epilogue, tiles);
 }
 
 template <class T>
-const char* run(const QuantizedNhwcConvParams& p, int columns, void* stream) {
-  return columns == 160 ? run<T, 160>(p, stream) : run<T, 128>(p, stream);
+const char* run(const QuantizedNhwcConvParams& p, int columns, int64_t splits, float* sums, void* stream) {
+  return columns == 160 ? run<T, 160>(p, splits, sums, stream) : run<T, 128>(p, splits, sums, stream);
 }
 
 }  // namespace
 
 bool quantized_nhwc_conv_supports_warpgroups(const QuantizedNhwcConvParams& p, int columns) {
-  const int64_t count =
-      p.batch * ceil_div(p.height, kTileHeight) * ceil_div(p.width, kTileWidth) * ceil_div(p.filter_count, columns);
+  const int64_t count = tile_count(p, columns);
   return wgmma::are_compiled() && p.dtype != DType::kFloat32 && count > 0 && p.channels > 0 && p.channels % 16 == 0 &&
          p.filter_count % 8 == 0 &&
          std::max({p.batch * p.height, p.width, p.inner(), p.filter_count, count}) < INT32_MAX / 2 &&
          are_aligned<16>(p.x, p.filters, p.bias, p.skip, p.y);
 }
 
+int64_t quantized_nhwc_conv_splits(const QuantizedNhwcConvParams& p, int columns) {
+  const int64_t most = std::min(multiprocessors() / tile_count(p, columns), steps(p) / kMinSteps);
+  return most < 2 ? 1 : ceil_div(steps(p), ceil_div(steps(p), most));
+}
+
 const char* quantized_nhwc_conv_warpgroups(const QuantizedNhwcConvParams& p, int columns, void* stream) {
-  return p.dtype == DType::kFloat16 ? run<half_t>(p, columns, stream) : run<bf16_t>(p, columns, stream);
+  return p.dtype == DType::kFloat16 ? run<half_t>(p, columns, 1, nullptr, stream)
+                                    : run<bf16_t>(p, columns, 1, nullptr, stream);
+}
+
+const char* quantized_nhwc_conv_split_warpgroups(const QuantizedNhwcConvParams& p, int columns, int64_t splits,
+                                                 float* sums, void* stream) {
+  return run<float>(p, columns, splits, sums, stream);
 }
 
 #endif
