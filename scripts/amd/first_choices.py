@@ -43,7 +43,7 @@ QUERIES = {"large_tiles": 128, "small_tiles": 64}
 LARGEST_HEAD = 128
 # Kernels whose registers and LDS are shown, in float16: title -> name in resources_wheel.md, threads of a block.
 KERNELS = {
-    "convolution": ("nhwc_conv_tiles_kernel<_Float16, 8, false>", 256),
+    "convolution": ("nhwc_conv_tiles_kernel<_Float16, _Float16, 8, false>", 256),
     "attention, heads of 64": ("flash_attention_kernel<_Float16, 64, 128, 64, 256>", 256),
 }
 
