@@ -4,9 +4,9 @@
     default_pipeline.py make sd15 --graphs DIR         work/sd15/{raw,ours}: random weights, --target and --float16
     default_pipeline.py images sd15 --steps 50         whole images in turn: ours, ours with what it does switched off,
                                                  torch.compile (UNet and VAE decode), eager; first images; equal bytes
-    default_pipeline.py images sd15 --float8     whole images in turn: ours in float16 and in float8 with convolutions
-                                                 (work/sd15/float8, calibrated on random inputs), each with and without
-                                                 tuning, torch.compile and eager
+    default_pipeline.py make sd15 --float8             work/sd15/float8 too, calibrated on random inputs
+    default_pipeline.py images sd15 --float8           whole images in turn: ours in float16 and float8, each with and
+                                                 without tuning, torch.compile, eager
     default_pipeline.py fidelity --graphs DIR          200 unseen prompts of the demo model against torch in float32
 
 Each writes a JSON to --out, with machine, versions and commit ($SD_ORT_COMMIT where there is no git). `--graphs` takes
@@ -173,7 +173,7 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         "settings": {"preset": options.preset, "random_weights": True, "dtype": "float16", **arguments}
     }
     if options.float8:
-        in_turn_and_beside(float8_engines(options, arguments), options, arguments, report)
+        compare_engines(float8_engines(options, arguments), options, arguments, report)
         return report
     report["first_images"] = [first_image(ours, options, side) for _ in range(2)]
     log(f"first image in a new process: {report['first_images']}")
@@ -195,14 +195,17 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
         "graph=False, waited for": image_call(uncaptured, wait=True),
         "graph=False, device_loop=False": image_call(on_host),
     }
-    in_turn_and_beside(engines, options, arguments, report)
+    compare_engines(engines, options, arguments, report)
     report["parts"] = time_breakdown(plain, options, arguments)
     log(json.dumps(report["parts"]))
     return report
 
 
 def float8_engines(options: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, Callable[[], np.ndarray]]:
-    """Our pipelines in float16 and float8. Each is opened at its first image, since tuning is the process's."""
+    """Return image calls of our pipelines in float16 and float8.
+
+    Each pipeline opens at its first image: an open one that tunes lets all of the process tune.
+    """
     from sd_ort import StableDiffusionPipeline
 
     def image_call(folder: str, tuning: bool) -> Callable[[], np.ndarray]:
@@ -218,13 +221,13 @@ def float8_engines(options: argparse.Namespace, arguments: dict[str, Any]) -> di
     }
 
 
-def in_turn_and_beside(
+def compare_engines(
     engines: dict[str, Callable[[], np.ndarray]],
     options: argparse.Namespace,
     arguments: dict[str, Any],
     report: dict[str, Any],
 ) -> None:
-    """Time the engines and diffusers' in turn, and add them to the report, with each image beside the first's."""
+    """Time the engines and diffusers' in turn; report times and each image's PSNR beside the plain call's."""
     engines = engines | diffusers_engines(options, arguments, device_of(options.provider))
     images, report["engines"] = in_turn(engines, options.rounds)
     base = images["the plain call"]
