@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
+from sd_ort import demo
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.cli.model_options import checkpoint_options
 from sd_ort.core.errors import InputError
@@ -43,7 +45,8 @@ def command(paths: tuple[str, ...], preset: str | None, components: tuple[str, .
         raise InputError(f"give {arguments}: see `sd-ort export --help`.")
 
     out = Path(paths[-1])
-    check_replaceable(out, overwrite=options["overwrite"])  # before torch is imported, which takes seconds
+    sources = [Path(name) for name in paths[:-1] if name not in demo.FOLDERS and os.path.exists(name)]
+    check_replaceable(out, *sources, overwrite=options["overwrite"])  # before torch is imported, which takes seconds
 
     from sd_ort.export.exporter import export
 
