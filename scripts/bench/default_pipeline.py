@@ -181,24 +181,30 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
     uncaptured = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False)
     on_host = StableDiffusionPipeline.from_pretrained(ours, options.provider, graph=False, device_loop=False)
 
-    def image_call(pipeline: Any, wait: bool = False) -> Callable[[], np.ndarray]:
-        def draw() -> np.ndarray:
-            pipeline.loop.wait = wait
-            return np.asarray(pipeline(PROMPT, **arguments, generator=0, progress=False).images[0])
-
-        return draw
-
     engines = {
-        "the plain call": image_call(plain),
-        "waited for": image_call(plain, wait=True),
-        "graph=False": image_call(uncaptured),
-        "graph=False, waited for": image_call(uncaptured, wait=True),
-        "graph=False, device_loop=False": image_call(on_host),
+        "the plain call": image_call(lambda: plain, arguments),
+        "waited for": image_call(lambda: plain, arguments, wait=True),
+        "graph=False": image_call(lambda: uncaptured, arguments),
+        "graph=False, waited for": image_call(lambda: uncaptured, arguments, wait=True),
+        "graph=False, device_loop=False": image_call(lambda: on_host, arguments),
     }
     compare_engines(engines, options, arguments, report)
     report["parts"] = time_breakdown(plain, options, arguments)
     log(json.dumps(report["parts"]))
     return report
+
+
+def image_call(
+    open_pipeline: Callable[[], Any], arguments: dict[str, Any], wait: bool = False
+) -> Callable[[], np.ndarray]:
+    """Return a call of a pipeline of ours, which waits for each step if `wait`."""
+
+    def draw() -> np.ndarray:
+        pipeline = open_pipeline()
+        pipeline.loop.wait = wait
+        return np.asarray(pipeline(PROMPT, **arguments, generator=0, progress=False).images[0])
+
+    return draw
 
 
 def float8_engines(options: argparse.Namespace, arguments: dict[str, Any]) -> dict[str, Callable[[], np.ndarray]]:
@@ -208,16 +214,17 @@ def float8_engines(options: argparse.Namespace, arguments: dict[str, Any]) -> di
     """
     from sd_ort import StableDiffusionPipeline
 
-    def image_call(folder: str, tuning: bool) -> Callable[[], np.ndarray]:
+    def of_folder(folder: str, tuning: bool) -> Callable[[], np.ndarray]:
         path = options.work / options.preset / folder
-        pipeline = cache(lambda: StableDiffusionPipeline.from_pretrained(path, options.provider, tuning=tuning))
-        return lambda: np.asarray(pipeline()(PROMPT, **arguments, generator=0, progress=False).images[0])
+        return image_call(
+            cache(lambda: StableDiffusionPipeline.from_pretrained(path, options.provider, tuning=tuning)), arguments
+        )
 
     return {
-        "the plain call": image_call("ours", False),
-        "float8": image_call("float8", False),
-        "float8, tuned": image_call("float8", True),
-        "the plain call, tuned": image_call("ours", True),
+        "the plain call": of_folder("ours", False),
+        "float8": of_folder("float8", False),
+        "float8, tuned": of_folder("float8", True),
+        "the plain call, tuned": of_folder("ours", True),
     }
 
 
