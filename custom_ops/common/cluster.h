@@ -56,13 +56,17 @@ __device__ inline void copy_async(void* to, const void* from) {
 #endif
 }
 __device__ inline void commit_copies() {
-#if SD_ORT_CUDA_CODE
+#if defined(SD_ORT_EMULATED)
+  emulator::commit_copies();
+#elif SD_ORT_CUDA_CODE
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 template <int kPending>
 __device__ inline void wait_for_copies() {
-#if SD_ORT_CUDA_CODE
+#if defined(SD_ORT_EMULATED)
+  emulator::wait_for_copies(kPending);
+#elif SD_ORT_CUDA_CODE
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }

@@ -46,6 +46,12 @@ __host__ __device__ constexpr uint64_t half_row_descriptor(uint32_t address) {
          kSwizzle64 << 62;
 }
 
+// The same matrix `bytes` further on: a descriptor's low half has the address, which does not overflow. Between two
+// multiplications one addition is cheaper than another descriptor().
+__host__ __device__ constexpr uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor >> 32 << 32) | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 // Address in shared memory for descriptors.
 __device__ inline uint32_t address_of(const void* lds) {
 #if defined(SD_ORT_EMULATED)
@@ -102,8 +108,17 @@ template <class T>
 __device__ inline void multiply_n_major(mma::Accumulator (&d)[8], uint64_t a, uint64_t b, bool add);
 
 // Required between a wait and uses of the accumulators: for the compiler a multiplication ends when it is issued.
-__device__ inline void settle(mma::Accumulator (&d)[8]);
-__device__ inline void settle(mma::Accumulator (&d)[10]);
+template <int kTiles>
+__device__ inline void settle(mma::Accumulator (&d)[kTiles]) {
+#if defined(SD_ORT_WGMMA)
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    asm volatile(""
+                 : "+f"(d[t].x[0]), "+f"(d[t].x[1]), "+f"(d[t].x[2]), "+f"(d[t].x[3]), "+f"(d[t].x[4]), "+f"(d[t].x[5]),
+                   "+f"(d[t].x[6]), "+f"(d[t].x[7])::"memory");
+  }
+#endif
+}
 
 // Sets the register count of the warpgroup's threads; one warpgroup releases registers that others acquire. Such a
 // kernel has __launch_bounds__ with both numbers.
@@ -185,17 +200,13 @@ __device__ inline void take_registers() {
   SD_ORT_WGMMA_N_MAJOR(T, name)                               \
   SD_ORT_WGMMA_SHARED(T, name, 64, 32, 32, 33, 34)            \
   SD_ORT_WGMMA_SHARED(T, name, 80, 40, 40, 41, 42)            \
+  SD_ORT_WGMMA_SHARED(T, name, 128, 64, 64, 65, 66)           \
   SD_ORT_WGMMA_REGISTERS(T, name, 48, 24, 24, 25, 26, 27, 28) \
   SD_ORT_WGMMA_REGISTERS(T, name, 64, 32, 32, 33, 34, 35, 36) \
   SD_ORT_WGMMA_REGISTERS(T, name, 80, 40, 40, 41, 42, 43, 44) \
   SD_ORT_WGMMA_REGISTERS(T, name, 128, 64, 64, 65, 66, 67, 68)
 SD_ORT_WGMMA_TYPE(half_t, "f16")
 SD_ORT_WGMMA_TYPE(bf16_t, "bf16")
-__device__ inline void settle(mma::Accumulator (&d)[8]) { asm volatile("" : SD_ORT_D64::"memory"); }
-__device__ inline void settle(mma::Accumulator (&d)[10]) { asm volatile("" : SD_ORT_D80::"memory"); }
-#else
-__device__ inline void settle(mma::Accumulator (&)[8]) {}
-__device__ inline void settle(mma::Accumulator (&)[10]) {}
 #endif
 #endif
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Pipeline folders of random weights for soak_gpu.py: plain, with a ControlNet, with an IP-Adapter, and a LoRA's file.
 
-    soak_folders.py sdxl /tmp/soak --provider sdcuda [--tasks controlnet ip-adapter] [--templates FOLDER]
+    soak_folders.py sdxl /tmp/soak --provider sdcuda [--tasks controlnet ip-adapter] [--templates FOLDER] [--float8]
 
 writes OUT/plain, OUT/controlnet, OUT/ip-adapter and OUT/lora.safetensors, and prints the soak's command. Weights are
-made on the GPU if there is one. The image encoder is a CLIP ViT-L.
+made on the GPU if there is one. The image encoder is a CLIP ViT-L. With --float8, OUT/plain has linears, convolutions
+and the VAE decoder in float8.
 
 The package has no templates of U-Nets with an IP-Adapter: they are exported, SDXL's in minutes. Elsewhere
 
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 
 from scripts.bench.default_pipeline import save_checkpoint
+from scripts.bench.gpu_models import calibration_run
 from scripts.bench.lora_swap import make_lora
 from scripts.fixtures import ip_adapters, make_templates
 from sd_ort.benchmark.engine_selection import target_of
@@ -62,14 +64,20 @@ def sizes_of(preset: str) -> ip_adapters.Sizes:
     return ip_adapters.TINY if preset.endswith("-tiny") else LARGE
 
 
-def make(preset: str, out: Path, provider: str, tasks: list[str], carried: Path | None = None) -> list[str]:
+def make(
+    preset: str, out: Path, provider: str, tasks: list[str], carried: Path | None = None, float8: bool = False
+) -> list[str]:
     """Write the folders; returns the soak's arguments."""
     checkpoint, adapter = out / "checkpoint", out / "adapter"
     adapter.mkdir(parents=True)
     modules = save_checkpoint(preset, checkpoint, provider)
     dtype = "float32" if provider == "cpu" else "float16"
     write = partial(optimize, checkpoint, target=target_of(provider), dtype=dtype, calibrate=False)
-    write(out / "plain")
+    if float8:
+        inputs = calibration_run(preset, out / "runs.npz")
+        write(out / "plain", eight_bits="float8", convolutions=True, vae_decoder=True, inputs=inputs)
+    else:
+        write(out / "plain")
     make_lora(checkpoint, out / "lora.safetensors", 0)
     arguments = [str(out / "plain"), "--provider", provider, "--lora", str(out / "lora.safetensors")]
     if "controlnet" in tasks:
@@ -97,13 +105,16 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS)
     parser.add_argument("--templates", type=Path, help="folder with templates, not to export")
     parser.add_argument("--write-templates", action="store_true", help="write these to OUT, and nothing else")
+    parser.add_argument("--float8", action="store_true", help="plain in float8")
     options = parser.parse_args()
     started = time.perf_counter()
     if options.write_templates:
         write_templates(options.preset, options.out)
         return 0
     with torch.no_grad():
-        arguments = make(options.preset, options.out, options.provider, options.tasks, options.templates)
+        arguments = make(
+            options.preset, options.out, options.provider, options.tasks, options.templates, options.float8
+        )
     print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr)
     print("scripts/checks/soak_gpu.py", *arguments)
     return 0

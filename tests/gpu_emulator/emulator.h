@@ -17,6 +17,7 @@
 #include <ucontext.h>
 #endif
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -72,6 +73,7 @@ struct Wave {
 struct PendingCopy {
   void* to;
   unsigned char bytes[16];
+  int group;
 };
 
 // A suspended flow of control, on its own stack.
@@ -118,6 +120,7 @@ struct Fiber {
   long block_round = 0;
   long cluster_round = 0;
   std::vector<PendingCopy> copies;
+  int copy_groups = 0;  // committed
 };
 
 struct Block {
@@ -219,6 +222,16 @@ inline char* remote(void* variable, int rank) {
 inline char* dynamic_lds() {
   const auto address = reinterpret_cast<uintptr_t>(active->dynamic_lds.data());
   return reinterpret_cast<char*>((address + 1023) / 1024 * 1024);
+}
+
+// cp.async of this thread: copies arrive when it waits for all groups of them except the last `pending` committed ones.
+inline void commit_copies() { ++self().copy_groups; }
+inline void wait_for_copies(int pending) {
+  auto& copies = self().copies;
+  while (!copies.empty() && copies.front().group < self().copy_groups - pending) {
+    std::memcpy(copies.front().to, copies.front().bytes, sizeof(copies.front().bytes));
+    copies.erase(copies.begin());
+  }
 }
 
 template <class V>
@@ -337,6 +350,12 @@ V __shfl_xor_sync(unsigned, V value, int mask) {
 template <class V>
 V __shfl_sync(unsigned, V value, int lane) {
   return __shfl(value, lane);
+}
+inline int __any_sync(unsigned, int predicate) {
+  return emulator::exchange<int>(predicate, "__any_sync", [](const int* lanes, int* results) {
+    const bool any = std::any_of(lanes, lanes + emulator::kWave, [](int lane) { return lane != 0; });
+    std::fill(results, results + emulator::kWave, any);
+  });
 }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }

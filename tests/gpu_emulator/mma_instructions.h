@@ -101,7 +101,7 @@ void load_matrices(Registers<uint32_t, 4>::type& r, const void* row) {
 inline void copy_16_bytes_async(void* to, const void* from, bool valid, bool active) {
   if (!active) return;
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulator::fail("cp.async: the target is not aligned to 16 bytes");
-  emulator::PendingCopy copy{to, {}};
+  emulator::PendingCopy copy{to, {}, emulator::self().copy_groups};
   if (valid) {
     if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("cp.async: the source is not aligned to 16 bytes");
     std::memcpy(copy.bytes, from, 16);
@@ -109,8 +109,8 @@ inline void copy_16_bytes_async(void* to, const void* from, bool valid, bool act
   emulator::self().copies.push_back(copy);
 }
 inline void wait_for_copies() {
-  for (const auto& copy : emulator::self().copies) std::memcpy(copy.to, copy.bytes, 16);
-  emulator::self().copies.clear();
+  emulator::commit_copies();
+  emulator::wait_for_copies(0);
 }
 #else
 #if defined(SD_ORT_MMA_RDNA2)

@@ -53,6 +53,8 @@ __device__ inline bf16_t from_float<bf16_t>(float x) {
 
 __device__ inline float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 __device__ inline float shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+// Whether `predicate` holds in any lane of the wave.
+__device__ inline bool any_lane(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 
 // Block barrier: LDS stores before it are visible to all threads after it.
 __device__ inline void block_barrier() { __syncthreads(); }

@@ -273,6 +273,9 @@ CASES = [
     attention_case(1, 1, 21, 128, 64, distribution="peaked"),  # no row with two keys of nearly the same score
     attention_case(1, 1, 40, 70, 512, distribution="peaked"),
     attention_case(1, 1, 20, 50, 64, scale=1e-6),
+    # keys of many tiles, and maxima that move in late ones
+    attention_case(1, 1, 200, 700, 40),
+    attention_case(1, 1, 70, 500, 24, distribution="peaked"),
     # outputs in float8: of every kernel, and of products of a library by a kernel after them
     attention_case(2, 2, 70, 77, 40, packed="kv", quantized=("output", QUANTIZED)),
     attention_case(1, 2, 131, 192, 64, quantized=(QUANTIZED,)),
@@ -288,6 +291,9 @@ CASES = [
     attention_case(2, 8, 256, 256, 160, packed="qkv", benchmark=True),
     attention_case(2, 8, 64, 64, 160, packed="qkv", benchmark=True),
     attention_case(16, 8, 4096, 4096, 40, packed="qkv", benchmark=True),
+    attention_case(2, 8, 9216, 9216, 40, packed="qkv", benchmark=True),
+    attention_case(2, 8, 1024, 1024, 40, packed="qkv", benchmark=True),
+    attention_case(2, 8, 4096, 4096, 40, packed="qkv", quantized=(QUANTIZED,), benchmark=True),
     attention_case(2, 10, 4096, 4096, 64, packed="qkv", benchmark=True),
     attention_case(2, 10, 4096, 77, 64, packed="kv", benchmark=True),
     attention_case(2, 20, 1024, 1024, 64, packed="qkv", benchmark=True),

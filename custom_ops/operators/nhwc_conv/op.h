@@ -35,6 +35,7 @@ struct NhwcConvParams {
   const void* transformed_filters;  // cached output of WinogradFilters, or null
   int32_t relu;                     // 1: Relu of the sum
 
+  int64_t elements() const { return batch * out_height * out_width * filter_count; }  // of y
   std::string signature() const {
     std::string text = name_of(dtype);
     for (int64_t size : {batch, height, width, channels, filter_count, kernel_height, kernel_width}) {
@@ -52,9 +53,7 @@ struct NhwcConvParams {
     return text + (bias == nullptr ? "" : "_bias") + (skip == nullptr ? "" : "_skip") +
            (transformed_filters == nullptr ? "" : "_transformed") + (relu == 0 ? "" : "_relu");
   }
-  std::vector<Output> outputs() const {
-    return {{y, static_cast<size_t>(batch * out_height * out_width * filter_count), dtype}};
-  }
+  std::vector<Output> outputs() const { return {{y, static_cast<size_t>(elements()), dtype}}; }
 };
 
 enum class NhwcConvActivation : int32_t { kNone, kRelu, kGelu };  // GELU by tanh's approximation

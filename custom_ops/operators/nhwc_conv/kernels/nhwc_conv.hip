@@ -40,7 +40,7 @@ namespace {
 
 template <class T>
 const char* launch_type(const NhwcConvParams& p, void* stream) {
-  const int64_t elements = p.batch * p.out_height * p.out_width * p.filter_count;
+  const int64_t elements = p.elements();
   if (elements == 0) return nullptr;
   if (elements > INT32_MAX) return "the image has more than 2^31 elements";
   return launch(nhwc_conv_kernel<T>, dim3(ceil_div(elements, 256)), dim3(256), 0, stream, static_cast<const T*>(p.x),

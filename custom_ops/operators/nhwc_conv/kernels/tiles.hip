@@ -9,9 +9,9 @@
 //   the filters are a matrix (depth, filters), which is transposed on its way to LDS; kVec also needs a multiple of 8
 //   filters.
 //   Launch: block (256, 1, 1), grid (ceil(pixels / 128), ceil(filter_count / 64), splits), no dynamic LDS.
-// nhwc_conv_sum_kernel<T>
-//   Adds the sums of the splits, bias and skip, and applies the activation. Launch: block (256, 1, 1), grid
-//   (ceil(elements / (256 * kSumsPerThread)), 1, 1).
+// nhwc_conv_sum_kernel<T, kVec>
+//   Adds the sums of the splits, bias and skip, and applies the activation. A thread has kVec adjacent filters, which
+//   divides their number. Launch: block (256, 1, 1), grid (ceil(elements / (256 * kVec)), 1, 1).
 #include <type_traits>
 
 #include "common/gpu.h"
@@ -29,7 +29,6 @@ constexpr int kDepth = NhwcConvTiles::kDepth;
 constexpr int kStride = kDepth + mma::kPadding;        // row stride in LDS
 constexpr int kLanesPerRow = kDepth / 8;               // lanes per row, each with 8 elements
 constexpr int kRowsPerStep = kThreads / kLanesPerRow;  // rows that the block loads at a time
-constexpr int kSumsPerThread = 4;
 constexpr int kPixelSteps = kPixels / kRowsPerStep;
 constexpr int kFilterSteps = kFilters / kRowsPerStep;
 static_assert(kPixels % kRowsPerStep == 0 && kFilters % kRowsPerStep == 0, "every thread loads as much as every other");
@@ -311,28 +310,27 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
   }
 }
 
-template <class T>
-__global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, const T* bias, const T* skip, T* y,
-                                                            uint32_t elements, int32_t splits, int32_t filter_count,
-                                                            NhwcConvActivation activation) {
+template <class T, int kVec>
+__global__ __launch_bounds__(kThreads) void nhwc_conv_sum_kernel(const float* sums, const T* bias, const T* skip, T* y,
+                                                                 uint32_t elements, int32_t splits,
+                                                                 int32_t filter_count, NhwcConvActivation activation) {
   wait_for_predecessor();
-  const uint32_t first = blockIdx.x * (256 * kSumsPerThread) + threadIdx.x;
-  float totals[kSumsPerThread] = {};
-  for (int split = 0; split < splits; ++split, sums += elements) {
+  const uint32_t first = (blockIdx.x * kThreads + threadIdx.x) * kVec;
+  if (first >= elements) return;
+  float totals[kVec] = {}, biases[kVec] = {}, skips[kVec] = {};
+  if (bias != nullptr) Vec<T, kVec>::load(bias + first % static_cast<uint32_t>(filter_count)).unpack(biases);
+  if (skip != nullptr) Vec<T, kVec>::load(skip + first).unpack(skips);
+  sums += first;
+#pragma unroll 4  // as many loads at a time
+  for (int split = 0; split < splits; ++split) {
+    float part[kVec];
+    Vec<float, kVec>::load(sums + static_cast<int64_t>(split) * elements).unpack(part);
 #pragma unroll
-    for (int i = 0; i < kSumsPerThread; ++i) {
-      if (first + 256 * i < elements) totals[i] += sums[first + 256 * i];
-    }
+    for (int i = 0; i < kVec; ++i) totals[i] += part[i];
   }
 #pragma unroll
-  for (int i = 0; i < kSumsPerThread; ++i) {
-    const uint32_t element = first + 256 * i;
-    if (element >= elements) return;
-    float sum = totals[i];
-    if (bias != nullptr) sum += to_float(bias[element % static_cast<uint32_t>(filter_count)]);
-    if (skip != nullptr) sum += to_float(skip[element]);
-    y[element] = from_float<T>(activate(sum, activation));
-  }
+  for (int i = 0; i < kVec; ++i) totals[i] = activate(totals[i] + biases[i] + skips[i], activation);
+  Vec<T, kVec>::pack(totals).store(y + first);
 }
 
 namespace {
@@ -340,10 +338,11 @@ namespace {
 template <class T>
 const char* add_sums(const NhwcConvParams& p, NhwcConvActivation activation, const float* sums, int64_t splits,
                      void* stream) {
-  const int64_t count = p.batch * p.out_height * p.out_width * p.filter_count;
-  return launch(nhwc_conv_sum_kernel<T>, dim3(ceil_div(count, 256 * kSumsPerThread)), dim3(256), 0, stream, sums,
-                static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), count, splits,
-                p.filter_count, activation);
+  const bool vectors = p.filter_count % 4 == 0 && are_aligned<16>(p.bias, p.skip, p.y, sums);
+  return launch(vectors ? nhwc_conv_sum_kernel<T, 4> : nhwc_conv_sum_kernel<T, 1>,
+                dim3(ceil_div(p.elements(), kThreads * (vectors ? 4 : 1))), dim3(kThreads), 0, stream, sums,
+                static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), p.elements(),
+                splits, p.filter_count, activation);
 }
 
 // A launch of the kernel for `p`, whose X and filters are of T; null or an error message.
@@ -368,8 +367,7 @@ struct TileLaunch {
 
   template <class T, class Y, bool kMatrix>
   const char* elements() const {
-    const int64_t count = p.batch * p.out_height * p.out_width * p.filter_count;
-    if (count == 0) return nullptr;
+    if (p.elements() == 0) return nullptr;
     float* const sums = splits == 1 ? nullptr : static_cast<float*>(workspace);
     const bool whole = p.channels % 8 == 0 && (!kMatrix || p.filter_count % 8 == 0) && are_aligned<16>(p.x, p.filters);
     const char* error = whole ? vectors<T, Y, 8, kMatrix>(sums) : vectors<T, Y, 1, kMatrix>(sums);
