@@ -29,7 +29,7 @@ without_rdna2 = pytest.mark.parametrize(
 # enum MultiHeadAttentionKernel
 KERNELS = {
     "large_tiles": 0, "small_tiles": 1, "short_keys": 2, "generic": 3, "warpgroup": 4, "two_warpgroups": 5,
-    "short_warpgroup": 6, "full_tiles": 7, "three_pingpong_warpgroups": 8, "four_pingpong_warpgroups": 9,
+    "short_warpgroup": 6, "full_tiles": 7, "pingpong_warpgroups": 8,
 }  # fmt: skip
 SOURCE = """
 #include "operators/multi_head_attention/op.h"

@@ -181,8 +181,7 @@ constexpr struct {
                 {"two_warpgroups", Kernel::kTwoWarpgroups},
                 {"short_warpgroup", Kernel::kShortWarpgroup},
                 {"full_tiles", Kernel::kFullTiles},
-                {"three_pingpong_warpgroups", Kernel::kThreePingpong},
-                {"four_pingpong_warpgroups", Kernel::kFourPingpong}};
+                {"pingpong_warpgroups", Kernel::kPingpong}};
 
 constexpr int64_t kScoresBytes = 128 << 20, kScoresInCacheBytes = 24 << 20;
 
@@ -208,7 +207,7 @@ std::string default_name(const MultiHeadAttentionParams& call) {
   if (call.quantized.data != nullptr && multi_head_attention_supports(call, Kernel::kShortWarpgroup)) {
     return "short_warpgroup";
   }
-  if (multi_head_attention_prefers_pingpong(call)) return "four_pingpong_warpgroups";
+  if (multi_head_attention_prefers_pingpong(call)) return "pingpong_warpgroups";
   MultiHeadAttentionParams p = call;
   p.quantized = {};
 #if !SD_ORT_HIP

@@ -19,11 +19,11 @@ bool multi_head_attention_supports(const MultiHeadAttentionParams& p, Kernel ker
   if (kernel == Kernel::kGeneric) return true;
   if (kernel == Kernel::kSmall && p.head_size > attention_max_flash_head()) return false;
   const bool is_short = kernel == Kernel::kShort || kernel == Kernel::kShortWarpgroup;
-  const bool is_pingpong = kernel == Kernel::kThreePingpong || kernel == Kernel::kFourPingpong;
-  const bool is_unmasked = kernel == Kernel::kShortWarpgroup || kernel == Kernel::kFullTiles || is_pingpong;
+  const bool is_unmasked =
+      kernel == Kernel::kShortWarpgroup || kernel == Kernel::kFullTiles || kernel == Kernel::kPingpong;
   const bool warpgroups = kernel == Kernel::kWarpgroup || kernel == Kernel::kTwoWarpgroups || is_unmasked;
   if (warpgroups && (p.head_size > Limits::kWarpgroupHead || !attention_has_warpgroups())) return false;
-  if (is_pingpong && p.head_size > Limits::kPingpongHead) return false;
+  if (kernel == Kernel::kPingpong && p.head_size > Limits::kPingpongHead) return false;
   if (is_short && (p.head_size > Limits::kShortHead || p.kv_sequence > Limits::kShortKeys)) return false;
   if (is_unmasked && (p.attention_bias != nullptr || p.causal || !(p.scale > 0.f))) return false;
   if (kernel == Kernel::kFullTiles &&
@@ -36,13 +36,13 @@ bool multi_head_attention_supports(const MultiHeadAttentionParams& p, Kernel ker
 }
 
 bool multi_head_attention_prefers_pingpong(const MultiHeadAttentionParams& p) {
-  constexpr int64_t kManyKeys = 1024;
+  constexpr int64_t kManyKeys = 2048;
   return p.kv_sequence >= kManyKeys && ceil_div(p.sequence, 64) * p.heads * p.batch >= attention_target_blocks() &&
-         multi_head_attention_supports(p, Kernel::kFourPingpong);
+         multi_head_attention_supports(p, Kernel::kPingpong);
 }
 
 Kernel multi_head_attention_default(const MultiHeadAttentionParams& p) {
-  if (multi_head_attention_prefers_pingpong(p)) return Kernel::kFourPingpong;
+  if (multi_head_attention_prefers_pingpong(p)) return Kernel::kPingpong;
   const bool many = ceil_div(p.sequence, 128) * p.heads * p.batch >= attention_target_blocks();
   const Kernel warpgroups = many ? Kernel::kTwoWarpgroups : Kernel::kWarpgroup;
   const Kernel waves = many ? Kernel::kLarge : Kernel::kSmall;
@@ -65,10 +65,8 @@ const char* multi_head_attention_launch(const MultiHeadAttentionParams& p, Kerne
       return attention_short_warpgroup(p, stream);
     case Kernel::kFullTiles:
       return attention_full_tiles(p, stream);
-    case Kernel::kThreePingpong:
-      return attention_pingpong(p, 3, stream);
-    case Kernel::kFourPingpong:
-      return attention_pingpong(p, 4, stream);
+    case Kernel::kPingpong:
+      return attention_pingpong(p, stream);
     default:
       return p.head_size <= attention_max_flash_head() ? attention_flash(p, kernel, stream)
                                                        : attention_large_head(p, stream);

@@ -67,9 +67,8 @@ enum class MultiHeadAttentionKernel {
   kShortWarpgroup,  // warpgroup instructions, 64 queries per block, up to 80 keys, no mask
   kFullTiles,       // warpgroup instructions, 64 queries per block, only full tiles of keys, no mask: many blocks per
                     // multiprocessor
-  kThreePingpong,   // warpgroup instructions, 192 queries per block, warpgroups multiply in turn, heads up to 40, no
+  kPingpong,        // warpgroup instructions, 192 queries per block, warpgroups multiply in turn, heads up to 40, no
                     // mask
-  kFourPingpong,    // the same with 256 queries per block
 };
 
 // ---- launch_config.cc
@@ -80,7 +79,7 @@ struct MultiHeadAttentionLimits {
                            kFullTilesKeys = 64, kPingpongHead = 40;
 };
 bool multi_head_attention_supports(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel);
-// Whether the default is kFourPingpong, also where cuDNN has a plan: many keys, and queries that fill the device.
+// Whether the default is kPingpong, also where cuDNN has a plan: many keys, and queries that fill the device.
 bool multi_head_attention_prefers_pingpong(const MultiHeadAttentionParams& params);
 // Default kernel of sd-ort for a call.
 MultiHeadAttentionKernel multi_head_attention_default(const MultiHeadAttentionParams& params);
@@ -100,8 +99,7 @@ const char* attention_large_head(const MultiHeadAttentionParams& params, void* s
 const char* attention_warpgroups(const MultiHeadAttentionParams& params, int groups, void* stream);
 const char* attention_short_warpgroup(const MultiHeadAttentionParams& params, void* stream);
 const char* attention_full_tiles(const MultiHeadAttentionParams& params, void* stream);
-// `groups` is the number of warpgroups per block that compute, 3 or 4.
-const char* attention_pingpong(const MultiHeadAttentionParams& params, int groups, void* stream);
+const char* attention_pingpong(const MultiHeadAttentionParams& params, void* stream);
 bool attention_has_warpgroups();
 
 }  // namespace sd_ort

@@ -4,9 +4,8 @@
 // al., "FlashAttention-3", 2024). Rows of 40 values leave room in a tile of 48 for a column of ones, whose sum is that
 // of the weights.
 //
-// pingpong_attention_kernel<T, kGroups>
-//   Launch: block (128 * (1 + kGroups), 1, 1), grid (ceil(sequence / (64 * kGroups)), heads, batch), dynamic LDS
-//   Sizes<kGroups>::kLdsBytes.
+// pingpong_attention_kernel<T>
+//   Launch: block (kThreads, 1, 1), grid (ceil(sequence / kQueries), heads, batch), dynamic LDS kLdsBytes.
 #include "common/bulk_copy.h"
 #include "common/cluster.h"
 #include "operators/multi_head_attention/kernels/warpgroup.h"
@@ -16,47 +15,39 @@ namespace sd_ort {
 namespace {
 
 constexpr int kWaves = wgmma::kThreads / mma::kWave;  // of a warpgroup
+constexpr int kGroups = 3, kThreads = wgmma::kThreads * (1 + kGroups), kQueries = wgmma::kRows * kGroups;
+constexpr int kCopyRegisters = 32, kGroupRegisters = 160;
 constexpr int kHead = 48, kHeadTiles = kHead / mma::kTile, kPieces = kHead / 8;
 constexpr int kOnesColumn = MultiHeadAttentionLimits::kPingpongHead, kOnesPiece = kOnesColumn / 8;
 static_assert(kOnesPiece == kPieces - 1);
-
-// With four warpgroups a thread has registers for 64 scores' columns only.
-template <int kGroups_>
-struct Sizes {
-  static constexpr int kGroups = kGroups_, kThreads = wgmma::kThreads * (1 + kGroups);
-  static constexpr int kKeys = kGroups == 4 ? 64 : 128;  // of a tile
-  static constexpr int kStages = kGroups == 4 ? 6 : 3;
-  static constexpr int kCopyRegisters = kGroups == 4 ? 24 : 32, kGroupRegisters = kGroups == 4 ? 112 : 160;
-  static constexpr int kQueryBytes = wgmma::kRows * wgmma::kRowBytes;  // of a warpgroup
-  static constexpr int kTileBytes = kKeys * wgmma::kRowBytes;
-  static constexpr int kKeysAt = kGroups * kQueryBytes, kValuesAt = kKeysAt + kStages * kTileBytes;
-  static constexpr int kBarriersAt = kValuesAt + kStages * kTileBytes;
-  static constexpr int kLdsBytes = kBarriersAt + (4 * kStages + kGroups) * 8;
-};
+constexpr int kKeys = 128, kKeyTiles = kKeys / mma::kTile, kStages = 3;  // of a tile of keys or values; their number
+constexpr int kTileBytes = kKeys * wgmma::kRowBytes;
+constexpr int kKeysAt = kQueries * wgmma::kRowBytes, kValuesAt = kKeysAt + kStages * kTileBytes;
+constexpr int kBarriersAt = kValuesAt + kStages * kTileBytes;
+constexpr int kLdsBytes = kBarriersAt + (4 * kStages + kGroups) * 8;
 
 enum Tensor { kKey, kValue };
 
 // Addresses in shared memory.
-template <class S>
 struct Lds {
   uint32_t start;
-  __device__ uint32_t queries(int group) const { return start + group * S::kQueryBytes; }
+  __device__ uint32_t queries(int group) const { return start + group * wgmma::kRows * wgmma::kRowBytes; }
   __device__ uint32_t tile(Tensor tensor, int stage) const {
-    return start + (tensor == kKey ? S::kKeysAt : S::kValuesAt) + stage * S::kTileBytes;
+    return start + (tensor == kKey ? kKeysAt : kValuesAt) + stage * kTileBytes;
   }
-  __device__ uint32_t barrier(int index) const { return start + S::kBarriersAt + index * 8; }
-  __device__ uint32_t filled(Tensor tensor, int stage) const { return barrier(tensor * S::kStages + stage); }
-  __device__ uint32_t emptied(Tensor tensor, int stage) const { return barrier((2 + tensor) * S::kStages + stage); }
-  __device__ uint32_t turn(int group) const { return barrier(4 * S::kStages + group); }
+  __device__ uint32_t barrier(int index) const { return start + kBarriersAt + index * 8; }
+  __device__ uint32_t filled(Tensor tensor, int stage) const { return barrier(tensor * kStages + stage); }
+  __device__ uint32_t emptied(Tensor tensor, int stage) const { return barrier((2 + tensor) * kStages + stage); }
+  __device__ uint32_t turn(int group) const { return barrier(4 * kStages + group); }
 
   __device__ void init_barriers() const {
     for (Tensor tensor : {kKey, kValue}) {
-      for (int stage = 0; stage < S::kStages; ++stage) {
+      for (int stage = 0; stage < kStages; ++stage) {
         bulk::init_barrier(filled(tensor, stage), kWaves);
-        bulk::init_barrier(emptied(tensor, stage), S::kGroups * kWaves);
+        bulk::init_barrier(emptied(tensor, stage), kGroups * kWaves);
       }
     }
-    for (int group = 0; group < S::kGroups; ++group) bulk::init_barrier(turn(group), kWaves);
+    for (int group = 0; group < kGroups; ++group) bulk::init_barrier(turn(group), kWaves);
     bulk::publish_barriers();
   }
 };
@@ -92,15 +83,15 @@ class RowCopies {
 };
 
 // Copies the keys and values of all tiles in turn, by a warpgroup.
-template <class T, class S>
-__device__ void load_tiles(const Lds<S>& lds, char* memory, const Head<T>& head, int tiles) {
+template <class T>
+__device__ void load_tiles(const Lds& lds, char* memory, const Head<T>& head, int tiles) {
   constexpr int kAhead = 2;  // copies that are not waited for yet
-  const RowCopies<T, S::kKeys> copies;
-  bulk::Ring<S::kStages> ring, filled;
+  const RowCopies<T, kKeys> copies;
+  bulk::Ring<kStages> ring, filled;
   for (int copy = 0; copy < 2 * tiles + kAhead; ++copy) {
     const Tensor tensor = copy % 2 == 0 ? kKey : kValue;
     if (copy < 2 * tiles) {
-      const int first_key = copy / 2 * S::kKeys;
+      const int first_key = copy / 2 * kKeys;
       char* const tile = memory + (lds.tile(tensor, ring.stage) - lds.start);
       bulk::wait(lds.emptied(tensor, ring.stage), ring.parity ^ 1);
       if (tensor == kKey) {
@@ -121,21 +112,20 @@ __device__ void load_tiles(const Lds<S>& lds, char* memory, const Head<T>& head,
 }
 
 // Work of a warpgroup that computes 64 queries.
-template <class T, class S>
+template <class T>
 class Group {
-  static constexpr int kKeyTiles = S::kKeys / mma::kTile;
   using Weights = mma::Operand<T>[kKeyTiles];
 
  public:
   // `factor` makes scores logarithms to base 2.
-  __device__ Group(const Lds<S>& lds, int group, float factor, int keys)
+  __device__ Group(const Lds& lds, int group, float factor, int keys)
       : lds_(lds), group_(group), factor_(factor), keys_(keys) {
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) mma::zero(out_[h]);
   }
 
   __device__ void run() {
-    const int tiles = (keys_ + S::kKeys - 1) / S::kKeys;
+    const int tiles = (keys_ + kKeys - 1) / kKeys;
     Weights weights;
     wait_for_turn();
     begin_scores();
@@ -150,7 +140,7 @@ class Group {
       begin_sums(weights);
       pass_turn();
       wgmma::wait<1>();
-      finish_scores(tile * S::kKeys);
+      finish_scores(tile * kKeys);
       const bool moved = softmax<false>();
       wgmma::settle(scores_);  // before the wait: the sums need not be finished for this
       wgmma::wait<0>();
@@ -174,7 +164,7 @@ class Group {
     for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
       const float total = shuffle(out_[kOnesColumn / mma::kTile].x[4 + 2 * slot], lane & ~3);
       const float factor = total == 0.f ? 0.f : 1.f / total;
-      const int row = (static_cast<int>(blockIdx.x) * S::kGroups + group_) * wgmma::kRows + wave * mma::kTile +
+      const int row = (static_cast<int>(blockIdx.x) * kGroups + group_) * wgmma::kRows + wave * mma::kTile +
                       mma::slot_row(lane, slot);
       if (row >= shape.sequence) continue;
       const int64_t to = output_row(shape, row) + column;
@@ -192,7 +182,7 @@ class Group {
     bulk::wait(lds_.turn(group_), turn_parity_ ^ (group_ == 0));  // the first group's first turn is at once
     turn_parity_ ^= 1;
   }
-  __device__ void pass_turn() { arrive(lds_.turn(group_ + 1 < S::kGroups ? group_ + 1 : 0)); }
+  __device__ void pass_turn() { arrive(lds_.turn(group_ + 1 < kGroups ? group_ + 1 : 0)); }
 
   __device__ void begin_scores() {
     bulk::wait(lds_.filled(kKey, key_ring_.stage), key_ring_.parity);
@@ -210,7 +200,7 @@ class Group {
     wgmma::settle(scores_);
     arrive(lds_.emptied(kKey, key_ring_.stage));
     key_ring_.next();
-    if (keys_ - first_key >= S::kKeys) return;
+    if (keys_ - first_key >= kKeys) return;
     const int lane = mma::lane_id();
 #pragma unroll
     for (int k = 0; k < kKeyTiles; ++k) {
@@ -292,48 +282,48 @@ class Group {
     for (int k = 0; k < kKeyTiles; ++k) weights[k] = mma::to_operand<T>(scores_[k]);
   }
 
-  const Lds<S>& lds_;
+  const Lds& lds_;
   const int group_;
   const float factor_;
   const int keys_;
   mma::Accumulator scores_[kKeyTiles], out_[kHeadTiles];  // out_: of weighted values, and of the weights
   float largest_[mma::kRowsPerLane], rescale_[mma::kRowsPerLane];
-  bulk::Ring<S::kStages> key_ring_, value_ring_;
+  bulk::Ring<kStages> key_ring_, value_ring_;
   uint32_t turn_parity_ = 0;
 };
 
 }  // namespace
 
-template <class T, int kGroups>
-__global__ __launch_bounds__(Sizes<kGroups>::kThreads,
-                             1) void pingpong_attention_kernel(const T* query, const T* key, const T* value, const T*,
-                                                               QuantizedOutput<T> output, AttentionShape shape) {
+template <class T>
+__global__ __launch_bounds__(kThreads, 1) void pingpong_attention_kernel(const T* query, const T* key, const T* value,
+                                                                         const T*, QuantizedOutput<T> output,
+                                                                         AttentionShape shape) {
   wait_for_predecessor();
 #if defined(SD_ORT_WGMMA)
-  using S = Sizes<kGroups>;
   SD_ORT_DYNAMIC_LDS(char, memory);
-  const Lds<S> lds = {wgmma::address_of(memory)};
+  const Lds lds = {wgmma::address_of(memory)};
   const Head<T> head(query, key, value, nullptr, shape);
   const int group = static_cast<int>(threadIdx.x) / wgmma::kThreads - 1;
   if (threadIdx.x == 0) lds.init_barriers();
   if (group >= 0) {
     const int first_query = (static_cast<int>(blockIdx.x) * kGroups + group) * wgmma::kRows;
-    RowCopies<T, wgmma::kRows>().begin(memory + group * S::kQueryBytes, head.query, first_query, kPieces);
+    RowCopies<T, wgmma::kRows>().begin(memory + group * wgmma::kRows * wgmma::kRowBytes, head.query, first_query,
+                                       kPieces);
   }
-  for (int row = threadIdx.x; row < S::kStages * S::kKeys; row += S::kThreads) {
+  for (int row = threadIdx.x; row < kStages * kKeys; row += kThreads) {
     const uint32_t one_and_zeros[4] = {mma::pack<T>(1.f, 0.f), 0, 0, 0};
-    char* const piece = memory + S::kValuesAt + wgmma::piece_offset(row, kOnesPiece);
+    char* const piece = memory + kValuesAt + wgmma::piece_offset(row, kOnesPiece);
     memcpy(__builtin_assume_aligned(piece, 16), one_and_zeros, sizeof(one_and_zeros));
   }
   mma::wait_for_copies();
   wgmma::fence_stores();
   block_barrier();
   if (group < 0) {
-    wgmma::give_registers_but<S::kCopyRegisters>();
-    load_tiles<T, S>(lds, memory, head, (shape.kv_sequence + S::kKeys - 1) / S::kKeys);
+    wgmma::give_registers_but<kCopyRegisters>();
+    load_tiles(lds, memory, head, (shape.kv_sequence + kKeys - 1) / kKeys);
   } else {
-    wgmma::take_registers<S::kGroupRegisters>();
-    Group<T, S> work(lds, group, shape.scale * kLog2E, shape.kv_sequence);
+    wgmma::take_registers<kGroupRegisters>();
+    Group<T> work(lds, group, shape.scale * kLog2E, shape.kv_sequence);
     work.run();
     work.write(output, shape);
   }
@@ -342,27 +332,21 @@ __global__ __launch_bounds__(Sizes<kGroups>::kThreads,
 
 namespace {
 
-template <class T, int kGroups>
-const char* launch_pingpong(const MultiHeadAttentionParams& p, void* stream) {
-  using S = Sizes<kGroups>;
-  return launch_attention<T>(pingpong_attention_kernel<T, kGroups>, p, ceil_div(p.sequence, wgmma::kRows * kGroups),
-                             S::kThreads, stream, S::kLdsBytes);
-}
-
 template <class T>
-const char* run_pingpong(const MultiHeadAttentionParams& p, int groups, void* stream) {
-  return groups == 3 ? launch_pingpong<T, 3>(p, stream) : launch_pingpong<T, 4>(p, stream);
+const char* run_pingpong(const MultiHeadAttentionParams& p, void* stream) {
+  return launch_attention<T>(pingpong_attention_kernel<T>, p, ceil_div(p.sequence, kQueries), kThreads, stream,
+                             kLdsBytes);
 }
 
 }  // namespace
 
-const char* attention_pingpong(const MultiHeadAttentionParams& p, int groups, void* stream) {
-  return p.dtype == DType::kFloat16 ? run_pingpong<half_t>(p, groups, stream) : run_pingpong<bf16_t>(p, groups, stream);
+const char* attention_pingpong(const MultiHeadAttentionParams& p, void* stream) {
+  return p.dtype == DType::kFloat16 ? run_pingpong<half_t>(p, stream) : run_pingpong<bf16_t>(p, stream);
 }
 
 #else
 
-const char* attention_pingpong(const MultiHeadAttentionParams&, int, void*) { return "no warpgroups here"; }
+const char* attention_pingpong(const MultiHeadAttentionParams&, void*) { return "no warpgroups here"; }
 
 #endif
 }  // namespace sd_ort
