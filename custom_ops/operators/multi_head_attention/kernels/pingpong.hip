@@ -5,14 +5,15 @@
 // of the weights.
 //
 // pingpong_attention_kernel<T>
-//   Launch: block (kThreads, 1, 1), grid (ceil(sequence / kQueries), heads, batch), dynamic LDS kLdsBytes.
+//   Launch: block (pingpong::kThreads, 1, 1), grid (ceil(sequence / pingpong::kQueries), heads, batch), dynamic LDS
+//   pingpong::kLdsBytes.
 #include "common/bulk_copy.h"
 #include "common/cluster.h"
 #include "operators/multi_head_attention/kernels/warpgroup.h"
 
 namespace sd_ort {
 #if SD_ORT_HAS_WARPGROUPS
-namespace {
+namespace pingpong {
 
 constexpr int kWaves = wgmma::kThreads / mma::kWave;  // of a warpgroup
 constexpr int kGroups = 3, kThreads = wgmma::kThreads * (1 + kGroups), kQueries = wgmma::kRows * kGroups;
@@ -292,17 +293,11 @@ class Group {
   uint32_t turn_parity_ = 0;
 };
 
-}  // namespace
-
+// Work of a block.
 template <class T>
-__global__ __launch_bounds__(kThreads, 1) void pingpong_attention_kernel(const T* query, const T* key, const T* value,
-                                                                         const T*, QuantizedOutput<T> output,
-                                                                         AttentionShape shape) {
-  wait_for_predecessor();
-#if defined(SD_ORT_WGMMA)
+__device__ void attend(const Head<T>& head, const QuantizedOutput<T>& output, const AttentionShape& shape) {
   SD_ORT_DYNAMIC_LDS(char, memory);
   const Lds lds = {wgmma::address_of(memory)};
-  const Head<T> head(query, key, value, nullptr, shape);
   const int group = static_cast<int>(threadIdx.x) / wgmma::kThreads - 1;
   if (threadIdx.x == 0) lds.init_barriers();
   if (group >= 0) {
@@ -327,6 +322,17 @@ __global__ __launch_bounds__(kThreads, 1) void pingpong_attention_kernel(const T
     work.run();
     work.write(output, shape);
   }
+}
+
+}  // namespace pingpong
+
+template <class T>
+__global__ __launch_bounds__(pingpong::kThreads,
+                             1) void pingpong_attention_kernel(const T* query, const T* key, const T* value, const T*,
+                                                               QuantizedOutput<T> output, AttentionShape shape) {
+  wait_for_predecessor();
+#if defined(SD_ORT_WGMMA)
+  pingpong::attend(Head<T>(query, key, value, nullptr, shape), output, shape);
 #endif
 }
 
@@ -334,8 +340,8 @@ namespace {
 
 template <class T>
 const char* run_pingpong(const MultiHeadAttentionParams& p, void* stream) {
-  return launch_attention<T>(pingpong_attention_kernel<T>, p, ceil_div(p.sequence, kQueries), kThreads, stream,
-                             kLdsBytes);
+  return launch_attention<T>(pingpong_attention_kernel<T>, p, ceil_div(p.sequence, pingpong::kQueries),
+                             pingpong::kThreads, stream, pingpong::kLdsBytes);
 }
 
 }  // namespace
