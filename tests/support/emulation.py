@@ -24,6 +24,7 @@ DEVICES = {
 }
 COMPILER = "clang++-19"
 FOLDERS = (ROOT / "tests/gpu_emulator", ROOT / "custom_ops")
+PRECOMPILED = ROOT / "tests/gpu_emulator/precompiled.h"  # in every object file
 # No unrolled loops: unrolling saves registers of a GPU, and without it the compiler takes half the time.
 ROLLED = [word for name in ("pragma-unroll-threshold", "unroll-threshold") for word in ("-mllvm", f"-{name}=1")]
 FLAGS = [
@@ -44,12 +45,16 @@ def gpu_sources() -> list[Path]:
 @cache
 def source_and_includes(source: Path) -> frozenset[Path]:
     """Return a source and the files of FOLDERS that it includes, directly or indirectly."""
-    files = {source}
-    for name in re.findall(r'^#include ["<](.+)[">]$', source.read_text(), re.MULTILINE):
-        for path in (source.parent / name, *(folder / name for folder in FOLDERS)):
-            if path.is_file() and path != source:
-                files |= source_and_includes(path.resolve())
-                break
+    files: set[Path] = set()
+    unread = [source]
+    while unread:
+        file = unread.pop()
+        if file in files:
+            continue
+        files.add(file)
+        for name in re.findall(r'^#include ["<](.+?)[">]', file.read_text(), re.MULTILINE):
+            places = (file.parent / name, *(folder / name for folder in FOLDERS))
+            unread += [path.resolve() for path in places if path.is_file() and path != file][:1]
     return frozenset(files)
 
 
@@ -68,18 +73,17 @@ def compile_object(source: Path, device: str, folder: Path) -> Path:
 
 def header_options(device: str) -> list[str]:
     """Return compiler options that include a precompiled header with the headers of most sources."""
-    header = ROOT / "tests/gpu_emulator/precompiled.h"
     # No timestamps: the file name has a hash of the headers, so another checkout at this path can use the file.
     own = ["-x", "c++-header", "-fpch-instantiate-templates", "-Xclang", "-fno-pch-timestamp"]
-    path = cached_path(header, device, ".pch", str(ROOT), *own)  # it stores absolute paths
-    build_once(path, [*FLAGS, *DEVICES[device], *own, str(header)])
+    path = cached_path(PRECOMPILED, device, ".pch", str(ROOT), *own)  # it stores absolute paths
+    build_once(path, [*FLAGS, *DEVICES[device], *own, str(PRECOMPILED)])
     return ["-include-pch", str(path), "-Xclang", "-fno-validate-pch"]
 
 
 def cached_path(source: Path, device: str, suffix: str, *more: str) -> Path:
     """Return the path of a compiled file in the cache: a hash of compiler, flags, source and includes."""
     digest = hashlib.sha256(repr((compiler_version(), FLAGS[:-2], DEVICES[device], *more)).encode())
-    for path in sorted(source_and_includes(source)):
+    for path in sorted(source_and_includes(source) | source_and_includes(PRECOMPILED)):
         digest.update(path.read_bytes())
     folder = cache_folder() / "emulated"
     folder.mkdir(parents=True, exist_ok=True)
