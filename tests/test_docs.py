@@ -78,6 +78,15 @@ def test_results_are_cited() -> None:
     assert [name for name in names if name != "README.md" and (RESULTS / name).exists() and not cites(name)] == []
 
 
+def test_checks_of_operators_have_no_fault() -> None:
+    """As results/README.md says of each of them."""
+    counts = {
+        path.relative_to(RESULTS): re.findall(r"\b(\d+) faults", path.read_text()) for path in RESULTS.rglob("*.txt")
+    }
+    assert sum(map(len, counts.values())) > 300
+    assert [path for path, faults in counts.items() if set(faults) - {"0"}] == []
+
+
 def test_pages_of_results_begin_with_what_was_found() -> None:
     """A page of results has a heading, and then a sentence."""
     for page in RESULTS.rglob("*.md"):

@@ -53,6 +53,28 @@ KERNEL void permute_lanes(GLOBAL int* out) {
 #endif
 }
 
+#ifdef __gfx942__
+#define DS_LOAD "ds_read_"
+#else
+#define DS_LOAD "ds_load_"
+#endif
+#ifdef __gfx1201__
+#define WAIT "\n s_wait_dscnt 0"
+#else
+#define WAIT "\n s_waitcnt lgkmcnt(0)"
+#endif
+// Loads of parts of words[lane] from LDS to one half of out[0][lane], out[1][lane], ..., which keep the other half.
+KERNEL void load_to_halves(GLOBAL unsigned* out, GLOBAL const unsigned* words) {
+  static LDS __attribute__((loader_uninitialized)) unsigned shared[32];
+  const unsigned lane = __builtin_amdgcn_workitem_id_x();
+  *(volatile LDS unsigned*)&shared[lane] = words[lane];
+  const unsigned address = (unsigned)&shared[lane];
+  asm volatile(DS_LOAD "u16_d16 %0, %1" WAIT : "+v"(out[lane]) : "v"(address) : "memory");
+  asm volatile(DS_LOAD "u16_d16_hi %0, %1 offset:2" WAIT : "+v"(out[32 + lane]) : "v"(address) : "memory");
+  asm volatile(DS_LOAD "u8_d16_hi %0, %1 offset:3" WAIT : "+v"(out[64 + lane]) : "v"(address) : "memory");
+  asm volatile(DS_LOAD "i8_d16 %0, %1 offset:1" WAIT : "+v"(out[96 + lane]) : "v"(address) : "memory");
+}
+
 // out[i] is the two bytes from bytes[i] on, loaded at once where the compiler finds this faster.
 KERNEL void load_halves(GLOBAL unsigned* out, GLOBAL const unsigned char* bytes) {
   struct __attribute__((packed)) Half {

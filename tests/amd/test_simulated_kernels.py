@@ -93,6 +93,26 @@ def test_halves_at_odd_addresses(target: str, code_object: Callable[..., Path]) 
     assert values == [byte + 256 * (byte + 1) for byte in range(32)]
 
 
+def run_loads_to_halves(hip: Hip, image: str) -> list:
+    """Results of load_to_halves for 32 words and registers of 0x12345678."""
+    words = hip.upload((ctypes.c_uint * 32)(*(0x89ABCDEF + 0x01010101 * lane for lane in range(32))))
+    out = hip.upload((ctypes.c_uint * 128)(*[0x12345678] * 128))
+    hip.launch(hip.function(image, "load_to_halves"), (1, 1, 1), (32, 1, 1), out, words)
+    return hip.download(out, (ctypes.c_uint * 128)())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_loads_to_a_half_keep_the_other(target: str, code_object: Callable[..., Path]) -> None:
+    """clang 22 loads float16 from LDS so, for RDNA3."""
+    values = run_client(run_loads_to_halves, target, code_object(target))
+    words = [0x89ABCDEF + 0x01010101 * lane for lane in range(32)]
+    signed = [(byte ^ 0x80) - 0x80 for byte in (word >> 8 & 0xFF for word in words)]
+    assert values[:32] == [0x12340000 | word & 0xFFFF for word in words]
+    assert values[32:64] == [word & 0xFFFF0000 | 0x5678 for word in words]
+    assert values[64:96] == [(word >> 24) << 16 | 0x5678 for word in words]
+    assert values[96:] == [0x12340000 | byte & 0xFFFF for byte in signed]
+
+
 def run_halves(hip: Hip, image: str) -> list:
     """Results of compute_halves for 0.25."""
     out = hip.upload((ctypes.c_float * 7)())

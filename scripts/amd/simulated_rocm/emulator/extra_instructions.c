@@ -77,3 +77,26 @@ static void permute(u32* sgpr, const u32* vgpr, u32* data, Permutation permutati
 void ds_permute_b32(u32* sgpr, u32* vgpr, u32* data) { permute(sgpr, vgpr, data, kPush); }
 void ds_bpermute_b32(u32* sgpr, u32* vgpr, u32* data) { permute(sgpr, vgpr, data, kPull); }
 void ds_bpermute_fi_b32(u32* sgpr, u32* vgpr, u32* data) { permute(sgpr, vgpr, data, kPullInactive); }
+
+// Loads from LDS to one half of a register, which keep the other half. The emulator writes the whole register.
+#define LOAD_HALF(name, type, shift)                                                        \
+  void name(u32* sgpr, const u32* vgpr, u32* data, const unsigned char* lds) {              \
+    const u32* words = (const u32*)program_counter(sgpr);                                   \
+    const u32* addresses = vgpr + (words[1] & 255) * WAVE;                                  \
+    u32* destination = data + (words[1] >> 24) * WAVE;                                      \
+    const u64 exec = active_lanes(sgpr);                                                    \
+    for (u32 lane = 0; lane < WAVE; ++lane) {                                               \
+      if ((exec >> lane & 1) == 0) continue;                                                \
+      type value;                                                                           \
+      __builtin_memcpy(&value, lds + addresses[lane] + (words[0] & 0xffff), sizeof(value)); \
+      const u32 other = destination[lane] & 0xffff0000u >> shift;                           \
+      destination[lane] = other | (u32)(unsigned short)value << shift;                      \
+    }                                                                                       \
+    advance(sgpr, 8);                                                                       \
+  }
+LOAD_HALF(ds_load_u8_d16, unsigned char, 0)
+LOAD_HALF(ds_load_u8_d16_hi, unsigned char, 16)
+LOAD_HALF(ds_load_i8_d16, signed char, 0)
+LOAD_HALF(ds_load_i8_d16_hi, signed char, 16)
+LOAD_HALF(ds_load_u16_d16, unsigned short, 0)
+LOAD_HALF(ds_load_u16_d16_hi, unsigned short, 16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _CACHE_CONTROL = {
     *("GLOBAL_INV", "GLOBAL_WB", "GLOBAL_WBINV"),
 }
 _PERMUTATIONS = {"DS_PERMUTE_B32", "DS_BPERMUTE_B32", "DS_BPERMUTE_FI_B32"}
+_HALF_LOAD = re.compile(r"DS_(?:LOAD|READ)_((?:U8|I8|U16)_D16(?:_HI)?)")
 # (encoding, opcode) of buffer_gl0_inv and buffer_gl1_inv, which the emulator does not decode
 _RDNA3_CACHE_CONTROL = {(0x38, 43), (0x38, 44)}
 
@@ -97,9 +99,11 @@ class TinygradEmulator:
             return InstructionFunction(f"cache_control_{instruction.size()}", (0,), 0)
         if name == "DS_SWIZZLE_B32":
             return InstructionFunction("ds_swizzle_b32", (0, 1), 0)
+        data = 5 if getattr(instruction, "acc", 0) else 1
         if name in _PERMUTATIONS:
-            data = 5 if getattr(instruction, "acc", 0) else 1
             return InstructionFunction(name.lower(), (0, 1, data), 0)
+        if load := _HALF_LOAD.fullmatch(name):
+            return InstructionFunction(f"ds_load_{load[1].lower()}", (0, 1, data, 3), 0)
         size = instruction.size()
         bits = int.from_bytes(code[:size], "little")
         for kind, base, mask, length, function in self._functions:
