@@ -53,12 +53,12 @@ KERNEL void permute_lanes(GLOBAL int* out) {
 #endif
 }
 
-#ifdef __gfx942__
-#define DS_LOAD "ds_read_"
-#else
+#if defined(__GFX11__) || defined(__GFX12__)
 #define DS_LOAD "ds_load_"
+#else
+#define DS_LOAD "ds_read_"
 #endif
-#ifdef __gfx1201__
+#ifdef __GFX12__
 #define WAIT "\n s_wait_dscnt 0"
 #else
 #define WAIT "\n s_waitcnt lgkmcnt(0)"
