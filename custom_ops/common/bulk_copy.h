@@ -149,6 +149,11 @@ inline bool describe_pixels(Matrix* matrix, const void* data, const int64_t (&sh
 namespace sd_ort {
 namespace bulk {
 
+// Arrival of a wave, for barriers that count waves: what one wave has waited for does not cover the others.
+__device__ inline void arrive_wave(uint32_t barrier) {
+  if (mma::lane_id() == 0) arrive(barrier);
+}
+
 // Current one of kStages stages in shared memory that are filled and emptied in turn, and the phase parity of its
 // barriers.
 template <int kStages>

@@ -216,12 +216,9 @@ class Group {
     wgmma::commit();
   }
 
-  // Releases the next `count` stages. All waves arrive: the wait of one wave does not cover reads of the other waves of
-  // its warpgroup.
+  // Releases the next `count` stages.
   __device__ void empty(int count) {
-    for (int i = 0; i < count; ++i, emptied_.next()) {
-      if (mma::lane_id() == 0) bulk::arrive(lds_.emptied(emptied_.stage));
-    }
+    for (int i = 0; i < count; ++i, emptied_.next()) bulk::arrive_wave(lds_.emptied(emptied_.stage));
   }
 
   // Writes the 16 rows of this wave for half of a tile.

@@ -37,8 +37,7 @@ Candidate<NhwcConvParams> separate_candidate(int index) {
   const auto run = [=](const NhwcConvParams& p, void* workspace, void* stream) {
     const char* error = CudnnConvolution(bare(p)).run(index, workspace, stream);
     if (error != nullptr) return error;
-    const int64_t pixels = p.batch * p.out_height * p.out_width;
-    const BiasAddParams sum{p.dtype, p.y, p.bias, p.skip, p.y, pixels, p.filter_count};
+    const BiasAddParams sum{p.dtype, p.y, p.bias, p.skip, p.y, p.pixels(), p.filter_count};
     return bias_add_launch(sum, bias_add_default(sum), stream);
   };
   const auto bytes = [=](const NhwcConvParams& p) { return CudnnConvolution(bare(p)).workspace_bytes(index); };

@@ -67,7 +67,7 @@ void store_tile(const NhwcConvParams& p, int64_t pixel, int64_t pixels, int64_t 
 // Computes one output row of one group. `windows` has room for out_width + kPixels windows.
 template <class T>
 void run_row(const NhwcConvParams& p, int64_t row, int64_t group, const float* filters, float* windows) {
-  const int64_t depth = p.kernel_height * p.kernel_width * p.channels / p.groups;
+  const int64_t depth = p.inner();
   const int64_t count = p.filter_count / p.groups;
   for (int64_t column = 0; column < p.out_width; ++column) {
     gather<T>(p, row / p.out_height, row % p.out_height, column, group, windows + column * depth);
@@ -87,7 +87,7 @@ float* zeros(int64_t count) { return static_cast<float*>(std::calloc(count > 0 ?
 
 template <class T>
 void run(const NhwcConvParams& p, const Parallel& parallel) {
-  const int64_t depth = p.kernel_height * p.kernel_width * p.channels / p.groups;
+  const int64_t depth = p.inner();
   const int64_t count = p.filter_count / p.groups;
   float* filters = zeros((p.filter_count + kFilters) * depth);
   const T* source = static_cast<const T*>(p.filters);

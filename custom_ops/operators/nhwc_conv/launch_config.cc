@@ -9,11 +9,7 @@ namespace {
 constexpr int64_t kMaxSplits = 16;
 constexpr int64_t kMinStepsPerSplit = 16;  // amortizes the store of the sums
 
-int64_t pixels(const NhwcConvParams& p) { return p.batch * p.out_height * p.out_width; }
-
-int64_t steps(const NhwcConvParams& p) {
-  return ceil_div(p.kernel_height * p.kernel_width * p.channels, NhwcConvTiles::kDepth);
-}
+int64_t steps(const NhwcConvParams& p) { return ceil_div(p.inner(), NhwcConvTiles::kDepth); }
 
 }  // namespace
 
@@ -46,10 +42,9 @@ NhwcConvParams nhwc_conv_product(DType dtype, const void* x, const void* weight,
 }
 
 bool nhwc_conv_tiles_supports(const NhwcConvParams& p) {
-  const int64_t depth = p.kernel_height * p.kernel_width * p.channels;
-  const bool is_small = p.height * p.width * p.channels < INT32_MAX && p.filter_count * depth < INT32_MAX &&
-                        pixels(p) * p.filter_count < INT32_MAX;
-  return p.dtype != DType::kFloat32 && p.groups == 1 && depth > 0 && is_small;
+  const bool is_small =
+      p.height * p.width * p.channels < INT32_MAX && p.filter_count * p.inner() < INT32_MAX && p.elements() < INT32_MAX;
+  return p.dtype != DType::kFloat32 && p.groups == 1 && p.inner() > 0 && is_small;
 }
 
 bool nhwc_conv_float8_supports(const NhwcConvParams& p) {
@@ -58,13 +53,13 @@ bool nhwc_conv_float8_supports(const NhwcConvParams& p) {
 
 int64_t nhwc_conv_splits(const NhwcConvParams& p) {
   const int64_t blocks =
-      ceil_div(pixels(p), NhwcConvTiles::kPixels) * ceil_div(p.filter_count, NhwcConvTiles::kFilters);
+      ceil_div(p.pixels(), NhwcConvTiles::kPixels) * ceil_div(p.filter_count, NhwcConvTiles::kFilters);
   if (blocks == 0) return 1;
   return std::max<int64_t>(1, std::min({nhwc_conv_target_blocks() / blocks, steps(p) / kMinStepsPerSplit, kMaxSplits}));
 }
 
 size_t nhwc_conv_tiles_workspace(const NhwcConvParams& p, int64_t splits) {
-  return splits == 1 ? 0 : static_cast<size_t>(splits * pixels(p) * p.filter_count) * sizeof(float);
+  return splits == 1 ? 0 : static_cast<size_t>(splits * p.elements()) * sizeof(float);
 }
 
 }  // namespace sd_ort

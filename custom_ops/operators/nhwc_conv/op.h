@@ -35,7 +35,9 @@ struct NhwcConvParams {
   const void* transformed_filters;  // cached output of WinogradFilters, or null
   int32_t relu;                     // 1: Relu of the sum
 
-  int64_t elements() const { return batch * out_height * out_width * filter_count; }  // of y
+  int64_t pixels() const { return batch * out_height * out_width; }                   // of y
+  int64_t elements() const { return pixels() * filter_count; }                        // of y
+  int64_t inner() const { return kernel_height * kernel_width * channels / groups; }  // products of a sum
   std::string signature() const {
     std::string text = name_of(dtype);
     for (int64_t size : {batch, height, width, channels, filter_count, kernel_height, kernel_width}) {

@@ -53,12 +53,6 @@ struct Lds {
   }
 };
 
-// All waves arrive: what one wave has waited for does not cover the others.
-__device__ inline void arrive(uint32_t barrier) {
-  wave_barrier();
-  if (mma::lane_id() == 0) bulk::arrive(barrier);
-}
-
 // A thread's copies of kRows rows of a head: the same piece of 8 columns of every 16th row.
 template <class T, int kRows>
 class RowCopies {
@@ -107,7 +101,8 @@ __device__ void load_tiles(const Lds& lds, char* memory, const Head<T>& head, in
     static_assert(kAhead % 2 == 0, "the copy that has arrived is of the same tensor");
     wait_for_copies<kAhead>();
     wgmma::fence_stores();
-    arrive(lds.filled(tensor, filled.stage));
+    wave_barrier();  // the copies of all its threads
+    bulk::arrive_wave(lds.filled(tensor, filled.stage));
     if (tensor == kValue) filled.next();
   }
 }
@@ -118,15 +113,13 @@ class Group {
   using Weights = mma::Operand<T>[kKeyTiles];
 
  public:
-  // `factor` makes scores logarithms to base 2.
-  __device__ Group(const Lds& lds, int group, float factor, int keys)
-      : lds_(lds), group_(group), factor_(factor), keys_(keys) {
+  __device__ Group(const Lds& lds, int group, const ScoreEdges<T>& edges) : lds_(lds), group_(group), edges_(edges) {
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) mma::zero(out_[h]);
   }
 
   __device__ void run() {
-    const int tiles = (keys_ + kKeys - 1) / kKeys;
+    const int tiles = (edges_.keys + kKeys - 1) / kKeys;
     Weights weights;
     wait_for_turn();
     begin_scores();
@@ -183,7 +176,7 @@ class Group {
     bulk::wait(lds_.turn(group_), turn_parity_ ^ (group_ == 0));  // the first group's first turn is at once
     turn_parity_ ^= 1;
   }
-  __device__ void pass_turn() { arrive(lds_.turn(group_ + 1 < kGroups ? group_ + 1 : 0)); }
+  __device__ void pass_turn() { bulk::arrive_wave(lds_.turn(group_ + 1 < kGroups ? group_ + 1 : 0)); }
 
   __device__ void begin_scores() {
     bulk::wait(lds_.filled(kKey, key_ring_.stage), key_ring_.parity);
@@ -199,17 +192,9 @@ class Group {
   }
   __device__ void finish_scores(int first_key) {
     wgmma::settle(scores_);
-    arrive(lds_.emptied(kKey, key_ring_.stage));
+    bulk::arrive_wave(lds_.emptied(kKey, key_ring_.stage));
     key_ring_.next();
-    if (keys_ - first_key >= kKeys) return;
-    const int lane = mma::lane_id();
-#pragma unroll
-    for (int k = 0; k < kKeyTiles; ++k) {
-#pragma unroll
-      for (int i = 0; i < mma::kAccumulatorSize; ++i) {
-        if (first_key + k * mma::kTile + mma::accumulator_column(lane, i) >= keys_) scores_[k].x[i] = -INFINITY;
-      }
-    }
+    if (!edges_.all_visible(0, first_key + kKeys - 1)) edges_.hide(scores_, 0, first_key);
   }
 
   __device__ void begin_sums(const Weights& weights) {
@@ -224,7 +209,7 @@ class Group {
   }
   __device__ void finish_sums() {
     wgmma::settle(out_);
-    arrive(lds_.emptied(kValue, value_ring_.stage));
+    bulk::arrive_wave(lds_.emptied(kValue, value_ring_.stage));
     value_ring_.next();
   }
 
@@ -233,6 +218,7 @@ class Group {
   template <bool kIsFirst>
   __device__ bool softmax() {
     constexpr float kSlack = 8.f;
+    const float factor = edges_.factor();
     float largest[mma::kRowsPerLane][2];  // of even and odd columns
 #pragma unroll
     for (int k = 0; k < kKeyTiles; ++k) {
@@ -246,7 +232,7 @@ class Group {
     float shift[mma::kRowsPerLane];
 #pragma unroll
     for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
-      shift[slot] = mma::reduce_row<Max>(fmaxf(largest[slot][0], largest[slot][1])) * factor_;
+      shift[slot] = mma::reduce_row<Max>(fmaxf(largest[slot][0], largest[slot][1])) * factor;
       if constexpr (!kIsFirst) moves |= shift[slot] > largest_[slot] + kSlack;
     }
     if constexpr (!kIsFirst) moves = any_lane(moves);
@@ -266,7 +252,7 @@ class Group {
     for (int k = 0; k < kKeyTiles; ++k) {
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
-        scores_[k].x[i] = power_of_two(fmaf(scores_[k].x[i], factor_, shift[mma::row_slot(i)]));
+        scores_[k].x[i] = power_of_two(fmaf(scores_[k].x[i], factor, shift[mma::row_slot(i)]));
       }
     }
     return moves;
@@ -285,8 +271,7 @@ class Group {
 
   const Lds& lds_;
   const int group_;
-  const float factor_;
-  const int keys_;
+  const ScoreEdges<T>& edges_;
   mma::Accumulator scores_[kKeyTiles], out_[kHeadTiles];  // out_: of weighted values, and of the weights
   float largest_[mma::kRowsPerLane], rescale_[mma::kRowsPerLane];
   bulk::Ring<kStages> key_ring_, value_ring_;
@@ -318,7 +303,7 @@ __device__ void attend(const Head<T>& head, const QuantizedOutput<T>& output, co
     load_tiles(lds, memory, head, (shape.kv_sequence + kKeys - 1) / kKeys);
   } else {
     wgmma::take_registers<kGroupRegisters>();
-    Group<T> work(lds, group, shape.scale * kLog2E, shape.kv_sequence);
+    Group<T> work(lds, group, head.edges);
     work.run();
     work.write(output, shape);
   }

@@ -356,13 +356,11 @@ struct TileLaunch {
 
   template <class T, class Y, int kVec, bool kMatrix>
   const char* vectors(float* sums) const {
-    const int64_t pixels = p.batch * p.out_height * p.out_width;
-    const int64_t depth = p.kernel_height * p.kernel_width * p.channels;
-    const int64_t split_depth = ceil_div(ceil_div(depth, kDepth), splits) * kDepth;
-    const dim3 grid(ceil_div(pixels, kPixels), ceil_div(p.filter_count, kFilters), splits);
+    const int64_t split_depth = ceil_div(ceil_div(p.inner(), kDepth), splits) * kDepth;
+    const dim3 grid(ceil_div(p.pixels(), kPixels), ceil_div(p.filter_count, kFilters), splits);
     return launch(nhwc_conv_tiles_kernel<T, Y, kVec, kMatrix>, grid, dim3(kThreads), 0, stream,
                   static_cast<const T*>(p.x), static_cast<const T*>(p.filters), scale, static_cast<const Y*>(p.bias),
-                  static_cast<const Y*>(p.skip), static_cast<Y*>(p.y), sums, pixels, split_depth, shape);
+                  static_cast<const Y*>(p.skip), static_cast<Y*>(p.y), sums, p.pixels(), split_depth, shape);
   }
 
   template <class T, class Y, bool kMatrix>

@@ -207,21 +207,16 @@ class Group {
       wgmma::commit();
       if (step > 0) {
         wgmma::wait<1>();
-        arrive(lds_.emptied(last));
+        bulk::arrive_wave(lds_.emptied(last));
       }
       last = stage;
       ring_.next();
     }
-    arrive(next_turn);
+    bulk::arrive_wave(next_turn);
     wgmma::wait<0>();
-    arrive(lds_.emptied(last));
+    bulk::arrive_wave(lds_.emptied(last));
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) wgmma::settle(sums_[block]);
-  }
-
-  // All waves arrive: what one wave has waited for does not cover the others.
-  __device__ void arrive(uint32_t barrier) const {
-    if (mma::lane_id() == 0) bulk::arrive(barrier);
   }
 
   __device__ void write_sums(const Tile& tile) const {
