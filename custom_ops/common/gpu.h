@@ -107,6 +107,17 @@ struct alignas(sizeof(T) * N) Vec {
   }
 };
 
+// Adds the products of kVec adjacent elements, aligned to their size, to `sum`; `number` converts an element to float.
+template <int kVec, class T, class Number>
+__device__ inline float add_products(float sum, const T* a, const T* b, const Number& number) {
+  T x[kVec], y[kVec];
+  memcpy(x, __builtin_assume_aligned(a, sizeof(x)), sizeof(x));
+  memcpy(y, __builtin_assume_aligned(b, sizeof(y)), sizeof(y));
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) sum += number(x[i]) * number(y[i]);
+  return sum;
+}
+
 // Host: returns the error message of the last launch, or null.
 inline const char* launch_error() {
   const gpuError_t error = SD_ORT_GPU_NAME(GetLastError)();

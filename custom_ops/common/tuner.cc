@@ -27,6 +27,7 @@ constexpr double kSlowFactor = 2;                      // a candidate this much 
 constexpr double kFirstRunMicroseconds = 10000;        // more than a first run of ours takes to load its kernels
 constexpr double kLaunchMicroseconds = 60;             // upper bound of the launch time on the host
 constexpr size_t kComparedElements = size_t{1} << 22;  // approximate number of compared elements per output
+constexpr size_t kPieceElements = 2048;                // of a large output's samples
 
 const char* message(gpuError_t error) { return error == gpuSuccess ? nullptr : SD_ORT_GPU_NAME(GetErrorString)(error); }
 
@@ -74,10 +75,9 @@ double value(const std::vector<char>& bytes, size_t i, DType dtype) {
   return x;
 }
 
-// Whether outputs are equal up to rounding: the normalized squared error is below the limit of the output, and NaN and
-// Inf are at the same positions. Large outputs are sampled at a small odd step, which finds unwritten ranges.
+// Whether samples of an output are equal up to rounding: the normalized squared error is below the limit of the output,
+// and NaN and Inf are at the same positions.
 bool outputs_match(const std::vector<char>& actual, const std::vector<char>& expected, const Output& output) {
-  const size_t count = output.count;
   const DType dtype = output.dtype;
   // In float8 a candidate's rounding error decides some of the elements between two numbers an eighth apart.
   const double rounding = dtype == DType::kFloat32   ? 1e-10
@@ -85,9 +85,9 @@ bool outputs_match(const std::vector<char>& actual, const std::vector<char>& exp
                           : dtype == DType::kFloat8  ? 2e-3
                                                      : 5e-4;
   const double limit = std::max(rounding, output.nmse);
-  const size_t step = count / kComparedElements | 1;
+  const size_t count = actual.size() / size_of(dtype);
   double error = 0, size = 0;
-  for (size_t i = 0; i < count; i += step) {
+  for (size_t i = 0; i < count; ++i) {
     const double a = value(actual, i, dtype), b = value(expected, i, dtype);
     if (std::isnan(b) != std::isnan(a)) return false;
     if (std::isnan(b)) continue;
@@ -103,13 +103,38 @@ bool outputs_match(const std::vector<char>& actual, const std::vector<char>& exp
 
 using Copies = std::vector<std::vector<char>>;
 
+// First elements and ends of an output's samples: one of a small output, which is all of it; else pieces an odd number
+// of pieces apart, so that they lie everywhere in lines of a power of two, and the last piece.
+std::vector<std::pair<size_t, size_t>> samples(size_t count) {
+  const size_t step = count / kComparedElements | 1;
+  if (step == 1) return {{0, count}};
+  std::vector<std::pair<size_t, size_t>> pieces;
+  for (size_t first = 0; first + kPieceElements < count; first += step * kPieceElements) {
+    pieces.push_back({first, first + kPieceElements});
+  }
+  pieces.push_back({count - kPieceElements, count});
+  return pieces;
+}
+
+// Copies samples of the outputs to the host, which takes a second for all of 2 GB.
 const char* copy_outputs(const std::vector<Output>& outputs, gpuStream_t stream, Copies& copies) {
-  copies.clear();
-  for (const Output& output : outputs) {
-    copies.emplace_back(output.data == nullptr ? 0 : output.count * size_of(output.dtype));
-    if (copies.back().empty()) continue;
-    SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(MemcpyAsync)(copies.back().data(), output.data, copies.back().size(),
-                                                             SD_ORT_GPU_NAME(MemcpyDeviceToHost), stream)));
+  copies.assign(outputs.size(), {});
+  for (size_t k = 0; k < outputs.size(); ++k) {
+    const Output& output = outputs[k];
+    if (output.data == nullptr || output.count == 0) continue;
+    const std::vector<std::pair<size_t, size_t>> pieces = samples(output.count);
+    const size_t size = size_of(output.dtype);
+    size_t at = 0;
+    for (const auto& [first, end] : pieces) at += (end - first) * size;
+    copies[k].resize(at);
+    at = 0;
+    for (const auto& [first, end] : pieces) {
+      const size_t bytes = (end - first) * size;
+      SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(MemcpyAsync)(copies[k].data() + at,
+                                                               static_cast<const char*>(output.data) + first * size,
+                                                               bytes, SD_ORT_GPU_NAME(MemcpyDeviceToHost), stream)));
+      at += bytes;
+    }
   }
   return message(SD_ORT_GPU_NAME(StreamSynchronize)(stream));
 }

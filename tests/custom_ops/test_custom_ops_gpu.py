@@ -127,6 +127,7 @@ def test_attention_of_wide_heads_by_products(device: str, dtype: str, emulations
 
 
 COPY = """
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -175,6 +176,34 @@ extern "C" int runs_of_a_slow_reference(const float* x, float* y) {
   const CopyParams params{x, y};
   return Tuner::instance().tune(op, &params, nullptr).empty() ? runs : -1;
 }
+
+struct FillParams {
+  float* y;
+  size_t count, first, end;  // the wrong candidate does not write elements `first` to `end`
+  std::string signature() const { return std::to_string(first); }
+  std::vector<Output> outputs() const { return {{y, count, DType::kFloat32}}; }
+};
+
+// Results of tuning a large output whose faster candidate leaves a range out.
+extern "C" const char* tune_with_a_hole(float* y, size_t count, size_t first, size_t end) {
+  const auto fill = [](const char* name, int times, bool hole) {
+    const auto run = [=](const FillParams& p, void*, void*) -> const char* {
+      for (int i = 0; i < times; ++i) {
+        std::fill(p.y, p.y + (hole ? p.first : p.count), 1.f);
+        if (hole) std::fill(p.y + p.end, p.y + p.count, 1.f);
+      }
+      return nullptr;
+    };
+    return Candidate<FillParams>{name, [](const FillParams&) { return true; }, run};
+  };
+  static const TunableOp<FillParams> op("Fill", {fill("generic", 3, false), fill("hole", 1, true)});
+  static std::string line;
+  const FillParams params{y, count, first, end};
+  Tuner::instance().clear();
+  line = Tuner::instance().tune(op, &params, nullptr);
+  if (line.empty()) line = Tuner::instance().results();
+  return line.c_str();
+}
 """
 
 
@@ -200,6 +229,19 @@ def test_tuner_names_faster_candidates_that_it_rejects(copies: ctypes.CDLL) -> N
     assert (operator, signature, candidate) == ("Copy", "1024", "right")
     assert float(default) < float(own)
     assert rejected == "wrong: wrong results; failing: no memory"
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "expected"),
+    [(10_000_000, 10_030_000, "hole: wrong results"), (-9, 0, "hole: wrong results"), (7, 7, "")],
+)
+def test_tuner_finds_holes_in_large_outputs(copies: ctypes.CDLL, first: int, end: int, expected: str) -> None:
+    """Of which only samples are compared: ranges of some lines, and the end."""
+    copies.tune_with_a_hole.restype = ctypes.c_char_p
+    y = np.zeros(22_000_123, np.float32)
+    sizes = (ctypes.c_size_t(size) for size in (y.size, first % y.size, end % y.size or y.size))
+    line = copies.tune_with_a_hole(y.ctypes.data_as(ctypes.c_void_p), *sizes).decode().rstrip("\n")
+    assert line.split("\t")[5] == expected
 
 
 def test_tuner_keeps_a_candidate_that_agrees(emulations: dict[str, GpuLibrary]) -> None:

@@ -1,12 +1,14 @@
-// NhwcConv on a GPU without a library: one thread per element of Y. The reference of the other candidates.
+// NhwcConv on a GPU without a library: one thread per element of Y, which loads kVec channels at once. The reference of
+// the other candidates.
 //
-// Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1), no LDS.
+// nhwc_conv_kernel<T, kVec>
+//   Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1), no LDS.
 #include "common/gpu.h"
 #include "operators/nhwc_conv/op.h"
 
 namespace sd_ort {
 
-template <class T>
+template <class T, int kVec>
 __global__ __launch_bounds__(256) void nhwc_conv_kernel(const T* x, const T* filters, const T* bias, const T* skip,
                                                         T* y, uint32_t elements, NhwcConvShape p) {
   wait_for_predecessor();
@@ -28,7 +30,9 @@ __global__ __launch_bounds__(256) void nhwc_conv_kernel(const T* x, const T* fil
       const int from_column = column * p.stride_width - p.pad_left + kw * p.dilation_width;
       if (from_row < 0 || from_row >= p.height || from_column < 0 || from_column >= p.width) continue;
       const T* from = x + ((image * p.height + from_row) * p.width + from_column) * p.channels + group * channels;
-      for (int c = 0; c < channels; ++c) sum += to_float(from[c]) * to_float(window[c]);
+      for (int c = 0; c < channels; c += kVec) {
+        sum = add_products<kVec>(sum, from + c, window + c, [](T element) { return to_float(element); });
+      }
     }
   }
   if (skip != nullptr) sum += to_float(skip[element]);
@@ -43,22 +47,17 @@ const char* launch_type(const NhwcConvParams& p, void* stream) {
   const int64_t elements = p.elements();
   if (elements == 0) return nullptr;
   if (elements > INT32_MAX) return "the image has more than 2^31 elements";
-  return launch(nhwc_conv_kernel<T>, dim3(ceil_div(elements, 256)), dim3(256), 0, stream, static_cast<const T*>(p.x),
-                static_cast<const T*>(p.filters), static_cast<const T*>(p.bias), static_cast<const T*>(p.skip),
-                static_cast<T*>(p.y), elements, nhwc_conv_shape(p));
+  constexpr int kVec = 16 / sizeof(T);
+  const bool vectors = p.channels / p.groups % kVec == 0 && are_aligned<16>(p.x, p.filters);
+  return launch(vectors ? nhwc_conv_kernel<T, kVec> : nhwc_conv_kernel<T, 1>, dim3(ceil_div(elements, 256)), dim3(256),
+                0, stream, static_cast<const T*>(p.x), static_cast<const T*>(p.filters), static_cast<const T*>(p.bias),
+                static_cast<const T*>(p.skip), static_cast<T*>(p.y), elements, nhwc_conv_shape(p));
 }
 
 }  // namespace
 
 const char* nhwc_conv_launch(const NhwcConvParams& p, void* stream) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_type<float>(p, stream);
-    case DType::kFloat16:
-      return launch_type<half_t>(p, stream);
-    default:
-      return launch_type<bf16_t>(p, stream);
-  }
+  return with_type(p.dtype, [&](auto type) { return launch_type<typename decltype(type)::type>(p, stream); });
 }
 
 }  // namespace sd_ort

@@ -1,7 +1,8 @@
-// QuantizedNhwcConv on any GPU: one thread per element of Y, the reference of the other candidates; and the conversion
-// of X and W to 16 bits for NhwcConv's tile kernel.
+// QuantizedNhwcConv on any GPU: one thread per element of Y, which loads kVec channels at once, the reference of the
+// other candidates; and the conversion of X and W to 16 bits for NhwcConv's tile kernel.
 //
-// Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1), no LDS.
+// quantized_nhwc_conv_generic_kernel<T, kVec>, dequantize_rows_kernel<T>
+//   Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1), no LDS.
 #include "common/float8.h"
 #include "common/gpu.h"
 #include "operators/quantized_nhwc_conv/op.h"
@@ -15,7 +16,7 @@ struct QuantizedNhwcConvSizes {
 
 }  // namespace
 
-template <class T>
+template <class T, int kVec>
 __global__ __launch_bounds__(256) void quantized_nhwc_conv_generic_kernel(const uint8_t* x, const uint8_t* filters,
                                                                           const float* scale, const T* bias,
                                                                           const T* skip, T* y, uint32_t elements,
@@ -35,7 +36,9 @@ __global__ __launch_bounds__(256) void quantized_nhwc_conv_generic_kernel(const 
     const int from_line = line + tap / 3 - 1, from_column = column + tap % 3 - 1;
     if (from_line < 0 || from_line >= p.height || from_column < 0 || from_column >= p.width) continue;
     const uint8_t* from = x + ((image * p.height + from_line) * p.width + from_column) * p.channels;
-    for (int c = 0; c < p.channels; ++c) sum += float8_to_float(from[c]) * float8_to_float(window[c]);
+    for (int c = 0; c < p.channels; c += kVec) {
+      sum = add_products<kVec>(sum, from + c, window + c, [](uint8_t bits) { return float8_to_float(bits); });
+    }
   }
   sum = sum * scale[p.scales == 1 ? 0 : filter] + to_float(bias[filter]);
   if (skip != nullptr) sum += to_float(skip[element]);
@@ -62,10 +65,13 @@ const char* launch_quantized_nhwc_conv(const QuantizedNhwcConvParams& p, void* s
   if (elements == 0) return nullptr;
   if (elements > INT32_MAX) return "the image has more than 2^31 elements";
   const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
+  constexpr int kVec = 16;
+  const bool vectors = p.channels % kVec == 0 && are_aligned<kVec>(p.x, p.filters);
   return launch(
-      quantized_nhwc_conv_generic_kernel<T>, dim3(ceil_div(elements, 256)), dim3(256), 0, stream,
-      static_cast<const uint8_t*>(p.x), static_cast<const uint8_t*>(p.filters), p.scale, static_cast<const T*>(p.bias),
-      static_cast<const T*>(p.skip), static_cast<T*>(p.y), elements,
+      vectors ? quantized_nhwc_conv_generic_kernel<T, kVec> : quantized_nhwc_conv_generic_kernel<T, 1>,
+      dim3(ceil_div(elements, 256)), dim3(256), 0, stream, static_cast<const uint8_t*>(p.x),
+      static_cast<const uint8_t*>(p.filters), p.scale, static_cast<const T*>(p.bias), static_cast<const T*>(p.skip),
+      static_cast<T*>(p.y), elements,
       QuantizedNhwcConvSizes{narrow(p.height), narrow(p.width), narrow(p.channels), narrow(p.filter_count), p.scales});
 }
 
