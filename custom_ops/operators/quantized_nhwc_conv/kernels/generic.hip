@@ -65,7 +65,7 @@ const char* launch_quantized_nhwc_conv(const QuantizedNhwcConvParams& p, void* s
   if (elements == 0) return nullptr;
   if (elements > INT32_MAX) return "the image has more than 2^31 elements";
   const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
-  constexpr int kVec = 16;
+  constexpr int kVec = 8;
   const bool vectors = p.channels % kVec == 0 && are_aligned<kVec>(p.x, p.filters);
   return launch(
       vectors ? quantized_nhwc_conv_generic_kernel<T, kVec> : quantized_nhwc_conv_generic_kernel<T, 1>,
