@@ -103,6 +103,7 @@ def check_request(
     """Raise what `optimize` would raise for its options, their components or `output`. Reads headers of weights."""
     resolved, _ = options.with_target()
     if is_checkpoint(source):
+        pipeline_folder.check_replaceable(output, overwrite=overwrite)  # before a download
         opened = open_checkpoint(str(source), checkpoint)
         paths, names = tuple(opened.paths), select_components(opened, resolved.components)
         check_weight_files(opened, names)
@@ -229,6 +230,7 @@ def _optimize_checkpoint(
     on_progress: ProgressCallback,
 ) -> dict[str, Any]:
     started = time.perf_counter()
+    pipeline_folder.check_replaceable(output, overwrite=overwrite)  # before a download
     checkpoint = open_checkpoint(model, checkpoint_options)
     output = output_path(output, *checkpoint.paths)
     names = select_components(checkpoint, options.components)
