@@ -150,9 +150,9 @@ def _optimize_folder(
         },
         options.manifest_entry(),
     )
-    if _is_up_to_date(output, manifest):
+    if (previous := pipeline_folder.manifest_if_current(output, manifest)) is not None:
         on_progress(f"{output} is up to date.")
-        return pipeline_folder.read_manifest(output)
+        return previous
     with pipeline_folder.staged(output, source, overwrite=overwrite, on_progress=on_progress) as work:
         if note:
             on_progress(note.strip())
@@ -185,7 +185,6 @@ def _manifest(source: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
         "source": source,
         "versions": {name: package_version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
         "options": options,
-        "components": {},
     }
 
 
@@ -205,15 +204,6 @@ def _component_hashes(source: Path, names: Sequence[str]) -> dict[str, str]:
             stats = [f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in others]
             hashes[name] = "+".join([sha256(source / name / pipeline_folder.MODEL)[:16], *stats])
     return hashes
-
-
-def _is_up_to_date(output: Path, manifest: dict[str, Any]) -> bool:
-    try:
-        previous = pipeline_folder.read_manifest(output) if output.is_dir() else {}
-    except InputError:
-        return False
-    equal = all(previous.get(key) == manifest[key] for key in ("stage", "source", "versions", "options"))
-    return equal and pipeline_folder.is_intact(output, previous)
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -352,7 +342,7 @@ def _optimize_file(
             assert options.target is not None
             target, component = TARGETS[options.target], unoptimized.file_component(source)
             with report_invalid_model(source):
-                manifest["components"][name] = optimize_component(
+                entry = optimize_component(
                     component,
                     optimized,
                     target,
@@ -363,6 +353,7 @@ def _optimize_file(
                     embed=embed,
                     float32_io=not options.float16_io,
                 )
+            manifest["components"] = {name: entry}
             check_opens(optimized)
 
         run_interruptible(optimize_one, [name], at_once=1)

@@ -199,6 +199,16 @@ def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:
     return bool(record) and len(compare(folder, record).owned) == len(record)
 
 
+def manifest_if_current(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the manifest of a folder that is intact and whose entries are those of `expected`, else None."""
+    try:
+        manifest = read_manifest(folder)
+    except InputError:
+        return None
+    is_equal = all(manifest.get(key) == value for key, value in expected.items())
+    return manifest if is_equal and is_intact(folder, manifest) else None
+
+
 _PARTS = (*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker")
 _INDEX = record_type("Index", {"_class_name": str, **dict.fromkeys(_PARTS, list_of(str | None, 2, 2))})
 
