@@ -358,9 +358,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if "vae_decoder" in self.models.placement.placed:
             latents = as_array(self(**{**call, "output_type": "latent", "return_dict": True}).images)
             return host.submit(self._finish, latents, Request(output_type=output_type))
-        is_converted_by_host = (
-            output_type == "pil" and call.get("padding_mask_crop") is None
-        )  # which lays PIL images over another
+        # With a crop, the pipeline itself lays its PIL images over another.
+        is_converted_by_host = output_type == "pil" and call.get("padding_mask_crop") is None
         output = self(**{**call, "output_type": "uint8" if is_converted_by_host else output_type, "return_dict": True})
         if not is_converted_by_host:
             return host.submit(lambda: output)

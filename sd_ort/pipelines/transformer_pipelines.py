@@ -174,13 +174,6 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
             raise InputError(f"{folder} {mismatch}: export the whole pipeline.")
 
     @classmethod
-    def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
-        """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
-        if not isinstance(file, (str, Path)) or not Path(file).is_file():
-            raise InputError(f"{file}: no such file.")
-        return cls.from_pretrained(file, provider, **options)
-
-    @classmethod
     def from_pipe(cls, pipeline: Any, **_: Any) -> Any:
         """Return a pipeline of this class over another one's folder, open sessions and LoRAs.
 
@@ -196,14 +189,6 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
     @property
     def transformer(self) -> Any:
         return self._configured("transformer")
-
-    @property
-    def text_encoder(self) -> Any:
-        return self._configured("text_encoder")
-
-    @property
-    def text_encoder_2(self) -> Any:
-        return self._configured("text_encoder_2")
 
     @property
     def text_encoder_3(self) -> Any:
