@@ -111,9 +111,8 @@ def check_request(
         _check_file_options(model, resolved)
         return
     else:
-        names = pipeline_folder.components(Path(source))
-        _check_not_optimized(Path(source), names)
-        paths, names = (Path(source),), list(resolved.components or names)
+        _check_not_optimized(Path(source))
+        paths, names = (Path(source),), pipeline_folder.select_components(Path(source), resolved.components)
     resolved.with_components(names)
     pipeline_folder.check_replaceable(output, *paths, overwrite=overwrite)
 
@@ -125,12 +124,8 @@ def _optimize_folder(
     source: Path, output: Path, options: OptimizeOptions, note: str, overwrite: bool, on_progress: ProgressCallback
 ) -> dict[str, Any]:
     output = output_path(output, source)
-    names = pipeline_folder.components(source)
-    _check_not_optimized(source, names)
-    if options.components:
-        if missing := [name for name in options.components if name not in names]:
-            raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
-        names = list(options.components)
+    _check_not_optimized(source)
+    names = pipeline_folder.select_components(source, options.components)
     if options.inputs:
         check_recorded(options.inputs, names)
     description = pipeline_folder.read_manifest(source)
@@ -166,9 +161,9 @@ def _optimize_folder(
     return pipeline_folder.read_manifest(output)
 
 
-def _check_not_optimized(source: Path, names: Sequence[str]) -> None:
+def _check_not_optimized(source: Path) -> None:
     """Raise InputError for a folder that `sd-ort optimize` or `merge` wrote, whose fused nodes few fusions match."""
-    pipeline_folder.check_not_merged(source, names)
+    pipeline_folder.check_not_merged(source, pipeline_folder.components(source))
     description = pipeline_folder.read_manifest(source)
     if description.get("stage") == "optimize":
         origin = description.get("source", {})

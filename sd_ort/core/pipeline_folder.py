@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -115,6 +115,14 @@ def components(folder: Path) -> list[str]:
             "make one with `sd-ort export MODEL OUT`, or name one .onnx file."
         )
     return [c for c in COMPONENTS if c in names] + [c for c in names if c not in COMPONENTS]
+
+
+def select_components(folder: Path, names: Collection[str] | None) -> list[str]:
+    """Return the components `names` of a pipeline folder, or all. Raises InputError for one that it does not have."""
+    available = components(folder)
+    if missing := [name for name in names or () if name not in available]:
+        raise InputError(f"{folder} has no component {', '.join(missing)}: it has {', '.join(available)}.")
+    return list(names or available)
 
 
 def check_not_merged(folder: Path, names: Iterable[str]) -> None:
