@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from sd_ort.pipelines.mag_cache import MagCacheConfig
     from sd_ort.pipelines.taylor_seer_cache import TaylorSeerCacheConfig
     from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
+    from sd_ort.pipelines.transformer_flux import FluxPipeline
     from sd_ort.pipelines.transformer_flux2 import Flux2KleinPipeline, Flux2Pipeline
     from sd_ort.pipelines.transformer_kontext import FluxKontextPipeline
     from sd_ort.pipelines.transformer_krea2 import Krea2Pipeline
-    from sd_ort.pipelines.transformer_pipelines import FluxPipeline, StableDiffusion3Pipeline
     from sd_ort.pipelines.transformer_qwen_edit import QwenImageEditPipeline, QwenImageEditPlusPipeline
     from sd_ort.pipelines.transformer_qwen_image import QwenImagePipeline
+    from sd_ort.pipelines.transformer_sd3 import StableDiffusion3Pipeline
     from sd_ort.pipelines.transformer_z_image import ZImagePipeline
 
 __all__ = [
@@ -44,8 +45,8 @@ MODULES = {
     "StableDiffusionPipeline": "sd_ort.pipelines.text_to_image",
     "StableDiffusionImg2ImgPipeline": "sd_ort.pipelines.image_to_image",
     "StableDiffusionInpaintPipeline": "sd_ort.pipelines.image_to_image",
-    "StableDiffusion3Pipeline": "sd_ort.pipelines.transformer_pipelines",
-    "FluxPipeline": "sd_ort.pipelines.transformer_pipelines",
+    "StableDiffusion3Pipeline": "sd_ort.pipelines.transformer_sd3",
+    "FluxPipeline": "sd_ort.pipelines.transformer_flux",
     "Flux2KleinPipeline": "sd_ort.pipelines.transformer_flux2",
     "Flux2Pipeline": "sd_ort.pipelines.transformer_flux2",
     "FluxKontextPipeline": "sd_ort.pipelines.transformer_kontext",

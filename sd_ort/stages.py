@@ -103,6 +103,7 @@ def check_request(
     """Raise what `optimize` would raise for its options, their components or `output`. Reads headers of weights."""
     resolved, _ = options.with_target()
     if is_checkpoint(source):
+        pipeline_folder.check_replaceable(output, overwrite=overwrite)  # before a download
         opened = open_checkpoint(str(source), checkpoint)
         paths, names = tuple(opened.paths), select_components(opened, resolved.components)
         check_weight_files(opened, names)
@@ -110,9 +111,8 @@ def check_request(
         _check_file_options(model, resolved)
         return
     else:
-        names = pipeline_folder.components(Path(source))
-        _check_not_optimized(Path(source), names)
-        paths, names = (Path(source),), list(resolved.components or names)
+        _check_not_optimized(Path(source))
+        paths, names = (Path(source),), pipeline_folder.select_components(Path(source), resolved.components)
     resolved.with_components(names)
     pipeline_folder.check_replaceable(output, *paths, overwrite=overwrite)
 
@@ -124,12 +124,8 @@ def _optimize_folder(
     source: Path, output: Path, options: OptimizeOptions, note: str, overwrite: bool, on_progress: ProgressCallback
 ) -> dict[str, Any]:
     output = output_path(output, source)
-    names = pipeline_folder.components(source)
-    _check_not_optimized(source, names)
-    if options.components:
-        if missing := [name for name in options.components if name not in names]:
-            raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
-        names = list(options.components)
+    _check_not_optimized(source)
+    names = pipeline_folder.select_components(source, options.components)
     if options.inputs:
         check_recorded(options.inputs, names)
     description = pipeline_folder.read_manifest(source)
@@ -149,9 +145,9 @@ def _optimize_folder(
         },
         options.manifest_entry(),
     )
-    if _is_up_to_date(output, manifest):
+    if (previous := pipeline_folder.manifest_if_current(output, manifest)) is not None:
         on_progress(f"{output} is up to date.")
-        return pipeline_folder.read_manifest(output)
+        return previous
     with pipeline_folder.staged(output, source, overwrite=overwrite, on_progress=on_progress) as work:
         if note:
             on_progress(note.strip())
@@ -165,9 +161,9 @@ def _optimize_folder(
     return pipeline_folder.read_manifest(output)
 
 
-def _check_not_optimized(source: Path, names: Sequence[str]) -> None:
+def _check_not_optimized(source: Path) -> None:
     """Raise InputError for a folder that `sd-ort optimize` or `merge` wrote, whose fused nodes few fusions match."""
-    pipeline_folder.check_not_merged(source, names)
+    pipeline_folder.check_not_merged(source, pipeline_folder.components(source))
     description = pipeline_folder.read_manifest(source)
     if description.get("stage") == "optimize":
         origin = description.get("source", {})
@@ -184,7 +180,6 @@ def _manifest(source: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
         "source": source,
         "versions": {name: package_version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
         "options": options,
-        "components": {},
     }
 
 
@@ -206,15 +201,6 @@ def _component_hashes(source: Path, names: Sequence[str]) -> dict[str, str]:
     return hashes
 
 
-def _is_up_to_date(output: Path, manifest: dict[str, Any]) -> bool:
-    try:
-        previous = pipeline_folder.read_manifest(output) if output.is_dir() else {}
-    except InputError:
-        return False
-    equal = all(previous.get(key) == manifest[key] for key in ("stage", "source", "versions", "options"))
-    return equal and pipeline_folder.is_intact(output, previous)
-
-
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +215,7 @@ def _optimize_checkpoint(
     on_progress: ProgressCallback,
 ) -> dict[str, Any]:
     started = time.perf_counter()
+    pipeline_folder.check_replaceable(output, overwrite=overwrite)  # before a download
     checkpoint = open_checkpoint(model, checkpoint_options)
     output = output_path(output, *checkpoint.paths)
     names = select_components(checkpoint, options.components)
@@ -350,7 +337,7 @@ def _optimize_file(
             assert options.target is not None
             target, component = TARGETS[options.target], unoptimized.file_component(source)
             with report_invalid_model(source):
-                manifest["components"][name] = optimize_component(
+                entry = optimize_component(
                     component,
                     optimized,
                     target,
@@ -361,6 +348,7 @@ def _optimize_file(
                     embed=embed,
                     float32_io=not options.float16_io,
                 )
+            manifest["components"] = {name: entry}
             check_opens(optimized)
 
         run_interruptible(optimize_one, [name], at_once=1)

@@ -48,7 +48,7 @@ from sd_ort.optimize.eight_bits import EightBits
 from sd_ort.optimize.optimizer import rewrite
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
-from sd_ort.pipelines import transformer_qwen_image, transformer_z_image
+from sd_ort.pipelines import transformer_flux2, transformer_qwen_image, transformer_z_image
 from sd_ort.pipelines.transformer_pipelines import image_ids
 from sd_ort.runtime import bound_run, machine, session
 from sd_ort.runtime.partitioned import Partition
@@ -206,7 +206,7 @@ def flux_positions(edge: int, text: int) -> dict[str, np.ndarray]:
 POSITIONS: Mapping[str, Callable[[int, int], dict[str, np.ndarray]]] = {
     **dict.fromkeys(("FluxTransformer2DModel", "Krea2Transformer2DModel"), flux_positions),
     "Flux2Transformer2DModel": lambda edge, text: {
-        "img_ids": np.pad(image_ids(edge, edge), ((0, 0), (0, 1))), "txt_ids": text_positions(text, 3, 4)
+        "img_ids": transformer_flux2.positions(0, edge, edge), "txt_ids": text_positions(text, 3, 4)
     },
     "ZImageTransformer2DModel": lambda edge, text: {
         "img_ids": transformer_z_image.positions(text + 1, edge, edge), "txt_ids": text_positions(text, 0, first=1)

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 
 from scripts.bench.gpu_models import calibration_run, fill
-from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.checkpoints.checkpoint import class_name, model_class
 from sd_ort.checkpoints.open import open_checkpoint
 from sd_ort.checkpoints.presets import open_preset
@@ -42,6 +41,7 @@ from sd_ort.core import metrics, pipeline_folder
 from sd_ort.core.files import write_json
 from sd_ort.export.exporter import export, save_config
 from sd_ort.runtime import machine
+from sd_ort.runtime.provider_choice import target_of
 from sd_ort.stages import optimize
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -36,11 +36,11 @@ from scripts.checks.soak_gpu import usage
 from scripts.report import decibels, save
 from scripts.report import table as markdown
 from sd_ort import StableDiffusionPipeline
-from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.files import read_json
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime.machine import commit, machine, versions
+from sd_ort.runtime.provider_choice import target_of
 from sd_ort.stages import optimize
 
 RANK = 8
@@ -260,7 +260,7 @@ def table(result: dict[str, Any]) -> str:
 def main(
     preset: str, provider: str, float8: bool, steps: int | None, side: int | None, rounds: int, work: Path, out: Path
 ) -> None:
-    target = "cpu" if provider == "cpu" else target_of(provider)
+    target = target_of(provider)
     model, folder = work / preset, work / f"{preset}-{target}{'-float8' if float8 else ''}"
     if not model.is_dir():
         checkpoint(preset, 1, model)

@@ -412,7 +412,7 @@ def make(preset: str, folder: Path, provider: str) -> None:
     import torch
 
     from scripts.bench.default_pipeline import save_checkpoint
-    from sd_ort.benchmark.engine_selection import target_of
+    from sd_ort.runtime.provider_choice import target_of
     from sd_ort.stages import optimize
 
     start = time.perf_counter()

@@ -28,11 +28,11 @@ from scripts.bench.default_pipeline import save_checkpoint
 from scripts.bench.gpu_models import calibration_run
 from scripts.bench.lora_swap import make_lora
 from scripts.fixtures import ip_adapters, make_templates
-from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.checkpoints.checkpoint import model_class
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
 from sd_ort.core.files import write_bytes
 from sd_ort.export import DEFAULT_OPSET, templates
+from sd_ort.runtime.provider_choice import target_of
 from sd_ort.stages import optimize
 
 TASKS = ["controlnet", "ip-adapter"]

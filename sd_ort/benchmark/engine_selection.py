@@ -10,10 +10,13 @@ from typing import Any
 from sd_ort import demo
 from sd_ort.benchmark.engine_builds import ABLATION, HOIST, BuildSpec, ablation_steps
 from sd_ort.benchmark.engines.interface import ENGINE_TYPES, Engine
+from sd_ort.checkpoints import is_diffusers_folder
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import MODEL, components, read_manifest
+from sd_ort.core.pipeline_folder import components, read_manifest
+from sd_ort.model_cache import dtype_for
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime.library import library_path
+from sd_ort.runtime.provider_choice import target_of
 from sd_ort.runtime.providers import provider_named
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -69,7 +72,7 @@ def ablation(raw: Path, provider: str) -> tuple[list[Engine], list[str]]:
     export.
     """
     engine = _raw_export(raw)
-    dtype, target = best_dtype(provider), target_of(provider)
+    dtype, target = dtype_for(provider), target_of(provider)
     rows = [replace(engine, label="raw fp32"), _built(engine, "raw fp16", ("raw", "float16"), target="raw")]
     for name in ablation_steps(TARGETS[target]):
         if name != "none":
@@ -90,17 +93,6 @@ def ablation(raw: Path, provider: str) -> tuple[list[Engine], list[str]]:
     return rows, notes
 
 
-def best_dtype(provider: str) -> str:
-    """Return the fastest precision of a provider: float16 on GPUs."""
-    return "float32" if provider == "cpu" else "float16"
-
-
-def target_of(provider: str) -> str:
-    """Return the optimization target of a provider, or `portable`."""
-    target = provider_named(provider).target or provider
-    return target if target in TARGETS else "portable"
-
-
 # --- One engine -----------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +103,7 @@ def _named(name: str, first: Engine, torch_engines: Sequence[Engine], provider: 
         variant, label = ENGINE_TYPES[OTHER_ENGINES[name]].names[name]
         engines = torch_engines if OTHER_ENGINES[name] == "torch" else [_raw_export(folder)]
         return [replace(engine, label=label, engine=OTHER_ENGINES[name], variant=variant) for engine in engines]
-    dtype = best_dtype(provider)
+    dtype = dtype_for(provider)
     precision = PRECISIONS[dtype]
     kind, _, rest = name.partition("-")
     words = rest.split("-") if rest else []
@@ -202,8 +194,3 @@ def _torch_engines(torch_model: str | None, first: Engine) -> tuple[list[Engine]
     if first.random_weights or first.model in demo.FOLDERS or is_diffusers_folder(Path(first.model)):
         return [replace(torch, directory=first.model)], []
     return [], [f"torch was not measured: {first.model!r} is no diffusers folder on this machine (use --torch)."]
-
-
-def is_diffusers_folder(folder: Path) -> bool:
-    """Return whether a folder is a pipeline with torch weights, not ONNX models."""
-    return (folder / "model_index.json").is_file() and not any(folder.glob(f"*/{MODEL}"))

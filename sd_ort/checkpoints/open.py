@@ -81,14 +81,17 @@ def _open_preset(options: CheckpointOptions) -> Checkpoint:
     return open_preset(options.preset, options.seed)
 
 
+def local_path(model: str) -> Path | None:
+    """Return the file or folder of a model, or None if it is not on this machine."""
+    path = demo.FOLDERS.get(model, Path(model))
+    return path if path.exists() else None
+
+
 def locate(model: str, download: Callable[[str], Path]) -> Path:
     """Return the folder of a model. Raises InputError if it neither exists nor looks like a hub id."""
-    if model in demo.FOLDERS:
-        return demo.FOLDERS[model]
-    path = Path(model)
-    if path.is_file():
-        raise InputError(f"{path} is a file: give a diffusers folder or a hub id here.")
-    if path.exists():
+    if (path := local_path(model)) is not None:
+        if path.is_file():
+            raise InputError(f"{path} is a file: give a diffusers folder or a hub id here.")
         return path
     if is_hub_id(model):
         return download(model)

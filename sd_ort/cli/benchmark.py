@@ -42,12 +42,10 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
 def _check_settings(folder: Path, component: str | None, *sides: int | None) -> None:
     """Raise InputError for what the pipeline in `folder` cannot be measured with, before any work."""
     from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent
-    from sd_ort.core.pipeline_folder import check_not_merged, components
+    from sd_ort.core.pipeline_folder import check_not_merged, components, select_components
 
-    names = components(folder)
-    check_not_merged(folder, names)
-    if component is not None and component not in names:
-        raise InputError(f"{folder} has no component {component}: it has {', '.join(names)}.")
+    check_not_merged(folder, components(folder))
+    select_components(folder, None if component is None else [component])
     multiple = pixels_per_latent(folder)
     if any(side is not None and side % multiple for side in sides):
         raise InputError(f"--height and --width must be multiples of {multiple} pixels for {folder}.")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sd_ort import demo
+from sd_ort.checkpoints.open import local_path
 from sd_ort.checkpoints.presets import PRESETS
-from sd_ort.cli.model_options import checkpoint_options
+from sd_ort.cli.model_options import checkpoint_options, echo_progress
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_replaceable
 
@@ -45,8 +44,8 @@ def command(paths: tuple[str, ...], preset: str | None, components: tuple[str, .
         raise InputError(f"give {arguments}: see `sd-ort export --help`.")
 
     out = Path(paths[-1])
-    sources = [Path(name) for name in paths[:-1] if name not in demo.FOLDERS and os.path.exists(name)]
-    check_replaceable(out, *sources, overwrite=options["overwrite"])  # before torch is imported, which takes seconds
+    sources = filter(None, map(local_path, paths[:-1]))
+    check_replaceable(out, *sources, overwrite=options["overwrite"])  # before a download and the import of torch
 
     from sd_ort.export.exporter import export
 
@@ -56,7 +55,7 @@ def command(paths: tuple[str, ...], preset: str | None, components: tuple[str, .
         preset=preset,
         components=components or None,
         **options,
-        on_progress=lambda line: click.echo(line, err=True),
+        on_progress=echo_progress,
     )
     click.echo(table(manifest))
 

@@ -27,8 +27,7 @@ from sd_ort.runtime.provider_table import PROVIDERS
 @click.option("--max-pixels", type=click.IntRange(1), help="Pixels of an image, at most [default: 2048 x 2048].")
 @click.option(
     "--scheduler",
-    help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ...; for a diffusion transformer the path of a "
-    "scheduler_config.json [default: the model's].",
+    help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].",
 )
 @click.option(
     "--lora", "loras", multiple=True, metavar="FILE[:SCALE]", help="Add a LoRA; repeatable. Requests scale it."

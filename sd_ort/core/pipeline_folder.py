@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -117,6 +117,14 @@ def components(folder: Path) -> list[str]:
     return [c for c in COMPONENTS if c in names] + [c for c in names if c not in COMPONENTS]
 
 
+def select_components(folder: Path, names: Collection[str] | None) -> list[str]:
+    """Return the components `names` of a pipeline folder, or all. Raises InputError for one that it does not have."""
+    available = components(folder)
+    if missing := [name for name in names or () if name not in available]:
+        raise InputError(f"{folder} has no component {', '.join(missing)}: it has {', '.join(available)}.")
+    return list(names or available)
+
+
 def check_not_merged(folder: Path, names: Iterable[str]) -> None:
     """Raise InputError for a folder that `sd-ort merge` wrote; `names`: its components."""
     if MERGED in names:
@@ -197,6 +205,16 @@ def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:
     """Whether every file the manifest lists is there with the size and content it had when written."""
     record = recorded_files(manifest)
     return bool(record) and len(compare(folder, record).owned) == len(record)
+
+
+def manifest_if_current(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the manifest of a folder that is intact and whose entries are those of `expected`, else None."""
+    try:
+        manifest = read_manifest(folder)
+    except InputError:
+        return None
+    is_equal = all(manifest.get(key) == value for key, value in expected.items())
+    return manifest if is_equal and is_intact(folder, manifest) else None
 
 
 _PARTS = (*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker")

@@ -45,7 +45,7 @@ from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.metrics import array_errors
 from sd_ort.core.package_version import package_version
 from sd_ort.core.paths import output_path
-from sd_ort.core.pipeline_folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
+from sd_ort.core.pipeline_folder import DATA, MODEL, manifest_if_current, read_manifest, staged, write_manifest
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.quiet import quiet
 from sd_ort.export import templates
@@ -297,8 +297,7 @@ def export_checkpoint(
     }
     if source.random_weights:
         manifest["source"]["tokenizer"] = "stand-in: one token a byte"
-    previous = _previous(out)
-    if all(previous.get(key) == value for key, value in manifest.items()) and is_intact(out, previous):
+    if (previous := manifest_if_current(out, manifest)) is not None:
         on_progress(f"{out} is up to date.")
         return previous
     keys = [templates.component_key(source, name, options.opset, options.exporter) for name in names]
@@ -343,14 +342,6 @@ def _export_components(
         finished.remove()
         raise
     return entries
-
-
-def _previous(out: Path) -> dict[str, Any]:
-    """Return the manifest of an earlier export, or {} if there is no readable one, which is then replaced."""
-    try:
-        return read_manifest(out)
-    except InputError:
-        return {}
 
 
 def versions() -> dict[str, str]:

@@ -36,8 +36,7 @@ def extract(path: Path, component: str, start: Sequence[str], end: Sequence[str]
     """
     import onnx
 
-    if component not in pipeline_folder.components(path):
-        raise InputError(f"{path} has no component {component}: it has {', '.join(pipeline_folder.components(path))}.")
+    pipeline_folder.select_components(path, [component])
     if output.suffix != ".onnx":
         raise OutputError(f"{output} is no name of an ONNX file: give one that ends in .onnx.")
     if output.exists():

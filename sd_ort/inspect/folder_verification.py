@@ -151,7 +151,5 @@ def describe(entry: Mapping[str, Any]) -> str:
 
 
 def _component_paths(folder: Path, components: Sequence[str] | None) -> dict[str, Path]:
-    names = pipeline_folder.components(folder)
-    if missing := [name for name in components or () if name not in names]:
-        raise InputError(f"{folder} has no component {', '.join(missing)}: it has {', '.join(names)}.")
-    return {name: pipeline_folder.check_component(folder, name) for name in components or names}
+    names = pipeline_folder.select_components(folder, components)
+    return {name: pipeline_folder.check_component(folder, name) for name in names}

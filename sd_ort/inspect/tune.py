@@ -66,9 +66,9 @@ def tune(
         on_progress(f"no op library for {provider}: only ONNX Runtime's own operators are tuned ({build}).")
     sizes = image_sizes(folder, heights, widths)
     version = import_onnxruntime().__version__
-    tuning_file = None
+    tuning_file, names = None, pipeline_folder.select_components(folder, components)
     try:
-        for name in components or pipeline_folder.components(folder):
+        for name in names:
             path = pipeline_folder.check_component(folder, name)
             session = create_session(path, provider, SessionOptions(tuning=True, library=library or False))
             axis_sizes = latent_sizes(folder, name, sizes, batches, guidance)

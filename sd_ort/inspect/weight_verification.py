@@ -75,7 +75,7 @@ def verify_weights(
     checkpoint = open_checkpoint(model, files)
     if component_config(optimized, "unet").get("ip_adapter") and "image_encoder" not in checkpoint.configs:
         raise InputError(f"{optimized} has an IP-Adapter beside {model}: name its file with --ip-adapter.")
-    optimized_names = pipeline_folder.components(optimized)
+    optimized_names = pipeline_folder.select_components(optimized, components)
     names = [name for name in select_components(checkpoint, components) if name in optimized_names]
     if not names:
         raise InputError(f"{optimized} and {model} have no component in common.")

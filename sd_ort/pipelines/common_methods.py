@@ -15,6 +15,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.paths import inside, output_path
 from sd_ort.core.pipeline_folder import staged
 from sd_ort.pipelines.state import PipelineState
+from sd_ort.runtime.provider_choice import AUTO
 from sd_ort.runtime.providers import warn_once
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ class PipelineMethods(PipelineState):
     _interrupt = False
     _num_timesteps = 0
 
+    @classmethod
+    def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
+        """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
+        if not isinstance(file, (str, Path)) or not Path(file).is_file():
+            raise InputError(f"{file}: no such file.")
+        kind: Any = cls
+        return kind.from_pretrained(file, provider, **options)
+
     @property
     def config(self) -> Config:
         """The folder's model_index.json."""
@@ -61,6 +70,14 @@ class PipelineMethods(PipelineState):
         model: Any = self.models[name]
         model.config = Config(component_config(self.folder, name))
         return model
+
+    @property
+    def text_encoder(self) -> Any:
+        return self._configured("text_encoder")
+
+    @property
+    def text_encoder_2(self) -> Any:
+        return self._configured("text_encoder_2")
 
     @property
     def dtype(self) -> torch.dtype:

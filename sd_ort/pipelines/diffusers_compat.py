@@ -12,7 +12,6 @@ from sd_ort.pipelines.common_methods import REJECTED_METHODS, PipelineMethods
 from sd_ort.pipelines.images import as_tensor
 from sd_ort.pipelines.load_options import LoadOptions
 from sd_ort.pipelines.request import Prompt, Request
-from sd_ort.runtime.provider_choice import AUTO
 from sd_ort.runtime.session import OrtModel, SessionOptions
 
 if TYPE_CHECKING:
@@ -117,14 +116,6 @@ class DiffusersCompatMixin(PipelineMethods):
         return self._configured("controlnet")
 
     @property
-    def text_encoder(self) -> OrtModel | None:
-        return self._configured("text_encoder")
-
-    @property
-    def text_encoder_2(self) -> OrtModel | None:
-        return self._configured("text_encoder_2")
-
-    @property
     def tokenizer(self) -> Any:
         return self._tokenizers().get("text_encoder")
 
@@ -204,14 +195,6 @@ class DiffusersCompatMixin(PipelineMethods):
         return tuple(tensors)
 
     # --- Other pipelines --------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
-        """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
-        if not isinstance(file, (str, Path)) or not Path(file).is_file():
-            raise InputError(f"{file}: no such file.")
-        kind: Any = cls
-        return kind.from_pretrained(file, provider, **options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:

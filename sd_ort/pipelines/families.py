@@ -11,11 +11,10 @@ from typing import Any
 
 import sd_ort
 from sd_ort.core.pipeline_folder import read_index
-from sd_ort.core.progress import announce, print_line
-from sd_ort.model_cache import open_model
 from sd_ort.pipelines.arguments import GUIDED_TENSORS, XL_GUIDANCE, XL_IMAGE_TENSORS, XL_TENSORS
 from sd_ort.pipelines.call_signature import diffusers_call
 from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
+from sd_ort.pipelines.load_options import open_announced
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 from sd_ort.runtime.provider_choice import AUTO
 
@@ -194,15 +193,12 @@ class AutoPipelineMixin:
         if enable_pag:
             guided: Any = getattr(sd_ort, f"StableDiffusionPAG{cls.TASK}Pipeline")
             return guided.from_pretrained(model, provider, scheduler, **options)
-        dtype, config = options.get("torch_dtype", options.get("dtype")), options.pop("config", None)
-        folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
-        if choice.reason:
-            announce(choice.line)
+        folder, provider = open_announced(model, provider, options.pop("config", None), options)
         if (name := str(read_index(folder).get("_class_name"))) in sd_ort.TRANSFORMER_PIPELINES:
             family: Any = getattr(sd_ort, sd_ort.transformer_pipeline(name, cls.TASK))
-            return family.from_pretrained(folder, choice.provider, scheduler=scheduler, **options)
+            return family.from_pretrained(folder, provider, scheduler, **options)
         parent: Any = super()
-        return parent.from_pretrained(folder, choice.provider, scheduler, **options)
+        return parent.from_pretrained(folder, provider, scheduler, **options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, *, enable_pag: bool = False, **options: Any) -> Any:

@@ -93,10 +93,10 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     def _start(self, pixels: np.ndarray, request: Request) -> np.ndarray:
         """Return the latents of all images; latents that the caller passed as image are not encoded."""
         if is_latents(request.image, self.vae.latent_channels):
-            return repeat_to_batch(pixels, request, "images")
+            return repeat_to_batch(pixels, request.batch, "images")
         if isinstance(request.generator, list) and self.NOISE_FOR_EACH_IMAGE:
-            pixels = repeat_to_batch(pixels, request, "images")
-        return repeat_to_batch(self.vae.to_latents(pixels, request.generator), request, "images")
+            pixels = repeat_to_batch(pixels, request.batch, "images")
+        return repeat_to_batch(self.vae.to_latents(pixels, request.generator), request.batch, "images")
 
     def _size(self, request: Request) -> tuple[int, int]:
         return self._size_of(request, request.image)
@@ -209,7 +209,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             latents = noise * np.float32(schedule.init_noise_sigma)
         else:
             latents = self._add_noise(start, noise, schedule)
-        small = repeat_to_batch(nearest(mask, *self._latent_shape(request)[2:]), request, "masks")
+        small = repeat_to_batch(nearest(mask, *self._latent_shape(request)[2:]), request.batch, "masks")
         more: dict[str, Any] = {}
         if blends:
             assert start is not None
@@ -269,6 +269,6 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     def _masked(self, pixels: np.ndarray, mask: np.ndarray, request: Request) -> np.ndarray:
         """Return the latents of the image without the masked part, for UNets of 9 channels."""
         if request.masked_image_latents is not None:
-            return repeat_to_batch(as_array(request.masked_image_latents), request, "masked images")
+            return repeat_to_batch(as_array(request.masked_image_latents), request.batch, "masked images")
         masked = self.vae.to_latents(pixels * (mask < 0.5), request.generator)
-        return repeat_to_batch(masked, request, "images")
+        return repeat_to_batch(masked, request.batch, "images")

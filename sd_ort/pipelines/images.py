@@ -183,14 +183,14 @@ def for_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
     return x.repeat(request.batch // len(x), 0)
 
 
-def repeat_to_batch(x: np.ndarray, request: Request, what: str) -> np.ndarray:
+def repeat_to_batch(x: np.ndarray, batch: int, what: str) -> np.ndarray:
     """Repeat the rows in turn up to the batch size, independent of the prompts, as diffusers does.
 
     Raises InputError for a number of rows that does not divide the batch.
     """
-    if request.batch % len(x):
-        raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
-    return np.concatenate([x] * (request.batch // len(x)))
+    if batch % len(x):
+        raise InputError(f"{len(x)} {what} were given for {batch} images: give one, or one an image.")
+    return np.concatenate([x] * (batch // len(x)))
 
 
 def clip_pixels(image: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Options with which a pipeline is loaded."""
+"""Options with which a pipeline is loaded, and the folder that it is loaded from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sd_ort.core.progress import announce, print_line
+from sd_ort.model_cache import open_model
 from sd_ort.pipelines.arguments import check_load_options
 from sd_ort.pipelines.device_placement import DevicePlacement
 
@@ -34,11 +36,6 @@ class LoadOptions:
         check_load_options(provider, self.session.get("threads"), **{name: getattr(self, name) for name in flags})
 
     @property
-    def dtype(self) -> Any:
-        """The dtype in which a checkpoint is optimized; None for the default."""
-        return self.session.get("torch_dtype", self.session.get("dtype"))
-
-    @property
     def controlnets(self) -> dict[str, Path]:
         """The folders of `controlnet` by component: controlnet, controlnet_2, ..."""
         nets = [self.controlnet] if isinstance(self.controlnet, (str, Path)) else self.controlnet
@@ -46,3 +43,17 @@ class LoadOptions:
 
 
 DEFAULT_OPTIONS = LoadOptions()
+
+
+def open_announced(
+    model: Path | str, provider: str, config: str | None, options: Mapping[str, Any]
+) -> tuple[Path, str]:
+    """Return `open_model`'s folder and the name of its provider; progress and an automatic choice go to stderr.
+
+    options: other arguments of `from_pretrained`, among them diffusers' `torch_dtype` or `dtype`.
+    """
+    dtype = options.get("torch_dtype") or options.get("dtype")
+    folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
+    if choice.reason:
+        announce(choice.line)
+    return folder, choice.provider

@@ -28,8 +28,6 @@ from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, report_missing_package
 from sd_ort.core.pipeline_folder import read_index
-from sd_ort.core.progress import announce, print_line
-from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
 from sd_ort.pipelines.arguments import GUIDANCE, GUIDED_TENSORS, STEPS, DefaultNumber
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
@@ -37,7 +35,7 @@ from sd_ort.pipelines.device_placement import DevicePlacement
 from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
 from sd_ort.pipelines.images import as_array, as_tensor, latents_of_shape, pil_images, size_of, to_output_type
 from sd_ort.pipelines.ip_adapter import IPAdapterMixin
-from sd_ort.pipelines.load_options import DEFAULT_OPTIONS, LoadOptions
+from sd_ort.pipelines.load_options import DEFAULT_OPTIONS, LoadOptions, open_announced
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import TorchNormalGenerator, draw_noise, noise_generators, start_noise
 from sd_ort.pipelines.output import PipelineOutput
@@ -166,10 +164,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             low_memory, vae_tiling, vae_slicing, safety_checker, device_loop, graph, controlnet, devices, options
         )
         load.check(provider)
-        folder, choice = open_model(model, provider, dtype=load.dtype, config=config, on_progress=print_line)
-        if choice.reason:
-            announce(choice.line)
-        return cls._load(folder, choice.provider, scheduler, load)
+        folder, provider = open_announced(model, provider, config, options)
+        return cls._load(folder, provider, scheduler, load)
 
     @classmethod
     def _load(cls, folder: Path, provider: str, scheduler: Any, options: LoadOptions) -> Any:
@@ -362,9 +358,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         if "vae_decoder" in self.models.placement.placed:
             latents = as_array(self(**{**call, "output_type": "latent", "return_dict": True}).images)
             return host.submit(self._finish, latents, Request(output_type=output_type))
-        is_converted_by_host = (
-            output_type == "pil" and call.get("padding_mask_crop") is None
-        )  # which lays PIL images over another
+        # With a crop, the pipeline itself lays its PIL images over another.
+        is_converted_by_host = output_type == "pil" and call.get("padding_mask_crop") is None
         output = self(**{**call, "output_type": "uint8" if is_converted_by_host else output_type, "return_dict": True})
         if not is_converted_by_host:
             return host.submit(lambda: output)

@@ -19,7 +19,8 @@ from sd_ort.core.pipeline_folder import check_component
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import preprocess
 from sd_ort.pipelines.request import Prompt
-from sd_ort.pipelines.transformer_pipelines import Denoising, TransformerPipeline, prompt_list, repeat_rows, unpack
+from sd_ort.pipelines.transformer_denoising import Denoising
+from sd_ort.pipelines.transformer_pipelines import TransformerPipeline, image_ids, prompt_list, repeat_rows, unpack
 
 log = logging.getLogger("sd_ort")
 
@@ -75,7 +76,7 @@ class Flux2Pipeline(TransformerPipeline):
         texts = [embeddings, *self._negative(call, len(embeddings))]
         count, side = len(embeddings) * images, self.vae.scale_factor
         rows, columns, channels = height // side, width // side, self.transformer_config["in_channels"]
-        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
+        sigmas = self._sigmas(call, steps)
         mu = flow_match.empirical_mu(rows * columns, steps)
         schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas, mu)
         sample, _ = self._start((count, channels, rows, columns), call, schedule, (height, width))
@@ -194,11 +195,7 @@ def to_tokens(latents: np.ndarray) -> np.ndarray:
 
 def positions(image: int, rows: int, columns: int) -> np.ndarray:
     """Return (image, row, column, 0) of each patch (rows * columns, 4), float32."""
-    grid = np.zeros((rows, columns, 4), np.float32)
-    grid[..., 0] = image
-    grid[..., 1] = np.arange(rows)[:, None]
-    grid[..., 2] = np.arange(columns)
-    return grid.reshape(-1, 4)
+    return np.pad(image_ids(rows, columns, image), ((0, 0), (0, 1)))
 
 
 def text_positions(tokens: int) -> np.ndarray:

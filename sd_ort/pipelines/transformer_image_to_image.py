@@ -15,23 +15,12 @@ from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.flow_match import FlowMatchSchedule, InpaintBlend
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.call_signature import transformer_call
-from sd_ort.pipelines.images import as_image, is_latents, latents_of_shape, nearest, preprocess
+from sd_ort.pipelines.images import as_image, is_latents, latents_of_shape, nearest, preprocess, repeat_to_batch
 from sd_ort.pipelines.noise import draw_noise, noise_generators
-from sd_ort.pipelines.transformer_pipelines import (
-    FLUX_STEPS,
-    TEXT_TOKENS,
-    FluxPipeline,
-    StableDiffusion3Pipeline,
-    TransformerPipeline,
-)
+from sd_ort.pipelines.transformer_flux import FLUX_STEPS, TEXT_TOKENS, FluxPipeline
+from sd_ort.pipelines.transformer_pipelines import TransformerPipeline
 from sd_ort.pipelines.transformer_qwen_image import QwenImagePipeline
-
-
-def _repeated(x: np.ndarray, count: int, what: str) -> np.ndarray:
-    """Return an array with a row for each of `count` images."""
-    if count % len(x):
-        raise InputError(f"{len(x)} {what} were given for {count} images: give one, or one an image.")
-    return np.concatenate([x] * (count // len(x)))
+from sd_ort.pipelines.transformer_sd3 import StableDiffusion3Pipeline
 
 
 class _ImageStart(TransformerPipeline):
@@ -57,14 +46,14 @@ class _ImageStart(TransformerPipeline):
         source = noise_generators(generator)
         pixels = preprocess(image, *size, latent_channels=self.vae.latent_channels)
         encoded = pixels if is_latents(image, self.vae.latent_channels) else self.vae.to_latents(pixels, source)
-        encoded = _repeated(encoded, shape[0], "images")
+        encoded = repeat_to_batch(encoded, shape[0], "images")
         noise = draw_noise(shape, source) if latents is None else latents
         starts_from_noise = latents is not None or (self.STARTS_FROM_NOISE and strength == 1)
         sample = noise if starts_from_noise else schedule.add_noise(0, encoded, noise)
         if masks is None:
             return sample, None
         self.vae.skip_noise(len(pixels), shape, source)  # diffusers encodes the masked image, which nothing reads
-        mask = _repeated(nearest(masks, *shape[2:]), shape[0], "masks")
+        mask = repeat_to_batch(nearest(masks, *shape[2:]), shape[0], "masks")
         return sample, InpaintBlend(encoded, noise, np.broadcast_to(mask, shape))
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import check_numbers, is_integer
 from sd_ort.pipelines.call_signature import transformer_call
-from sd_ort.pipelines.images import as_image, is_latents, preprocess, size_of
-from sd_ort.pipelines.transformer_pipelines import FLUX_STEPS, TEXT_TOKENS, FluxPipeline, image_ids, pack
+from sd_ort.pipelines.images import as_image, is_latents, preprocess, repeat_to_batch, size_of
+from sd_ort.pipelines.transformer_flux import FLUX_STEPS, TEXT_TOKENS, FluxPipeline
+from sd_ort.pipelines.transformer_pipelines import image_ids, pack
 
 log = logging.getLogger("sd_ort")
 
@@ -73,9 +74,5 @@ class FluxKontextPipeline(FluxPipeline):
                 _, width, height = min((abs(width / height - w / h), w, h) for w, h in TRAINED_SIZES)
             height, width = height // multiple * multiple, width // multiple * multiple
             encoded = self.vae.to_latents(preprocess(image, height, width), None, sample=False)
-        if count % len(encoded):
-            raise InputError(f"{len(encoded)} images were given for {count} images: give one, or one an image.")
-        encoded = np.concatenate([encoded] * (count // len(encoded)))
-        ids = image_ids(encoded.shape[2] // 2, encoded.shape[3] // 2)
-        ids[:, 0] = 1
-        return pack(encoded), ids
+        encoded = repeat_to_batch(encoded, count, "images")
+        return pack(encoded), image_ids(encoded.shape[2] // 2, encoded.shape[3] // 2, 1)

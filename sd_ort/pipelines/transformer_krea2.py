@@ -116,8 +116,7 @@ class Krea2Pipeline(QwenImagePipeline):
         mu = DISTILLED_MU if self.index.get("is_distilled") else None
         if mu is None:
             mu = flow_match.linear_mu({"max_image_seq_len": 6400, **self.scheduler_config}, tokens)
-        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
-        return flow_match.make_schedule(self.scheduler_config, steps, tokens, sigmas, mu)
+        return flow_match.make_schedule(self.scheduler_config, steps, tokens, self._sigmas(call, steps), mu)
 
     def _checked_embeddings(
         self, states: np.ndarray, mask: np.ndarray | None, prefix: str, count: int | None, length: int

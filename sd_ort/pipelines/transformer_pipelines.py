@@ -1,4 +1,4 @@
-"""Text to image with diffusion transformers: Stable Diffusion 3 and FLUX.1, with diffusers' arguments and defaults.
+"""Base of the pipelines of diffusion transformers: loading, checks of arguments, text encoders and sampling loop.
 
 Latents, guidance and scheduler are NumPy arrays on the host; each component is one ONNX Runtime session. The same seed
 gives the image of diffusers.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,31 +25,27 @@ from sd_ort.checkpoints.prompt_tokenizers import T5Tokenizer
 from sd_ort.checkpoints.tokenizer import ClipTokenizer
 from sd_ort.core.errors import InputError, report_missing_package
 from sd_ort.core.pipeline_folder import HOISTED, read_index
-from sd_ort.core.progress import announce, print_line, step_bar
-from sd_ort.model_cache import open_model
-from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite, is_integer
+from sd_ort.core.progress import step_bar
+from sd_ort.pipelines.arguments import DefaultInt, check_numbers, check_text, is_finite
 from sd_ort.pipelines.cached_transformer import COMPONENT
-from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.common_methods import REJECTED_METHODS, PipelineMethods
 from sd_ort.pipelines.diffusers_compat import loading_options
 from sd_ort.pipelines.images import as_array, as_tensor, latents_of_shape, to_output_type
+from sd_ort.pipelines.load_options import open_announced
 from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, noise_generators
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import OUTPUT_TYPES, Generator, Prompt
 from sd_ort.pipelines.sampling_job import check_finite
 from sd_ort.pipelines.transformer_cache import TransformerCacheMixin
-from sd_ort.pipelines.transformer_steps import TransformerSteps
+from sd_ort.pipelines.transformer_denoising import Denoising
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO
-from sd_ort.runtime.session import OrtModel
 
 log = logging.getLogger("sd_ort")
 
 LONGEST_TEXT = 512  # T5 tokens, as in diffusers
-TEXT_TOKENS = DefaultInt(LONGEST_TEXT)
-FLUX_STEPS = DefaultInt(28)
 STEP_LIMIT = 5000  # denoising steps
 # Options of StableDiffusionPipeline.from_pretrained that change nothing here at these values.
 UNUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -69,128 +63,6 @@ UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
     "caption_upsample_temperature": "rewrite the prompt by another model first",
     "padding_mask_crop": "crop image and mask_image instead",
 }  # fmt: skip
-
-
-# Tensors of a prompt by diffusers' names -> inputs of the transformer.
-PROMPT_TENSORS = {"prompt_embeds": "encoder_hidden_states", "pooled_prompt_embeds": "pooled_projections"}
-
-
-@dataclass(frozen=True)
-class SkipLayerGuidance:
-    """Guidance away from the prediction of a transformer without some of its blocks, in a range of the steps.
-
-    Attributes:
-        blocks: Indices of the blocks.
-        scale: Factor of the difference to the prediction for the prompt.
-        start, stop: Shares of the steps between which it is used.
-        inputs: Inputs of the transformer that depend on the prompt, without the negative prompt.
-    """
-
-    blocks: tuple[int, ...]
-    scale: float
-    start: float
-    stop: float
-    inputs: dict[str, np.ndarray]
-
-    def steps(self, models: Components, timesteps: np.ndarray) -> TransformerSteps:
-        """Return the calls of the transformer without the blocks, which has a session of its own."""
-        parts = HOISTED["transformer"]
-        part = parts["time" if parts["time"] in models else "step"]
-        label = f"without blocks {', '.join(map(str, self.blocks))}"
-        edited = models.variant(part, label, partial(_skip_blocks, models.folder, self.blocks))
-        return TransformerSteps(ChainMap({part: edited}, models), [self.inputs], timesteps)
-
-
-def _skip_blocks(folder: Path, blocks: Sequence[int], path: Path) -> bytes:
-    from sd_ort.graphs.load import load, serialize_over_data
-    from sd_ort.graphs.skip_blocks import skip_blocks
-    from sd_ort.weights.recipes import read_recipes
-
-    model = load(path)
-    skip_blocks(model, read_recipes(folder).get("transformer", {}), blocks)
-    return serialize_over_data(model, path.parent)
-
-
-@dataclass
-class Denoising:
-    """The latents of one call before its first step, and all that its steps read.
-
-    Attributes:
-        sample: Latents as the transformer reads them.
-        schedule: Timesteps and sigmas.
-        prompts: Inputs of the transformer that depend on the prompt; then, with guidance in calls of their own, those
-            of the negative prompt.
-        fixed: The other inputs of the transformer that are the same in each step.
-        timestep_scale: Factor of the schedule's timesteps in the transformer's input.
-        guidance_scale: Scale of classifier-free guidance; None without guidance.
-        one_call: Whether rows of the negative prompt precede those of the prompt in one call.
-        blend: Restores the region outside of a mask; None without one.
-        references: Tokens (B, R, C) of reference images, which follow the latents; None without any.
-        tensors: Other tensors that a callback may read, by name.
-        skip_layers: Skip-layer guidance; None without it.
-    """
-
-    sample: np.ndarray
-    schedule: flow_match.FlowMatchSchedule
-    prompts: list[dict[str, np.ndarray]]
-    fixed: dict[str, np.ndarray] = field(default_factory=dict)
-    timestep_scale: float = 1.0
-    guidance_scale: float | None = None
-    one_call: bool = False
-    blend: flow_match.InpaintBlend | None = None
-    references: np.ndarray | None = None
-    tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    skip_layers: SkipLayerGuidance | None = None
-
-    def steps(self, models: Mapping[str, OrtModel]) -> TransformerSteps:
-        """Return the transformer's calls for the prompts as these are now."""
-        timesteps = self.schedule.timesteps * np.float32(self.timestep_scale)
-        return TransformerSteps(models, [{**prompt, **self.fixed} for prompt in self.prompts], timesteps)
-
-    def hidden_states(self) -> np.ndarray:
-        """Return the latents as a call of the transformer reads them."""
-        sample = self.sample if self.references is None else np.concatenate([self.sample, self.references], 1)
-        return np.concatenate([sample, sample]) if self.one_call else sample
-
-    def of_sample(self, predictions: list[np.ndarray]) -> list[np.ndarray]:
-        """Return predictions without the tokens of reference images."""
-        return predictions if self.references is None else [each[:, : self.sample.shape[1]] for each in predictions]
-
-    def guided(self, predictions: list[np.ndarray]) -> np.ndarray:
-        """Return the prediction of a step from the outputs of its calls."""
-        predictions = self.of_sample(predictions)
-        if self.guidance_scale is None:
-            return predictions[0]
-        negative, positive = np.split(predictions[0], 2) if self.one_call else predictions[::-1]
-        return negative + np.float32(self.guidance_scale) * (positive - negative)
-
-    def guided_without_blocks(
-        self, i: int, prediction: np.ndarray, predictions: list[np.ndarray], without: TransformerSteps
-    ) -> np.ndarray:
-        """Return the prediction of step i with skip-layer guidance. `predictions`: of the full transformer."""
-        assert self.skip_layers is not None
-        (skipped,) = without(i, self.sample)
-        return prediction + np.float32(self.skip_layers.scale) * (np.split(predictions[0], 2)[1] - skipped)
-
-    def callback_tensors(self) -> dict[str, Any]:
-        """Return what a callback may read, by diffusers' names: arrays, or lists of these."""
-        prompt = self.prompts[0]
-        values = {name: prompt[key] for name, key in PROMPT_TENSORS.items() if key in prompt}
-        return {**values, **self.tensors, "latents": self.sample}
-
-    def replace(self, changed: Mapping[str, Any]) -> bool:
-        """Take the tensors that a callback returned; return whether prompt embeddings are among them."""
-        if "latents" in changed:
-            self.sample = as_array(changed["latents"])
-        replaced = {key: as_array(changed[name]) for name, key in PROMPT_TENSORS.items() if name in changed}
-        self.prompts[0] |= {key: array for key, array in replaced.items() if key in self.prompts[0]}
-        return bool(replaced)
-
-    def step(self, i: int, prediction: np.ndarray) -> None:
-        """Replace the latents by those after step i."""
-        self.sample = self.schedule.step(i, prediction, self.sample)
-        if self.blend is not None:
-            self.sample = self.blend.apply(self.schedule, i, self.sample)
 
 
 class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
@@ -274,13 +146,10 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
             if options.get(name) not in values:
                 raise InputError(f"{cls.__name__} does not support {name}: leave it out.")
             options.pop(name, None)
-        dtype = options.get("torch_dtype") or options.get("dtype")
-        folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
-        if choice.reason:
-            announce(choice.line)
+        folder, provider = open_announced(model, provider, config, options)
         cls.check_folder(folder)
         session_options = loading_options(options, folder)
-        models = Components(folder, choice.provider, session_options, low_memory=low_memory, graph=graph)
+        models = Components(folder, provider, session_options, low_memory=low_memory, graph=graph)
         names = [*dict.fromkeys((*cls.ENCODERS, *(n for n in models if n.startswith("text_encoder"))))]
         parts = HOISTED["transformer"].values()
         needed = [*names, *(parts if any(n in models for n in parts if n != "transformer") else ())]
@@ -305,13 +174,6 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
             raise InputError(f"{folder} {mismatch}: export the whole pipeline.")
 
     @classmethod
-    def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
-        """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
-        if not isinstance(file, (str, Path)) or not Path(file).is_file():
-            raise InputError(f"{file}: no such file.")
-        return cls.from_pretrained(file, provider, **options)
-
-    @classmethod
     def from_pipe(cls, pipeline: Any, **_: Any) -> Any:
         """Return a pipeline of this class over another one's folder, open sessions and LoRAs.
 
@@ -327,14 +189,6 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
     @property
     def transformer(self) -> Any:
         return self._configured("transformer")
-
-    @property
-    def text_encoder(self) -> Any:
-        return self._configured("text_encoder")
-
-    @property
-    def text_encoder_2(self) -> Any:
-        return self._configured("text_encoder_2")
 
     @property
     def text_encoder_3(self) -> Any:
@@ -490,6 +344,11 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
         return self._float32(self.models[self.t5](input_ids=ids))["last_hidden_state"]
 
     @staticmethod
+    def _sigmas(call: SimpleNamespace, steps: int) -> Sequence[float]:
+        """Return the sigmas of a call, by default `steps` of them from 1 down to 1 / steps."""
+        return list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
+
+    @staticmethod
     def _float32(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {name: array.astype(np.float32) for name, array in outputs.items()}
 
@@ -591,190 +450,6 @@ def repeat_rows(array: np.ndarray, images: int) -> np.ndarray:
     return np.repeat(array, images, 0)
 
 
-class StableDiffusion3Pipeline(TransformerPipeline):
-    """Text to image with Stable Diffusion 3 and 3.5 pipeline folders. Make one with `from_pretrained`."""
-
-    CLASS, INDEX_CLASS = "SD3Transformer2DModel", "StableDiffusion3Pipeline"
-    ENCODERS = ("text_encoder", "text_encoder_2")
-    _callback_tensor_inputs: tuple[str, ...] = ("latents", "prompt_embeds", "pooled_prompt_embeds")
-
-    def encode_prompt(
-        self, prompt: Prompt | None, prompt_2: Prompt | None = None, prompt_3: Prompt | None = None,
-        max_sequence_length: int = 256, count: int | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Return the prompt embeddings (B, 77 + max_sequence_length, C) and the pooled ones (B, P), float32.
-
-        prompt_2, prompt_3: for the second CLIP and the T5 encoder, by default `prompt`. count: number of prompts.
-        """
-        first = prompt_list(prompt, count=count)
-        texts = (first, prompt_list(prompt, prompt_2, len(first)), prompt_list(prompt, prompt_3, len(first)))
-        clips = [self._clip(name, part) for name, part in zip(self.ENCODERS, texts, strict=False)]
-        t5 = self._t5(texts[2], max_sequence_length)
-        clip = np.concatenate([outputs["hidden_states"] for outputs in clips], -1)
-        if clip.shape[2] > t5.shape[2]:
-            raise InputError(f"{self.folder} has CLIP encoders that are wider than the transformer's context.")
-        clip = np.pad(clip, ((0, 0), (0, 0), (0, t5.shape[2] - clip.shape[2])))
-        return np.concatenate([clip, t5], 1), np.concatenate([outputs["text_embeds"] for outputs in clips], -1)
-
-    __call__ = transformer_call(
-        "{prompts} height width {steps} guidance_scale {negatives} {draw} {embeds} {pooled} {adapter} {result} "
-        "joint_attention_kwargs {callback} max_sequence_length skip_guidance_layers skip_layer_guidance_scale "
-        "skip_layer_guidance_stop skip_layer_guidance_start mu",
-        """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
-
-        A `guidance_scale` of 1 or less disables guidance, also that by `skip_guidance_layers`, for which the
-        transformer is open twice. Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for
-        arguments that cannot be used.
-        """,
-        num_inference_steps=28,
-        guidance_scale=7.0,
-        max_sequence_length=256,
-    )
-
-    def _generate(self, call: SimpleNamespace) -> Any:
-        """Generate images. call: the arguments of `__call__`."""
-        height, width, steps = self._check(call, guidance_scale=call.guidance_scale)
-        guided, length = call.guidance_scale > 1, call.max_sequence_length
-        embeddings, pooled = self._embedded(
-            call.prompt_embeds,
-            lambda: self.encode_prompt(call.prompt, call.prompt_2, call.prompt_3, length),
-            [call.pooled_prompt_embeds],
-        )
-        count, images = len(embeddings), call.num_images_per_prompt
-        embeddings, pooled = repeat_rows(embeddings, images), repeat_rows(pooled, images)
-        tensors, skip = {}, None
-        if guided:
-            texts = (call.negative_prompt or "", call.negative_prompt_2, call.negative_prompt_3)
-            negatives = self._embedded(
-                call.negative_prompt_embeds,
-                lambda: self.encode_prompt(*texts, length, count),
-                [call.negative_pooled_prompt_embeds],
-                "negative_prompt_embeds",
-            )
-            negative, negative_pooled = (repeat_rows(each, images) for each in negatives)
-            if negative.shape != embeddings.shape:
-                raise InputError(f"negative embeddings of shape {negative.shape} go with {embeddings.shape}.")
-            skip = self._skip_layers(call, {"encoder_hidden_states": embeddings, "pooled_projections": pooled})
-            tensors = {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled}
-            embeddings = np.concatenate([negative, embeddings])
-            pooled = np.concatenate([negative_pooled, pooled])
-        factor = self.vae_scale_factor
-        shape = (count * images, self.transformer_config["in_channels"], height // factor, width // factor)
-        tokens = shape[2] * shape[3] // self.transformer_config["patch_size"] ** 2
-        schedule = flow_match.make_schedule(self.scheduler_config, steps, tokens, call.sigmas, call.mu)
-        schedule = schedule.for_strength(getattr(call, "strength", 1.0))
-        sample, blend = self._start(shape, call, schedule, (height, width))
-        job = Denoising(
-            sample, schedule, [{"encoder_hidden_states": embeddings, "pooled_projections": pooled}],
-            guidance_scale=call.guidance_scale if guided else None, one_call=guided, blend=blend, tensors=tensors,
-            skip_layers=skip,
-        )  # fmt: skip
-        return self._result(self._denoise(job, call), call)
-
-    def _skip_layers(self, call: SimpleNamespace, inputs: dict[str, np.ndarray]) -> SkipLayerGuidance | None:
-        """Return the skip-layer guidance of a call; None without it. Raises InputError for blocks that are not there.
-
-        inputs: of the transformer, for the prompt.
-        """
-        blocks = getattr(call, "skip_guidance_layers", None)  # which image to image has not
-        if not blocks:
-            return None
-        count = self.transformer_config["num_layers"]
-        if not all(is_integer(block) and 0 <= block < count for block in blocks):
-            raise InputError(f"skip_guidance_layers must be numbers of blocks from 0 to {count - 1}, got {blocks}.")
-        shares = call.skip_layer_guidance_start, call.skip_layer_guidance_stop
-        if not all(is_finite(value) for value in (call.skip_layer_guidance_scale, *shares)):
-            raise InputError("skip_layer_guidance_scale, skip_layer_guidance_start and _stop must be numbers.")
-        return SkipLayerGuidance(tuple(sorted({*blocks})), call.skip_layer_guidance_scale, *shares, inputs)
-
-
-class FluxPipeline(TransformerPipeline):
-    """Text to image with FLUX.1 pipeline folders. Make one with `from_pretrained`."""
-
-    CLASS, INDEX_CLASS, ROUNDS_SIZE = "FluxTransformer2DModel", "FluxPipeline", True
-    ENCODERS = ("text_encoder", "text_encoder_2")
-
-    def encode_prompt(
-        self, prompt: Prompt | None, prompt_2: Prompt | None = None, max_sequence_length: int = 512,
-        count: int | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Return the T5 embeddings (B, max_sequence_length, C) and CLIP's pooled ones (B, P), float32.
-
-        prompt_2: for the T5 encoder, by default `prompt`. count: number of prompts.
-        """
-        first = prompt_list(prompt, count=count)
-        second = prompt_list(prompt, prompt_2, len(first))
-        return self._t5(second, max_sequence_length), self._clip("text_encoder", first)["pooler_output"]
-
-    __call__ = transformer_call(
-        "{flux_texts} height width {steps} guidance_scale {draw} {flux_embeds} {result} joint_attention_kwargs "
-        "{step_end} max_sequence_length",
-        """Generate `num_images_per_prompt` images for each prompt. The arguments are those of diffusers' pipeline.
-
-        `guidance_scale` is an input of the dev model; schnell ignores it. `negative_prompt` has an effect only with a
-        `true_cfg_scale` above 1, which doubles the time of a step. Latents, given or returned, are packed (B, S, C).
-        Returns a `PipelineOutput`, a tuple without `return_dict`. Raises InputError for arguments that cannot be used.
-        """,
-        num_inference_steps=FLUX_STEPS,
-        guidance_scale=3.5,
-        max_sequence_length=TEXT_TOKENS,
-    )
-
-    def _generate(self, call: SimpleNamespace) -> Any:
-        """Generate images. call: the arguments of `__call__`."""
-        scales = {"guidance_scale": call.guidance_scale, "true_cfg_scale": call.true_cfg_scale}
-        height, width, steps = self._check(call, **scales)
-        length, images = call.max_sequence_length, call.num_images_per_prompt
-        texts = [
-            self._embedded(
-                call.prompt_embeds,
-                lambda: self.encode_prompt(call.prompt, call.prompt_2, length),
-                [call.pooled_prompt_embeds],
-            )
-        ]
-        count = len(texts[0][0])
-        has_negative = call.negative_prompt is not None or call.negative_prompt_embeds is not None
-        if guided := call.true_cfg_scale > 1 and has_negative:
-            texts.append(
-                self._embedded(
-                    call.negative_prompt_embeds,
-                    lambda: self.encode_prompt(call.negative_prompt, call.negative_prompt_2, length, count),
-                    [call.negative_pooled_prompt_embeds],
-                    "negative_prompt_embeds",
-                )
-            )
-        prompts = [
-            {"encoder_hidden_states": repeat_rows(t5, images), "pooled_projections": repeat_rows(clip, images)}
-            for t5, clip in texts
-        ]
-        count, side = count * images, 2 * self.vae_scale_factor
-        rows, columns = height // side, width // side
-        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
-        schedule = flow_match.make_schedule(self.scheduler_config, steps, rows * columns, sigmas)
-        schedule = schedule.for_strength(getattr(call, "strength", 1.0))
-        sample, blend = self._start_packed((count, rows, columns), call, schedule, (height, width))
-        tokens = prompts[0]["encoder_hidden_states"].shape[1]
-        references, reference_ids = self._references(call, count)
-        ids = image_ids(rows, columns)
-        ids = ids if reference_ids is None else np.concatenate([ids, reference_ids])
-        fixed = {"img_ids": ids, "txt_ids": np.zeros((tokens, 3), np.float32)}
-        if self.transformer_config.get("guidance_embeds"):
-            fixed["guidance"] = np.full(count, call.guidance_scale, np.float32)
-        job = Denoising(
-            sample, schedule, prompts, fixed, timestep_scale=1 / 1000,
-            guidance_scale=call.true_cfg_scale if guided else None, blend=blend, references=references,
-        )  # fmt: skip
-        sample = self._denoise(job, call)
-        return self._result(sample if call.output_type == "latent" else unpack(sample, rows, columns), call)
-
-    def _references(self, call: SimpleNamespace, count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return the tokens (count, R, C) of an image that the prompt is about, and their positions; None without one.
-
-        FLUX.1 Kontext overrides it.
-        """
-        return None, None
-
-
 def pack(latents: np.ndarray) -> np.ndarray:
     """Return latents (B, C, 2h, 2w) as patches of 2x2 (B, h * w, 4C)."""
     batch, channels, height, width = latents.shape
@@ -789,7 +464,7 @@ def unpack(patches: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return latents.reshape(batch, channels // 4, 2 * rows, 2 * columns)
 
 
-def image_ids(rows: int, columns: int) -> np.ndarray:
-    """Return (0, row, column) of each patch (rows * columns, 3), float32."""
-    grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).reshape(-1, 2)
-    return np.pad(grid, ((0, 0), (1, 0))).astype(np.float32)
+def image_ids(rows: int, columns: int, first: int = 0) -> np.ndarray:
+    """Return (first, row, column) of each patch (rows * columns, 3), float32."""
+    row, column = np.indices((rows, columns), np.float32).reshape(2, -1)
+    return np.stack([np.full_like(row, first), row, column], -1)

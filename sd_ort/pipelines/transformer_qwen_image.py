@@ -20,7 +20,14 @@ from sd_ort.core.errors import InputError
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.request import Prompt
-from sd_ort.pipelines.transformer_pipelines import Denoising, TransformerPipeline, prompt_list, repeat_rows, unpack
+from sd_ort.pipelines.transformer_denoising import Denoising
+from sd_ort.pipelines.transformer_pipelines import (
+    TransformerPipeline,
+    image_ids,
+    prompt_list,
+    repeat_rows,
+    unpack,
+)
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
 
 if TYPE_CHECKING:
@@ -187,8 +194,7 @@ class QwenImagePipeline(TransformerPipeline):
         return None
 
     def _schedule(self, call: SimpleNamespace, steps: int, tokens: int) -> flow_match.FlowMatchSchedule:
-        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
-        return flow_match.make_schedule(self.scheduler_config, steps, tokens, sigmas)
+        return flow_match.make_schedule(self.scheduler_config, steps, tokens, self._sigmas(call, steps))
 
     def _prompts(self, call: SimpleNamespace, prefix: str, count: int | None) -> Embeddings:
         """Return the prompt embeddings of a call and their mask, for `count` prompts.
@@ -235,8 +241,5 @@ class QwenImagePipeline(TransformerPipeline):
 
 def positions(rows: int, columns: int, image: int = 0) -> np.ndarray:
     """Return (image, row, column) of each patch (rows * columns, 3), float32; the middle of the image is at 0."""
-    grid = np.zeros((rows, columns, 3), np.float32)
-    grid[..., 0] = image
-    grid[..., 1] = (np.arange(rows) - (rows - rows // 2))[:, None]
-    grid[..., 2] = np.arange(columns) - (columns - columns // 2)
-    return grid.reshape(-1, 3)
+    middle = (0, rows - rows // 2, columns - columns // 2)
+    return image_ids(rows, columns, image) - np.array(middle, np.float32)

@@ -21,7 +21,8 @@ from sd_ort.pipelines.arguments import is_finite
 from sd_ort.pipelines.call_signature import transformer_call
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.request import Prompt
-from sd_ort.pipelines.transformer_pipelines import Denoising, TransformerPipeline, prompt_list
+from sd_ort.pipelines.transformer_denoising import Denoising
+from sd_ort.pipelines.transformer_pipelines import TransformerPipeline, image_ids, prompt_list
 from sd_ort.pipelines.transformer_steps import GroupedSteps, StepGroup
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class ZImagePipeline(TransformerPipeline):
         factor, channels = self.vae_scale_factor, self.transformer_config["in_channels"]
         shape = (prompts * images, channels, height // factor, width // factor)
         tokens = shape[2] * shape[3] // 4
-        sigmas = list(np.linspace(1.0, 1 / steps, steps)) if call.sigmas is None else call.sigmas
+        sigmas = self._sigmas(call, steps)
         schedule = flow_match.make_schedule(self.scheduler_config, steps, tokens, sigmas)
         sample, _ = self._start(shape, call, schedule, (height, width))
         guided = np.full(len(schedule.timesteps), call.guidance_scale > 0)
@@ -197,10 +198,7 @@ def token_groups(embeddings: Embeddings, rows: int, columns: int) -> list[StepGr
 
 def positions(first: int, rows: int, columns: int) -> np.ndarray:
     """Return (first, row, column) of each patch, then zeros for padding (S, 3), float32."""
-    grid = np.full((rows, columns, 3), first, np.float32)
-    grid[..., 1] = np.arange(rows)[:, None]
-    grid[..., 2] = np.arange(columns)
-    return pad_tokens(grid.reshape(1, -1, 3))[0]
+    return pad_tokens(image_ids(rows, columns, first)[None])[0]
 
 
 def patches(latents: np.ndarray) -> np.ndarray:

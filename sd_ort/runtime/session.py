@@ -149,10 +149,10 @@ def create_session(
             options.allow_fallback,
         )
     elif entry.ep != CPU_EP:
-        from sd_ort.runtime import tuning as results
+        from sd_ort.runtime.tuning import setup_tuning
 
         ops = op_library.op_library(options.library, provider)
-        results.setup_tuning(session, provider, ops, options.tuning, import_onnxruntime().__version__, model_path)
+        setup_tuning(session, provider, ops, options.tuning, import_onnxruntime().__version__, model_path)
     return session
 
 

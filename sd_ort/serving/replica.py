@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError, SdOrtError, describe_error
-from sd_ort.core.pipeline_folder import MODEL, check_not_merged, components
+from sd_ort.core.pipeline_folder import MODEL, check_not_merged, components, read_index
 from sd_ort.runtime import visible_devices
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo
 
@@ -54,9 +54,14 @@ def replica_configs(
     `threads`: CPU threads per replica; None for its share of the cores. Raises InputError for a folder or a scheduler
     that replicas cannot use, or missing GPUs; nothing is loaded.
     """
-    from sd_ort import StableDiffusionPipeline
+    from sd_ort import TRANSFORMER_PIPELINES, StableDiffusionPipeline
     from sd_ort.pipelines.scheduler import PipelineScheduler
 
+    if (kind := read_index(config.folder).get("_class_name")) in TRANSFORMER_PIPELINES:
+        raise InputError(
+            f"{config.folder} holds a {kind}: replicas and lists of prompts are for U-Nets. Give one PROMPT to "
+            "`sd-ort generate`, without --gpus and --replicas."
+        )
     StableDiffusionPipeline.check_folder(config.folder)
     if scheduler := config.load_options.get("scheduler"):
         PipelineScheduler(config.folder, scheduler)

@@ -195,10 +195,14 @@ def test_unknown_exporter_and_component(sd_ort, tmp_path):
     assert "vae_decoder" in export_error(sd_ort, tmp_path, *MINI, "--component", "vae", tmp_path / "out")
 
 
-def test_output_that_sd_ort_did_not_write(sd_ort, tmp_path):
+@pytest.mark.parametrize("command", [("export", *MINI), ("export", "owner/name"), ("optimize", "owner/name")])
+def test_output_that_sd_ort_did_not_write(sd_ort, tmp_path, command):
+    """It is rejected before a model is downloaded, and stays."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
-    assert "was not written by sd-ort" in export_error(sd_ort, tmp_path, *MINI, tmp_path / "out", code=5)
+    code, _, error = sd_ort(*command, tmp_path / "out")
+    assert code == 5
+    assert "was not written by sd-ort" in error
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
 
 

@@ -274,9 +274,11 @@ def test_tuned_sizes_are_no_error(small_export: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tune, "run_shapes", lambda *_: None)
     lines: list[str] = []
 
-    def run() -> Path:
-        return tune.tune(small_export, "cuda", library=small_export / "ops.so", on_progress=lines.append)
+    def run(**options: Any) -> Path:
+        return tune.tune(small_export, "cuda", library=small_export / "ops.so", on_progress=lines.append, **options)
 
+    with pytest.raises(InputError, match="has no component unets"):
+        run(components=["unets"])
     with pytest.raises(InputError, match="no operator that the cuda provider could tune"):
         run()
     path = tuning.save([], FakeOps(results=results_of("a")), onnxruntime.__version__)

@@ -240,6 +240,8 @@ def test_folders_without_a_common_component_are_refused(source: Path, tmp_path: 
     (other / "vae_decoder").rename(other / "unet")
     with pytest.raises(InputError, match="no component in common"):
         verify(source, other)
+    with pytest.raises(InputError, match="other has no component vae_decoder: it has unet"):
+        verify_weights("demo", other, components=["unet", "vae_decoder"])
 
 
 def test_arguments_in_the_other_order_are_refused(source: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_arguments_that_do_not_fit(
 
 def test_two_images_for_three_prompts(small_export: Path, input_image: Image.Image) -> None:
     ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export, low_memory=True)
-    with pytest.raises(InputError, match="2 images for 3 prompts"):
+    with pytest.raises(InputError, match="2 images were given for 3 images"):
         draw(ours, prompt=[PROMPT] * 3, image=[input_image] * 2)
 
 

@@ -287,7 +287,7 @@ def test_a_port_in_use_a_missing_folder_another_model_and_missing_ray(
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     code, _, err = sd_ort("serve", other, "--provider", "cpu", "--port", 0)
-    assert (code, "holds a FluxPipeline" in err, len(err.splitlines())) == (2, True, 1)
+    assert (code, "holds a FluxPipeline" in err, "Give one PROMPT" in err, len(err.splitlines())) == (2, True, True, 1)
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = sd_ort("serve", folder, "--provider", "cpu", "--port", 0)
     assert (code, "pip install 'sd-ort[ray]'" in err, len(err.splitlines())) == (2, True, 1)

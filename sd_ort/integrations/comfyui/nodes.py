@@ -16,9 +16,10 @@ from sd_ort.core.pipeline_folder import read_manifest
 from sd_ort.core.progress import ProgressCallback
 from sd_ort.integrations.comfyui import folders
 from sd_ort.integrations.models import TorchComponentSessions, default_provider
+from sd_ort.runtime.provider_choice import ORT_PROVIDERS
 
 CATEGORY = "sd-ort"
-PROVIDERS = ["auto", "cpu", "cuda", "rocm", "migraphx"]
+PROVIDERS = ["auto", *ORT_PROVIDERS]
 log = logging.getLogger("sd_ort")
 
 
@@ -52,6 +53,14 @@ def _resolve(model: str, provider: str) -> tuple[Path, str | None]:
     return folder, None if auto else provider
 
 
+def _inputs(models: list[str], tooltip: str = "A folder of models/sd_ort.") -> list[Any]:
+    """Return the inputs of a node that opens one of `models`, on a provider."""
+    return [
+        io.Combo.Input("model", options=models, tooltip=tooltip),
+        io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the best one here."),
+    ]
+
+
 class LoadModel(io.ComfyNode):
     """Loads a pipeline folder, or a checkpoint that is converted once, as MODEL, CLIP and VAE."""
 
@@ -62,14 +71,10 @@ class LoadModel(io.ComfyNode):
             display_name="Load sd-ort model",
             category=CATEGORY,
             description="Stable Diffusion on ONNX Runtime's fused graphs, for stock samplers, prompts and VAE nodes.",
-            inputs=[
-                io.Combo.Input(
-                    "model",
-                    options=[*folders.list_pipeline_folders(), *folders.checkpoints()],
-                    tooltip="A folder of models/sd_ort, or a checkpoint, which is converted the first time (minutes).",
-                ),
-                io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the best one here."),
-            ],
+            inputs=_inputs(
+                [*folders.list_pipeline_folders(), *folders.checkpoints()],
+                "A folder of models/sd_ort, or a checkpoint, which is converted the first time (minutes).",
+            ),
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
         )
 
@@ -101,10 +106,7 @@ class LoadDiffusionModel(io.ComfyNode):
             display_name="Load sd-ort diffusion model",
             category=CATEGORY,
             description="FLUX.1, FLUX.2 klein, SD 3.5, Z-Image, Qwen-Image or a UNet; CLIP and VAE by stock loaders.",
-            inputs=[
-                io.Combo.Input("model", options=folders.list_pipeline_folders(), tooltip="A folder of models/sd_ort."),
-                io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the best one here."),
-            ],
+            inputs=_inputs(folders.list_pipeline_folders()),
             outputs=[io.Model.Output()],
         )
 
@@ -125,10 +127,7 @@ class LoadControlNet(io.ComfyNode):
             node_id="SdOrtLoadControlNet",
             display_name="Load sd-ort ControlNet",
             category=CATEGORY,
-            inputs=[
-                io.Combo.Input("model", options=folders.list_pipeline_folders()),
-                io.Combo.Input("provider", options=PROVIDERS, default="auto"),
-            ],
+            inputs=_inputs(folders.list_pipeline_folders()),
             outputs=[io.ControlNet.Output()],
         )
 
