@@ -108,14 +108,15 @@ def measure(
         worker.load(settings)
 
     with ExitStack() as running:
+        # Left behind the workers: after an interrupt their processes are ended before their loading is waited for.
+        pool = running.enter_context(ThreadPoolExecutor(max(1, jobs)))
         for built in group:
             worker = running.enter_context(Worker(built.engine, meter, built.failure))
             worker.loaded = {} if built.seconds is None else {"make_s": built.seconds}
             workers.append(worker)
             report.workers.append(worker)
-        with ThreadPoolExecutor(max(1, jobs)) as pool:
-            for _ in pool.map(load, workers):
-                report.save()
+        for _ in pool.map(load, workers):
+            report.save()
         rounds = settings.warmup + settings.runs
         for batch in settings.batches:
             for index in range(rounds):

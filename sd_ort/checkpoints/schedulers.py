@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +102,15 @@ def set_timesteps(scheduler: Any, steps: int, **options: Any) -> int:
 def scheduler_class(name: str) -> Any:
     """Return a diffusers scheduler by class name or short form, such as "euler", "ddim" or "dpmsolver".
 
-    Short forms are those of `numpy_schedulers.class_name`. Raises InputError listing the names when there is none, and
-    without diffusers.
+    Short forms are those of `numpy_schedulers.class_name`. Raises InputError if there is none, and without diffusers.
     """
     with report_missing_package():
+        class_: str | None = name
+        if (spec := find_spec("diffusers")) is not None:
+            text = Path(spec.origin or "").read_text()  # importing it takes seconds, for a name that may be mistyped
+            class_ = class_name(name, sorted(set(re.findall(r'"(\w+Scheduler)"', text)), reverse=True))
+        if class_ is None:
+            raise InputError(f"{name!r} is no diffusers scheduler: use euler, ddim, dpmsolver, unipc or a class name.")
         import diffusers
 
-    class_ = class_name(name, [n for n in reversed(dir(diffusers)) if n.endswith("Scheduler")])
-    if class_ is None:
-        raise InputError(f"{name!r} is no diffusers scheduler: use euler, ddim, dpmsolver, unipc or a class name.")
     return getattr(diffusers, class_)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -55,10 +55,19 @@ class MergedPipeline(StableDiffusionPipeline):
         """Raises InputError: the table of words lies in the model."""
         raise InputError("a merged model learns no words: load them with the folder it was made from.")
 
+    def _lora_manager(self) -> NoReturn:
+        """Raises InputError: the manifest of a merged model has no weight recipes."""
+        raise InputError("a merged model takes no LoRAs: load them with the folder it was made from.")
+
     def _run_request(self, request: Request) -> PipelineOutput:
-        if foreign := sorted(request.non_default_arguments() - SUPPORTED_ARGUMENTS) or (
-            ["latent output"] if request.output_type == "latent" else []
-        ):
+        options = {
+            "latent output": request.output_type == "latent",
+            "vae_tiling": self.vae.use_tiling,
+            "vae_slicing": self.vae.use_slicing,
+        }
+        foreign = sorted(request.non_default_arguments() - SUPPORTED_ARGUMENTS)
+        foreign += [name for name, is_set in options.items() if is_set]
+        if foreign:
             raise InputError(f"a merged model takes no {', '.join(foreign)}: use the folder it was made from.")
         model = self.models[MERGED]
         # Inputs with a default: ONNX Runtime lists them apart.

@@ -33,6 +33,7 @@ class TorchNormalGenerator:
         """`seed`: torch reads its lower 32 bits."""
         self.seed = seed
         self.twister = np.random.RandomState(seed & 0xFFFFFFFF)
+        self.spare = np.empty(0)  # second sample of a pair, for the next `draw` of fewer than `BLOCK` samples
         self.started: Future[tuple[np.ndarray, TorchNormalGenerator]] | None = None
 
     def start(self, shape: Sequence[int], executor: Executor) -> None:
@@ -45,15 +46,16 @@ class TorchNormalGenerator:
         self.started = executor.submit(draw)
 
     def draw(self, shape: Sequence[int]) -> np.ndarray:
-        """Return torch.randn(shape) of at least `BLOCK` samples; torch has another algorithm for fewer."""
+        """Return torch.randn(shape)."""
         size = int(np.prod(shape))
-        assert size >= BLOCK
         started, self.started = self.started, None
         if started is not None:
             samples, generator = started.result()
             if samples.size == size:
-                self.twister = generator.twister
+                self.twister, self.spare = generator.twister, generator.spare
                 return samples.reshape(tuple(shape))
+        if size < BLOCK:
+            return self._few(size).reshape(tuple(shape))
         samples = self._uniform(size)
         full = size // BLOCK * BLOCK
         wide = np.empty(CACHED // 2)
@@ -63,6 +65,17 @@ class TorchNormalGenerator:
             samples[-BLOCK:] = self._uniform(BLOCK)
             to_normal(samples[-BLOCK:], wide)
         return samples.reshape(tuple(shape))
+
+    def _few(self, count: int) -> np.ndarray:
+        """Return fewer than `BLOCK` standard normal samples, which torch computes in float64 and in pairs."""
+        pairs = (count - len(self.spare) + 1) // 2
+        high, low = self.twister.randint(0, 1 << 32, (2 * pairs, 2), np.uint32).astype(np.uint64).T
+        uniform = ((high << np.uint64(32) | low) & np.uint64((1 << 53) - 1)) * 2.0**-53
+        radius, angle = np.sqrt(-2 * np.log1p(-uniform[1::2])), 2 * np.pi * uniform[::2]
+        pairwise = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)
+        samples = np.concatenate([self.spare, pairwise])
+        self.spare = samples[count:]
+        return samples[:count].astype(np.float32)
 
     def _uniform(self, count: int) -> np.ndarray:
         """Return uniform samples 0 <= u < 1, float32."""

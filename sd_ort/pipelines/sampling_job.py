@@ -124,5 +124,5 @@ def check_finite(values: np.ndarray, component: str) -> None:
     if not np.isfinite(values).all():
         raise NotFiniteError(
             f"the {component} gave numbers that are not finite (NaN or infinite), and no image: optimize it again "
-            "without --float16 or with --calibrate, or take a lower guidance scale."
+            "without --float16 or with --calibrate, or take lower scales of guidance and LoRAs."
         )

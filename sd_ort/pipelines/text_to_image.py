@@ -313,9 +313,12 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
 
     def _size_of(self, request: Request, image: Any) -> tuple[int, int]:
         """Return height and width in pixels: those of the call, else of a `readable` image, down to whole latents."""
-        own = size_of(image, self.vae.latent_channels, self.vae_scale_factor)
-        height, width = (side // self.vae_scale_factor * self.vae_scale_factor for side in own)
-        return request.height or height, request.width or width
+        factor, own = self.vae_scale_factor, size_of(image, self.vae.latent_channels, self.vae_scale_factor)
+        height, width = (side // factor * factor for side in own)
+        size = request.height or height, request.width or width
+        if 0 in size:
+            raise InputError(f"the image has {own[1]} x {own[0]} pixels, less than one latent of {factor} x {factor}.")
+        return size
 
     def draw_each(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[PipelineOutput]:
         """Yield the output of each call, in order; a call is a mapping of the arguments of `__call__`.

@@ -152,6 +152,7 @@ class RayCluster:
                 logging_level="error",
                 _node_ip_address="127.0.0.1",
                 _temp_dir=self.folder,
+                _system_config={"worker_niceness": 0},  # Ray's 15 stops replicas while anything else is busy
             )
         except BaseException as error:
             self.failure = error

@@ -58,7 +58,9 @@ class LoraManager(WeightUpdater):
             raise
         if unmatched:
             first = ", ".join(unmatched[:5])
-            log.warning("%s: %d parts are not applied, for this model lacks them: %s", label, len(unmatched), first)
+            log.warning(
+                "%s: %d parts are not applied: incomplete, or not in this model: %s", label, len(unmatched), first
+            )
 
     def deltas(self, adapter_scales: Mapping[str, AdapterScale]) -> dict[str, dict[str, Delta]]:
         """Return the sum of the adapters' deltas at their scales, by component and checkpoint tensor."""

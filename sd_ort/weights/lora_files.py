@@ -220,7 +220,7 @@ def _parse(source: str | Path | Weights, config: Mapping[str, Any]) -> LoraAdapt
     if config.get("_class_name") == "FluxTransformer2DModel":
         prefixes = prefixes | {"lora_te3_": "text_encoder_2"}
     denoiser = "transformer" if has_transformer else "unet"
-    tensors, configs = _read_tensors(source)
+    tensors, configs = _read_tensors(source, denoiser)
     label = lora_label(source)
     if invalid := next((name for name, tensor in tensors.items() if not np.isfinite(tensor).all()), None):
         raise InputError(f"{label}: {invalid} holds NaN or infinity: get it again.")
@@ -290,10 +290,13 @@ def lora_label(source: str | Path | Weights) -> str:
     return "the dict" if isinstance(source, Mapping) else str(source)
 
 
-def _read_tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], dict[str, dict[str, Any]]]:
+def _read_tensors(
+    source: str | Path | Weights, denoiser: str
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, Any]]]:
     """Return the tensors by name, and PEFT's config by component.
 
-    diffusers stores the configs in the file's metadata. PEFT stores one beside adapter_model.safetensors.
+    diffusers stores the configs in the file's metadata. PEFT stores that of the `denoiser` beside
+    adapter_model.safetensors.
     """
     if isinstance(source, Mapping):
         return {n: np.asarray(t.float().cpu() if hasattr(t, "cpu") else t) for n, t in source.items()}, {}
@@ -307,7 +310,7 @@ def _read_tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], 
         configs.setdefault(component, {})[key] = value
     peft = path.with_name("adapter_config.json")
     if path.name == "adapter_model.safetensors" and peft.is_file():
-        configs["unet"] = read_json(peft, root=peft.parent)
+        configs[denoiser] = read_json(peft, root=peft.parent)
     for component, config in configs.items():
         _set_config(LoraModule(), config, "", f"{path}: the metadata of {component}")
     return tensors, configs

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +203,23 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "raw-ONNX.png").exists(), "an image of the earlier run is shown with this one's prompt"
     assert not FakeWorker.started[-1].process.is_running()
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+class SlowWorker(Worker):
+    """A worker that is interrupted while its process loads the engine for a minute."""
+
+    def load(self, settings: BenchmarkSettings) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(SdOrtError):
+            self.call(time.sleep, 60)
+
+
+def test_interrupt_does_not_wait_for_an_engine_that_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "Worker", SlowWorker)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        runner.run([Engine("raw ONNX", "onnxruntime", "folder", "demo")] * 2, BenchmarkSettings(), tmp_path)
+    assert time.monotonic() - begin < 45
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from sd_ort.checkpoints.linear_schedule import LinearSchedule
 from sd_ort.checkpoints.numpy_schedulers import CLASSES, class_name, numpy_scheduler
 from sd_ort.checkpoints.schedule import DiffusersTimetable
 from sd_ort.checkpoints.schedulers import scheduler_class
+from sd_ort.core.errors import InputError
 
 BASE: dict[str, Any] = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 OPTIONS: list[dict[str, Any]] = [
@@ -171,3 +173,16 @@ def test_names_mean_what_they_mean_among_all_of_diffusers(name: str) -> None:
 def test_a_name_of_another_scheduler() -> None:
     assert class_name("deis") is None
     assert scheduler_class("deis").__name__ == "DEISMultistepScheduler"
+
+
+def test_all_of_diffusers_by_name() -> None:
+    names = [name for name in dir(diffusers) if name.endswith("Scheduler")]
+    assert [scheduler_class(name).__name__ for name in names] == names
+
+
+def test_a_mistyped_name_does_not_import_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "diffusers"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(InputError, match="'DPM\\+\\+ 2M Karras' is no diffusers scheduler"):
+        scheduler_class("DPM++ 2M Karras")
+    assert "diffusers" not in sys.modules

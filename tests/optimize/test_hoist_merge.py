@@ -159,6 +159,12 @@ def test_merged_pipeline_generates_the_same_image(
     separate = pipe("small_fused", scheduler="euler")
     merged.scheduler = make_scheduler(small_fused, "euler")
     assert psnr(draw(merged, **other), draw(separate, **other)) > 80
+    with pytest.raises(InputError, match="takes no LoRAs: load them with the folder it was made from"):
+        merged.load_lora_weights({})
+    merged.vae.enable_tiling()
+    merged.enable_vae_slicing()
+    with pytest.raises(InputError, match="takes no vae_tiling, vae_slicing: use the folder"):
+        draw(merged)
 
 
 def test_merged_needs_only_ids_and_noise(small_fused: Path, tmp_path: Path) -> None:

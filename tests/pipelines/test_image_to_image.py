@@ -20,6 +20,7 @@ from scripts.fixtures import parity_pairs
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
+from sd_ort.core.image_file import read_image
 from sd_ort.integrations.diffusers import OrtControlNet, accelerate
 from sd_ort.pipelines.images import to_output_type
 
@@ -267,8 +268,31 @@ def test_generate_from_an_image(
     code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
     assert (code, "pass it with --image" in error) == (2, True)
     (tmp_path / "text.png").write_text("no image")
-    code, _, error = sd_ort(*common[:-1], tmp_path / "text.png")
-    assert (code, "text.png cannot be read as an image" in error) == (2, True)
+    input_image.resize((40, 7)).save(tmp_path / "small.png")
+    for name, message in (
+        ("text", "text.png cannot be read as an image (it is none of PNG,"),
+        ("small", "the image has 40 x 7 pixels, less than one latent of 8 x 8."),
+    ):
+        code, _, error = sd_ort(*common[:-1], tmp_path / f"{name}.png")
+        assert (code, message in error) == (2, True), error
+
+
+def test_image_files_as_an_editor_writes_them(tmp_path: Path, input_image: Image.Image) -> None:
+    """16 bits keep their upper 8 instead of being clipped to white; a camera's EXIF turns the image."""
+    grey = np.asarray(input_image.convert("L"))
+    for name, pixels in (("wide.png", grey.astype(np.uint16) * 257), ("wide.tiff", grey.astype(np.uint16) * 256 + 9)):
+        Image.fromarray(pixels).save(tmp_path / name)
+        assert (np.asarray(read_image(tmp_path / name)) == grey[:, :, None]).all()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Orientation: the camera was turned, so the image is to be turned clockwise
+    landscape = input_image.resize((64, 32))
+    landscape.save(tmp_path / "turned.png", exif=exif)
+    turned = landscape.transpose(Image.Transpose.ROTATE_270)
+    assert read_image(tmp_path / "turned.png").tobytes() == turned.tobytes()
+    for pixels in (grey.astype(np.int32), grey.astype(np.float32)):
+        Image.fromarray(pixels).save(tmp_path / "range.tiff")
+        with pytest.raises(InputError, match="32 bits, not 8 or 16"):
+            read_image(tmp_path / "range.tiff")
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 512, 512), (3, 3, 37, 19)])

@@ -23,6 +23,8 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.checkpoints.presets import open_preset
 from sd_ort.checkpoints.torch_pipeline import torch_pipeline
 from sd_ort.core.errors import InputError
+from sd_ort.core.files import read_json
+from sd_ort.demo import TRANSFORMER_DIR
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
 
@@ -581,15 +583,21 @@ def test_refused_calls(make: Callable[..., Tensors], ours: list[Any]) -> None:
     pipeline.unload_lora_weights()
 
 
-def test_config_next_to_the_file(make: Callable[..., Tensors], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("component", "name", "config"),
+    [
+        ("unet", "mid_block.attentions.0.transformer_blocks.0.attn1.to_q", {}),
+        ("transformer", "transformer_blocks.0.attn.to_q", read_json(TRANSFORMER_DIR / "transformer/config.json")),
+    ],
+)
+def test_config_next_to_the_file(component: str, name: str, config: dict[str, Any], tmp_path: Path) -> None:
     """PEFT's own folder: adapter_model.safetensors and adapter_config.json."""
-    name = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
     tensors = {f"base_model.model.{name}.lora_{x}.weight": torch.ones(s) for x, s in (("A", (4, 32)), ("B", (32, 4)))}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 6, "use_rslora": true, "alpha_pattern": {}}')
-    adapter = read_adapter(tmp_path / "adapter_model.safetensors", {})
-    delta = adapter.modules["unet"][name.replace(".", "_")].delta()
+    adapter = read_adapter(tmp_path / "adapter_model.safetensors", config)
+    delta = adapter.modules[component][name.replace(".", "_")].delta()
     np.testing.assert_allclose(delta.dense(), 12.0, rtol=1e-6)
     (tmp_path / "adapter_config.json").write_text('{"alpha_pattern": 3}')
     with pytest.raises(InputError, match="is no config of a LoRA"):
-        read_adapter(tmp_path / "adapter_model.safetensors", {})
+        read_adapter(tmp_path / "adapter_model.safetensors", config)

@@ -314,10 +314,11 @@ def post(address: str, fields: dict[str, Any]) -> Sequence[bytes]:
 
 
 def test_no_image_is_lost_when_a_replica_dies(server: tuple[subprocess.Popen[str], str], folder: Path) -> None:
-    """Also: every port is on the loopback interface, and SIGTERM ends all processes with exit code 130."""
+    """Also: replicas have the server's priority, every port is on the loopback interface, and SIGTERM ends all
+    processes with exit code 130."""
     process, address = server
     replicas = [child for child in psutil.Process(process.pid).children(recursive=True) if "ray::Actor" in child.name()]
-    assert len(replicas) == 2
+    assert [replica.nice() for replica in replicas] == [psutil.Process(process.pid).nice()] * 2
     every = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     sockets = [socket for each in every for socket in each.net_connections("inet") if socket.status == "LISTEN"]
     assert {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets} == {"127.0.0.1"}  # Ray's too
