@@ -91,8 +91,9 @@ def set_timesteps(scheduler: Any, steps: int, **options: Any) -> int:
     try:
         scheduler.set_timesteps(**options) if schedule is not None else scheduler.set_timesteps(steps, **options)
     except REJECTIONS as error:
+        rejected = f"{count} steps" if schedule is None else "this schedule"
         raise InputError(
-            f"{name} cannot take {'this schedule' if schedule is not None else f'{count} steps'}: {first_line(error)}"
+            f"{name} cannot take {rejected} ({first_line(error)}): change it, or the scheduler."
         ) from error
     if "strength" in options:  # LCMScheduler counts the steps before it drops some, and its last step then adds noise
         scheduler.num_inference_steps = len(scheduler.timesteps)

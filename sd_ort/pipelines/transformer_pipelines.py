@@ -62,6 +62,7 @@ UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
     "masked_image_latents": "give mask_image, from which they are computed",
     "caption_upsample_temperature": "rewrite the prompt by another model first",
     "padding_mask_crop": "crop image and mask_image instead",
+    "prompt_syntax": "weights of words (--weights) are for CLIP's embeddings alone",
 }  # fmt: skip
 
 
@@ -255,10 +256,10 @@ class TransformerPipeline(TransformerCacheMixin, LoraMixin, PipelineMethods):
     def _check(self, call: SimpleNamespace, **scales: float | None) -> tuple[int, int, int]:
         """Return height, width and steps with defaults. Raises InputError for arguments that cannot be used."""
         kind = type(self).__name__
-        if unknown := [name for name, value in call.unsupported.items() if value is not None]:
-            raise InputError(f"{kind} does not support the argument {unknown[0]}.")
-        for name, reason in UNSUPPORTED_ARGUMENTS.items():
-            if getattr(call, name, None) is not None:
+        arguments = {**{name: getattr(call, name, None) for name in UNSUPPORTED_ARGUMENTS}, **call.unsupported}
+        for name, value in arguments.items():
+            if value is not None:
+                reason = UNSUPPORTED_ARGUMENTS.get(name, "leave it out")
                 raise InputError(f"{kind} does not support the argument {name}: {reason}.")
         call.num_images_per_prompt = 1 if call.num_images_per_prompt is None else call.num_images_per_prompt
         check_numbers(call.height, call.width, call.num_images_per_prompt, **scales)
