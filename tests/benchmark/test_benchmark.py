@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -205,26 +206,25 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-class SlowWorker(Worker):
-    """A worker whose process loads the engine for a minute; the first one is interrupted."""
-
-    loading: ClassVar[list[Worker]] = []
-    loaded_in_full: ClassVar[list[Worker]] = []
-
-    def load(self, settings: BenchmarkSettings) -> None:
-        self.loading.append(self)
-        if self.loading == [self]:
-            os.kill(os.getpid(), signal.SIGINT)
-        self.call(time.sleep, 60)  # raises when the process is killed
-        self.loaded_in_full.append(self)
-
-
 def test_interrupt_does_not_wait_for_an_engine_that_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first engine is loaded at once; the interrupt comes while the process of the second loads for a minute."""
+    loaded: list[Worker] = []
+    first_is_loaded = threading.Event()
+
+    class SlowWorker(Worker):
+        def load(self, settings: BenchmarkSettings) -> None:
+            if self.engine.label == "second":
+                first_is_loaded.wait()
+                os.kill(os.getpid(), signal.SIGINT)
+                self.call(time.sleep, 60)  # raises when the process is killed
+            loaded.append(self)
+
     monkeypatch.setattr(runner, "Worker", SlowWorker)
+    monkeypatch.setattr(runner.ReportFile, "save", lambda self: first_is_loaded.set())
+    engines = [Engine(label, "onnxruntime", "folder", "demo") for label in ("first", "second")]
     with pytest.raises(KeyboardInterrupt):
-        runner.run([Engine("raw ONNX", "onnxruntime", "folder", "demo")] * 2, BenchmarkSettings(), tmp_path)
-    assert SlowWorker.loading != []
-    assert SlowWorker.loaded_in_full == []
+        runner.run(engines, BenchmarkSettings(), tmp_path)
+    assert [worker.engine.label for worker in loaded] == ["first"]
 
 
 @pytest.mark.parametrize(
