@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import shutil
 import signal
 import threading
@@ -215,15 +214,19 @@ def test_interrupt_does_not_wait_for_an_engine_that_is_loaded(tmp_path: Path, mo
         def load(self, settings: BenchmarkSettings) -> None:
             if self.engine.label == "second":
                 first_is_loaded.wait()
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 self.call(time.sleep, 60)  # raises when the process is killed
             loaded.append(self)
 
     monkeypatch.setattr(runner, "Worker", SlowWorker)
     monkeypatch.setattr(runner.ReportFile, "save", lambda self: first_is_loaded.set())
     engines = [Engine(label, "onnxruntime", "folder", "demo") for label in ("first", "second")]
-    with pytest.raises(KeyboardInterrupt):
-        runner.run(engines, BenchmarkSettings(), tmp_path)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(engines, BenchmarkSettings(), tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert [worker.engine.label for worker in loaded] == ["first"]
 
 
