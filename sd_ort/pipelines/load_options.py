@@ -1,4 +1,4 @@
-"""Options with which a pipeline is loaded, and the folder that it is loaded from."""
+"""What `from_pretrained` shares among pipelines: its options, and opening the model that it names."""
 
 from __future__ import annotations
 
